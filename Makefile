@@ -1,0 +1,45 @@
+# Every target sets up its own virtual environment (.venv) on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# one thread per test process: two are far slower on small tensors when the machine is busy
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: help setup demo test test-all check format clean
+
+help:
+	@echo "make demo      train a small model and watch it fill in text (a few minutes)"
+	@echo "make test      lint, types and the default test suite"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make check     lint and types only"
+	@echo "make format    let ruff rewrite the code's layout"
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/dcdm demo
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+test: check
+	$(PYTEST) -m "not slow"
+
+test-all: check
+	$(PYTEST)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

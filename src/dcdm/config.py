@@ -1,0 +1,256 @@
+"""Settings of a model and of its training objective, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+Kind = Literal["ar", "mdlm", "bdlm", "dcdm"]
+Routing = Literal["paper", "causal", "positional", "strided", "random"]
+Prior = Literal["none", "contiguous", "strided"]
+
+NUM_SPECIALS = 3  # BOS, PAD, MASK: the last three ids of every vocabulary, in this order
+PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balance bias
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names the setting and the fix."""
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _within(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must lie between {low:g} and {high:g}")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A dropless token-choice mixture in the style of Qwen2-MoE."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_size: int
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _at_least(f"moe.{f.name}", getattr(self, f.name), 1)
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"moe.experts_per_token={self.experts_per_token} exceeds moe.num_experts={self.num_experts}; "
+                "lower the first or raise the second"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is. Every field is checked on construction.
+
+    `kind` is `ar`, `mdlm`, `bdlm` (needs `block_size`) or `dcdm` (needs `num_chunks` and `chunk_dim`).
+    `routing`, `prior`, `prior_weight` and `chunk_growth` say how a `dcdm` model forms its chunks.
+    `vocab_size` counts the three specials BOS, PAD and MASK, which are its last three ids.
+    """
+
+    kind: Kind
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int | None = None
+    block_size: int | None = None
+    num_chunks: int | None = None
+    chunk_dim: int | None = None
+    routing: Routing = "paper"
+    prior: Prior = "none"
+    prior_weight: float = 0.0
+    chunk_growth: float = 1.0
+    moe: MoEConfig | None = None
+    context_length: int = 1024
+    max_position: int = 40_960
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    init_std: float = 0.02
+    chunk_out_init_std: float = 0.0
+    routing_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.moe, dict):
+            object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        _one_of("kind", self.kind, get_args(Kind))
+        _one_of("routing", self.routing, get_args(Routing))
+        _one_of("prior", self.prior, get_args(Prior))
+        _at_least("vocab_size", self.vocab_size, NUM_SPECIALS + 1)
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("context_length", self.context_length, 1)
+        self._check_backbone()
+        self._check_partition()
+
+    def _check_backbone(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
+                "each key/value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+        if (self.moe is None) == (self.intermediate_size is None):
+            raise ConfigError(
+                "set exactly one of intermediate_size (dense MLP) and moe (mixture of experts); "
+                f"got intermediate_size={self.intermediate_size}, moe={self.moe}"
+            )
+        if self.intermediate_size is not None:
+            _at_least("intermediate_size", self.intermediate_size, 1)
+        if self.context_length > self.max_position:
+            raise ConfigError(
+                f"context_length={self.context_length} exceeds max_position={self.max_position}; "
+                "lower the first or raise the second"
+            )
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        for name in ("init_std", "chunk_out_init_std"):
+            _within(name, getattr(self, name), 0, math.inf)
+
+    def _check_partition(self) -> None:
+        if self.kind == "bdlm":
+            _at_least("block_size", self.block_size, 1)
+            assert self.block_size is not None
+            if self.block_size > self.context_length:
+                raise ConfigError(
+                    f"block_size={self.block_size} exceeds context_length={self.context_length}; "
+                    "a block must fit into the context"
+                )
+        elif self.block_size is not None:
+            raise ConfigError(f"block_size={self.block_size} belongs to kind 'bdlm', not {self.kind!r}")
+        if self.kind == "dcdm":
+            _at_least("num_chunks", self.num_chunks, 1)
+            _at_least("chunk_dim", self.chunk_dim, 1)
+            self._check_routing()
+            return
+        only_dcdm = {
+            "num_chunks": None, "chunk_dim": None, "routing": "paper",
+            "prior": "none", "prior_weight": 0.0, "chunk_growth": 1.0,
+        }  # fmt: skip
+        for name, default in only_dcdm.items():
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} belongs to kind 'dcdm', not {self.kind!r}; leave it out"
+                )
+
+    def _check_routing(self) -> None:
+        if self.routing != "causal" and (self.prior != "none" or self.prior_weight != 0):
+            raise ConfigError(
+                f"prior={self.prior!r}, prior_weight={self.prior_weight} belong to routing='causal', "
+                f"not {self.routing!r}"
+            )
+        if math.isnan(self.prior_weight) or self.prior_weight < 0:
+            raise ConfigError(f"prior_weight={self.prior_weight} must be 0 or more (inf: the prior decides)")
+        if self.prior == "none" and self.prior_weight != 0:
+            raise ConfigError(
+                f"prior_weight={self.prior_weight} has no effect with prior='none'; "
+                "choose prior='contiguous' or 'strided', or leave prior_weight out"
+            )
+        if not 0 < self.chunk_growth < math.inf:
+            raise ConfigError(f"chunk_growth={self.chunk_growth} must be a positive number (1: equal sizes)")
+        if self.chunk_growth != 1 and self.routing in ("paper", "strided"):
+            raise ConfigError(
+                f"chunk_growth={self.chunk_growth} needs a routing that chooses sizes "
+                f"(causal, positional, random), not {self.routing!r}"
+            )
+
+    @property
+    def bos_id(self) -> int:
+        return self.vocab_size - 3
+
+    @property
+    def pad_id(self) -> int:
+        return self.vocab_size - 2
+
+    @property
+    def mask_id(self) -> int:
+        return self.vocab_size - 1
+
+    @property
+    def routes_from_noise(self) -> bool:
+        """True for the paper's routing: chunk ids depend on the noisy stream, so they give no valid bound."""
+        return self.kind == "dcdm" and self.routing == "paper"
+
+    def num_groups(self, length: int) -> int:
+        """How many chunks or blocks a sequence of `length` positions has at most."""
+        if self.kind == "bdlm":
+            assert self.block_size is not None
+            return max(1, math.ceil(length / self.block_size))
+        if self.kind == "dcdm":
+            assert self.num_chunks is not None
+            return self.num_chunks
+        return 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(
+                f"unknown model setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """How training noise is drawn and what the loss is made of.
+
+    A weight or rate of None means the kind's default: the paper's value for the paper's routing, 0 for
+    partitions that are balanced by construction.
+    """
+
+    t_min: float = 1e-3
+    t_max: float = 1.0
+    full_mask_share: float = 0.0
+    """Share of chunks trained fully masked (t = 1), as one-forward-per-chunk decoding needs."""
+    prompt_share: float = 0.2
+    """Share of training windows with a random visible prefix or random visible spans."""
+    chunk_loss_weight: float | None = None
+    chunk_loss_eps: float | None = None
+    """ε inside the logarithm of the per-sequence balance loss; None means 1/L."""
+    moe_loss_weight: float = 1e-2
+    bias_rate: float | None = None
+    """η_b of the balance bias."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.t_min <= self.t_max <= 1:
+            raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
+        for name in ("full_mask_share", "prompt_share"):
+            _within(name, getattr(self, name), 0, 1)
+        for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):
+            if getattr(self, name) is not None:
+                _within(name, getattr(self, name), 0, math.inf)
+        if self.chunk_loss_eps is not None and not self.chunk_loss_eps > 0:
+            raise ConfigError(f"chunk_loss_eps={self.chunk_loss_eps} must be above 0")
+
+    def chunk_weight_for(self, config: ModelConfig) -> float:
+        return self._default_for(config, self.chunk_loss_weight)
+
+    def bias_rate_for(self, config: ModelConfig) -> float:
+        return self._default_for(config, self.bias_rate)
+
+    def _default_for(self, config: ModelConfig, value: float | None) -> float:
+        if value is not None:
+            return value if config.kind == "dcdm" else 0.0
+        return PAPER_BALANCE if config.routes_from_noise else 0.0

@@ -1,0 +1,1 @@
+"""Noise, objectives, policies and likelihoods."""

@@ -1,0 +1,161 @@
+"""The training objective of every kind, under one interface: `loss(model, batch, generator)`.
+
+B batch   L positions   V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dcdm.config import ObjectiveConfig
+from dcdm.diffusion import noise
+from dcdm.keys import Key
+from dcdm.model.chunking import chunk_counts, sequence_balance_loss
+from dcdm.model.moe import load_balancing_loss
+from dcdm.model.transformer import Encoded, Model
+
+HEAD_SLICE = 4096  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a global batch: tokens, and the numbers that key their randomness.
+
+    `prompt` marks positions that stay visible and are not counted. `rows` are the places of these sequences
+    in the global batch of `num_rows` (default: this batch is the whole one); `index` numbers the sequences
+    in the data set, for random routing.
+    """
+
+    tokens: Tensor
+    prompt: Tensor | None = None
+    rows: Tensor | None = None
+    num_rows: int | None = None
+    index: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`total` is what to minimise; the rest is for reports and for the balance bias."""
+
+    total: Tensor
+    nll: Tensor
+    """Weighted cross-entropy per free token: a NELBO estimate where no chunk was set to t = 1."""
+    tokens: Tensor
+    """Free tokens, the denominator of `nll`."""
+    chunk_loss: Tensor | None = None
+    moe_loss: Tensor | None = None
+    counts: Tensor | None = None
+    """N_k per sequence (B, K), without BOS and PAD."""
+
+
+def loss(
+    model: Model,
+    batch: Batch,
+    generator: Key | torch.Generator | int,
+    settings: ObjectiveConfig | None = None,
+) -> Loss:
+    """The kind's training loss on one batch.
+
+    `generator` is the step's `Key`, a seed, or a `torch.Generator`; all randomness follows from it and from
+    `batch.rows`, so that splitting a batch over processes changes nothing.
+    """
+    settings = settings or ObjectiveConfig()
+    if model.config.kind == "ar":
+        return _next_token(model, batch, settings)
+    key = Key.of(generator)
+    sample = draw(model, batch, key, settings)
+    encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
+    nll = token_nll(model, encoded.states[sample.masked], batch.tokens[sample.masked])
+    tokens = sample.free.sum()
+    weighted = (nll * sample.weight[sample.masked].to(nll.dtype)).sum() / tokens.clamp(min=1)
+    return _with_balance(model, batch, key, settings, encoded, weighted, tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One draw of training noise."""
+
+    masked: Tensor
+    weight: Tensor
+    free: Tensor
+    prompt: Tensor
+    ids: Tensor | None
+    """Chunk ids where they do not depend on noise; None in the paper's routing."""
+
+
+def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sample:
+    """Which positions of `batch` are visible, masked and with what weight, and its partition."""
+    tokens = batch.tokens
+    rows, num_rows = _rows(batch)
+    sets = model.sets(tokens, batch.prompt)
+    spans = noise.visible_spans(key, rows, sets.free.cpu(), settings.prompt_share).to(tokens.device)
+    prompt = sets.visible | spans
+    free = sets.free & ~spans
+    if model.config.routes_from_noise:
+        ids, groups, num_groups = None, free.long(), 1
+    else:
+        ids = model.partition(tokens, prompt, batch.index).ids
+        groups, num_groups = ids, model.config.num_groups(tokens.shape[1])
+    t = noise.levels(key, rows, num_rows, num_groups, settings)
+    masked, weight = noise.corrupt(key, rows, groups.cpu(), t)
+    return Sample(masked.to(tokens.device), weight.to(tokens.device), free, prompt, ids)
+
+
+def token_nll(model: Model, states: Tensor, targets: Tensor) -> Tensor:
+    """−log p of `targets` (M,) at final states (M, d), a slice of the logits at a time: (M,), at least fp32."""
+    parts = []
+    for state, target in zip(states.split(HEAD_SLICE), targets.split(HEAD_SLICE), strict=True):
+        logits = model.token_logits(state)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        parts.append(F.cross_entropy(logits, target, reduction="none"))
+    return torch.cat(parts) if parts else states.new_zeros(0)
+
+
+def _next_token(model: Model, batch: Batch, settings: ObjectiveConfig) -> Loss:
+    sets = model.sets(batch.tokens, batch.prompt)
+    encoded = model.encode(batch.tokens)
+    counted = sets.free[:, 1:]
+    nll = token_nll(model, encoded.states[:, :-1][counted], batch.tokens[:, 1:][counted])
+    tokens = counted.sum()
+    return _with_balance(model, batch, None, settings, encoded, nll.sum() / tokens.clamp(min=1), tokens)
+
+
+def _with_balance(
+    model: Model, batch: Batch, key: Key | None, settings: ObjectiveConfig,
+    encoded: Encoded, nll: Tensor, tokens: Tensor,
+) -> Loss:  # fmt: skip
+    """Add the auxiliary losses to the cross-entropy and count the chunks."""
+    config, total = model.config, nll
+    real = batch.tokens != config.pad_id
+    counted = real & (batch.tokens != config.bos_id)
+    chunk_loss = moe_loss = counts = None
+    if config.kind == "dcdm":
+        assert key is not None
+        assert config.num_chunks is not None
+        assert encoded.chunk_ids is not None
+        assert encoded.router_scores is not None
+        counts = chunk_counts(encoded.chunk_ids, counted, config.num_chunks)
+        if (weight := settings.chunk_weight_for(config)) > 0:
+            r = encoded.router_scores
+            uniform = key.fold("gumbel").rows(_rows(batch)[0], *r.shape[1:]).to(r)
+            chunk_loss = sequence_balance_loss(r, counted, uniform, settings.chunk_loss_eps)
+            total = total + weight * chunk_loss
+    if config.moe is not None:
+        slots = encoded.gate_logits[0].shape[1]
+        seen = real.repeat(1, slots // real.shape[1]).flatten()
+        gates = [g.flatten(0, 1) for g in encoded.gate_logits]
+        moe_loss = load_balancing_loss(gates, config.moe.experts_per_token, seen)
+        total = total + settings.moe_loss_weight * moe_loss
+    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)
+
+
+def _rows(batch: Batch) -> tuple[Tensor, int]:
+    if batch.rows is None:
+        return torch.arange(len(batch.tokens)), len(batch.tokens)
+    if batch.num_rows is None:
+        raise ValueError("Batch.rows needs Batch.num_rows: the size of the global batch")
+    return batch.rows.cpu(), batch.num_rows

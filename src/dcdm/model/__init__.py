@@ -1,0 +1,1 @@
+"""Networks, masks and routings. Knows no objective."""

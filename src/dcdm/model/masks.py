@@ -1,0 +1,189 @@
+"""Who may attend to whom, as small named predicates.
+
+Every attention in this package runs over *slots*: the positions of a sequence, once (decoding) or twice
+(training: the noisy stream z followed by the clean stream x), in any order. A slot knows its position, its
+chunk, its stream and whether its token is masked in z. A mask is a predicate over a query slot and a key
+slot; dense masks, tiles and block masks all derive from it.
+
+    B batch   L positions   Q, S query and key slots   chunk −1 padding, 0 always visible, 1…K chunks
+
+`python -m dcdm.model.masks [FOLDER]` draws each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+CLEAN, NOISY = 0, 1  # stream numbers; further noise draws over one clean stream count on from NOISY
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a mask may know of each slot; every field has the shape (B, S)."""
+
+    position: Tensor
+    chunk: Tensor
+    stream: Tensor
+    masked: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        chunk: Tensor,
+        masked: Tensor | None = None,
+        stream: int = NOISY,
+        position: Tensor | None = None,
+    ) -> Slots:
+        """One stream in original order, from chunk ids (B, L)."""
+        if position is None:
+            position = torch.arange(chunk.shape[-1], device=chunk.device).expand_as(chunk)
+        if masked is None:
+            masked = torch.zeros_like(chunk, dtype=torch.bool)
+        return cls(position, chunk, torch.full_like(chunk, stream), masked)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        return Slots(*(change(getattr(self, f.name)) for f in fields(self)))
+
+    def __getitem__(self, index: object) -> Slots:
+        return self._map(lambda x: x[index])  # type: ignore[index]
+
+    def gather(self, order: Tensor) -> Slots:
+        return self._map(lambda x: x.gather(-1, order))
+
+    @staticmethod
+    def cat(*parts: Slots) -> Slots:
+        columns = (torch.cat([getattr(p, f.name) for p in parts], dim=-1) for f in fields(Slots))
+        return Slots(*columns)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A named predicate `rule(query, key)` on broadcastable slots; `&` and `|` compose."""
+
+    name: str
+    rule: Callable[[Slots, Slots], Tensor]
+
+    def __call__(self, query: Slots, key: Slots) -> Tensor:
+        return self.rule(query, key)
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(f"({self.name} & {other.name})", lambda q, k: self.rule(q, k) & other.rule(q, k))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Mask(f"({self.name} | {other.name})", lambda q, k: self.rule(q, k) | other.rule(q, k))
+
+    def named(self, name: str) -> Mask:
+        return Mask(name, self.rule)
+
+    def dense(self, query: Slots, key: Slots | None = None) -> Tensor:
+        """(B, Q, S) bool, True where the query may attend to the key."""
+        key = query if key is None else key
+        return self.rule(query[..., :, None], key[..., None, :])
+
+
+not_padding = Mask("not padding", lambda q, k: (q.chunk >= 0) & (k.chunk >= 0))
+same_stream = Mask("same stream", lambda q, k: q.stream == k.stream)
+
+# M^noise[ℓ,m] = [ν_m = 0] ∨ [ν_ℓ = 1 ∧ ℓ = m]
+visible_key = Mask("key visible", lambda q, k: ~k.masked)
+masked_self = Mask("masked self", lambda q, k: q.masked & (q.position == k.position))
+noise = (not_padding & same_stream & (visible_key | masked_self)).named("noise")
+
+# M^chunk at inference: [c_m ≤ c_ℓ]
+chunk_causal = (not_padding & Mask("chunk not later", lambda q, k: k.chunk <= q.chunk)).named("chunk_causal")
+
+# M^chunk in training, over z ⊕ x
+noisy_to_noisy = Mask(
+    "noisy to noisy", lambda q, k: (q.stream != CLEAN) & (k.stream == q.stream) & (q.chunk == k.chunk)
+)
+noisy_to_clean = Mask(
+    "noisy to clean", lambda q, k: (q.stream != CLEAN) & (k.stream == CLEAN) & (q.chunk > k.chunk)
+)
+clean_to_clean = Mask(
+    "clean to clean", lambda q, k: (q.stream == CLEAN) & (k.stream == CLEAN) & (q.chunk >= k.chunk)
+)
+dual_stream = (not_padding & (noisy_to_noisy | noisy_to_clean | clean_to_clean)).named("dual_stream")
+
+# next-token prediction
+causal = (not_padding & Mask("not later", lambda q, k: k.position <= q.position)).named("causal")
+
+
+def noise_mask(masked: Tensor) -> Tensor:
+    """M^noise of a noise pattern: (…, L) bool, True = masked, to (…, L, L)."""
+    return noise.dense(Slots.of(torch.zeros_like(masked, dtype=torch.long), masked))
+
+
+def chunk_causal_mask(ids: Tensor) -> Tensor:
+    """M^chunk of chunk ids (…, L) on one stream, as in decoding: (…, L, L)."""
+    return chunk_causal.dense(Slots.of(ids))
+
+
+def dual_stream_slots(ids: Tensor) -> Slots:
+    """Slots of z ⊕ x in original order, (…, 2L)."""
+    return Slots.cat(Slots.of(ids), Slots.of(ids, stream=CLEAN))
+
+
+def dual_stream_mask(ids: Tensor) -> Tensor:
+    """M^chunk of chunk ids (…, L) on z ⊕ x, as in training: (…, 2L, 2L), noisy half first."""
+    return dual_stream.dense(dual_stream_slots(ids))
+
+
+def draw(folder: str) -> list[str]:
+    """Write one PNG per mask into `folder`, on a small example; returns the paths."""
+    from pathlib import Path
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+
+    ids = torch.tensor([0, 2, 1, 1, 3, 2, 1, 3, 2, 2, 1, 3])
+    masked = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0]).bool()
+    order = ids.argsort(stable=True)
+    both = torch.cat([order, order + len(ids)])
+    one = Slots.of(ids, masked)
+    streams = dual_stream_slots(ids)
+    examples = [
+        (noise, one, [f"{p}{'·' if m else ''}" for p, m in enumerate(masked.tolist())], "dots: masked"),
+        (chunk_causal, one, ids.tolist(), "labels: chunks"),
+        (causal, one, list(range(len(ids))), "labels: positions"),
+        (dual_stream, streams, [f"z{c}" for c in ids.tolist()] + [f"x{c}" for c in ids.tolist()], "z ⊕ x"),
+        (
+            dual_stream.named("dual_stream_sorted"),
+            streams[both],
+            [
+                ("z" if s else "x") + str(c)
+                for c, s in zip(streams.chunk[both], streams.stream[both], strict=True)
+            ],
+            "the same mask, slots sorted by chunk",
+        ),
+    ]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = []
+    for mask, slots, labels, note in examples:
+        size = 1.6 + 0.19 * len(labels)
+        figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+        axis.imshow(mask.dense(slots), cmap=ListedColormap(["#f2f2f2", "#0072b2"]), vmin=0, vmax=1)
+        axis.set_xticks(range(len(labels)), [str(x) for x in labels], fontsize=6)
+        axis.set_yticks(range(len(labels)), [str(x) for x in labels], fontsize=6)
+        axis.set_xticks([x - 0.5 for x in range(len(labels) + 1)], minor=True)
+        axis.set_yticks([x - 0.5 for x in range(len(labels) + 1)], minor=True)
+        axis.grid(which="minor", color="white", linewidth=0.6)
+        axis.tick_params(which="both", length=0)
+        axis.set(xlabel="key", ylabel="query")
+        axis.set_title(f"{mask.name.replace('_', ' ')} ({note})", fontsize=9)
+        paths.append(str(Path(folder) / f"{mask.name}.png"))
+        figure.savefig(paths[-1], dpi=110)
+        plt.close(figure)
+    return paths
+
+
+if __name__ == "__main__":
+    import sys
+
+    print("\n".join(draw(sys.argv[1] if len(sys.argv) > 1 else ".")))

@@ -1,0 +1,85 @@
+"""MLPs: the dense SwiGLU and a dropless mixture of experts in the style of Qwen2-MoE.
+
+Dropless matters beyond quality: dropping tokens by capacity would couple tokens across chunks and leak.
+
+    T tokens   d hidden size   E experts   k experts per token   f expert size
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcdm.config import MoEConfig
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None
+
+
+class Experts(nn.Module):
+    """E SwiGLU experts, their weights stacked as in `transformers`."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.expert_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.expert_size))
+
+    def forward(self, x_td: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
+        """Σ_k weight · expert(x), one expert at a time; an expert that nobody chose costs nothing."""
+        out_td = torch.zeros_like(x_td)
+        for expert in range(len(self.gate_up_proj)):
+            token, choice = (expert_tk == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x_td[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            out_td = out_td.index_add(0, token, y * weight_tk[token, choice, None])
+        return out_td
+
+
+class SparseMoE(nn.Module):
+    """Softmax over all experts, top-k weights not renormalised, and a shared expert behind a sigmoid gate."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.gate = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(hidden_size, config)
+        self.shared_expert = SwiGLU(hidden_size, config.shared_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the router's logits (…, E)."""
+        x_td = x.reshape(-1, x.shape[-1])
+        logits_te = self.gate(x_td)
+        weight_tk, expert_tk = logits_te.softmax(dim=-1, dtype=_at_least_fp32(x)).topk(self.experts_per_token)
+        routed_td = self.experts(x_td, expert_tk, weight_tk.to(x.dtype))
+        shared_td = self.shared_expert_gate(x_td).sigmoid() * self.shared_expert(x_td)[0]
+        return (routed_td + shared_td).view_as(x), logits_te.unflatten(0, x.shape[:-1])
+
+
+def _at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def load_balancing_loss(
+    logits: list[Tensor], experts_per_token: int, counted: Tensor | None = None
+) -> Tensor:
+    """E · Σ_{choice, e} (share of tokens whose choice-th expert is e) · (mean probability of e).
+
+    `logits` holds one (T, E) tensor per layer; `counted` (T,) leaves out padding.
+    """
+    probability = torch.stack(logits).softmax(dim=-1)
+    if counted is not None:
+        probability = probability[:, counted]
+    probability = probability.flatten(0, 1)
+    num_experts = probability.shape[-1]
+    chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).to(probability.dtype)
+    return num_experts * (chosen.mean(0) * probability.mean(0)).sum()
