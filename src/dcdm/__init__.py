@@ -20,8 +20,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch", "ConfigError", "ModelConfig", "MoEConfig", "ObjectiveConfig",
-    "build", "loss", "masks", "preset", "presets", "score",
+    "Batch",
+    "ConfigError",
+    "MoEConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "build",
+    "loss",
+    "masks",
+    "preset",
+    "presets",
+    "score",
 ]  # fmt: skip
 
 _HOMES = {

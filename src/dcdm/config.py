@@ -95,7 +95,8 @@ class ModelConfig:
         _at_least("vocab_size", self.vocab_size, NUM_SPECIALS + 1)
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("context_length", self.context_length, 1)
+        for name in ("context_length", "max_position"):
+            _at_least(name, getattr(self, name), 1)
         self._check_backbone()
         self._check_partition()
 
@@ -119,10 +120,7 @@ class ModelConfig:
                 f"context_length={self.context_length} exceeds max_position={self.max_position}; "
                 "lower the first or raise the second"
             )
-        for name in ("norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-        for name in ("init_std", "chunk_out_init_std"):
+        for name in ("norm_eps", "rope_theta", "init_std", "chunk_out_init_std"):
             _within(name, getattr(self, name), 0, math.inf)
 
     def _check_partition(self) -> None:
@@ -206,9 +204,7 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise ConfigError(
-                f"unknown model setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
+            raise ConfigError(f"unknown model setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**values)
 
 

@@ -41,5 +41,9 @@ class Key:
         """Uniform draws (len(numbers), *shape), row i keyed by numbers[i] alone."""
         return torch.stack([self.fold(n).uniform(*shape) for n in numbers.tolist()])
 
+    def gumbel_rows(self, numbers: Tensor, *shape: int) -> Tensor:
+        """Standard Gumbel noise keyed like `rows`; float64, since float32 uniforms round to 1 and give inf."""
+        return -torch.log(-torch.log(self.rows(numbers, *shape)))
+
     def permutation(self, size: int) -> Tensor:
         return torch.randperm(size, generator=self.generator())

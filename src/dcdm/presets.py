@@ -38,9 +38,7 @@ def _moe(hidden_size: int, num_chunks: int, chunk_dim: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def _chunked(
-    base: Callable[..., ModelConfig], num_chunks: int, chunk_dim: int, **more: object
-) -> ModelConfig:
+def _chunked(base: Callable[..., ModelConfig], num_chunks: int, chunk_dim: int, **more: object) -> ModelConfig:
     return base(kind="dcdm", num_chunks=num_chunks, chunk_dim=chunk_dim, **more)
 
 
@@ -79,9 +77,7 @@ def _causal_of(parent: Callable[[], ModelConfig]) -> ModelConfig:
     return replace(parent(), routing="causal")
 
 
-_TABLE |= {
-    f"{name}-causal": partial(_causal_of, make) for name, make in _TABLE.items() if name.startswith("dcdm")
-}
+_TABLE |= {f"{name}-causal": partial(_causal_of, make) for name, make in _TABLE.items() if name.startswith("dcdm")}
 
 
 def presets() -> list[str]:

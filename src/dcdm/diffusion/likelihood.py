@@ -16,7 +16,6 @@ from torch import Tensor
 from dcdm.diffusion import policies
 from dcdm.diffusion.objectives import token_nll
 from dcdm.keys import Key
-from dcdm.model import routing
 from dcdm.model.transformer import Model, Sets
 
 Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory"]
@@ -126,9 +125,7 @@ def _check(model: Model, estimator: str, samples: int | str, commit: str) -> Non
         "trajectory": True,
     }
     if estimator not in fits:
-        raise ValueError(
-            f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}"
-        )
+        raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
     if not fits[estimator]:
         good = ", ".join(name for name, ok in fits.items() if ok)
         raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {good}")
@@ -163,9 +160,7 @@ class Scorer:
     def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll_of = self._dual_stream(tokens, sets, ids)
-        nats, variance, passes = self._expected(
-            nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index
-        )
+        nats, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
         return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), torch.full_like(index, passes))
 
     def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
@@ -174,7 +169,7 @@ class Scorer:
         return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), torch.full_like(index, passes))
 
     def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        """Ids from revealed tokens, frozen at the start of each chunk; the masked diffusion bound inside it."""
+        """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
         route_next = policies.router_of(model, sets)
         route = policies.Route(torch.zeros_like(tokens), torch.zeros_like(sets.free))
@@ -184,9 +179,7 @@ class Scorer:
         while bool((sets.real & ~revealed).any()):
             route = route_next(tokens.masked_fill(~revealed, mask_id), revealed, route)
 
-            def nll_of(
-                masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active
-            ) -> Tensor:
+            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active) -> Tensor:
                 z = tokens.masked_fill(masked | ~shown, mask_id)
                 return _scattered(model, model.denoise(z, ids), tokens, masked)
 
@@ -243,9 +236,10 @@ class Scorer:
             per_group = torch.zeros(len(nll), num_groups + 1, dtype=torch.float64)
             per_group.scatter_add_(1, groups.cpu().clamp(min=0), nll)
             terms.append(per_group[:, 1:] * draw.weight)
-        f_sbc = torch.stack(terms)
         if self.samples == "all":
-            return f_sbc.sum(dim=(0, 2)), torch.zeros(len(groups), dtype=torch.float64), len(terms)
+            nothing = torch.zeros(len(groups), dtype=torch.float64)
+            return sum((term.sum(dim=-1) for term in terms), nothing), nothing, len(terms)
+        f_sbc = torch.stack(terms)
         return f_sbc.mean(dim=0).sum(dim=-1), _stratified_variance(f_sbc), len(terms)
 
 
@@ -287,9 +281,7 @@ def rank_in_group(groups: Tensor, priority: Tensor) -> Tensor:
     return position - smaller
 
 
-def stratified_subsets(
-    key: Key, index: Tensor, groups: Tensor, num_groups: int, samples: int
-) -> Iterator[Draw]:
+def stratified_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int, samples: int) -> Iterator[Draw]:
     """Per sample and group a size n, uniform on 1…|g|, and a uniform subset of that size, weight |g|/n.
 
     Over the samples each group visits every stratum of the sizes once; within a sample the groups lie in
@@ -297,12 +289,11 @@ def stratified_subsets(
     """
     groups = groups.cpu()
     sizes = group_sizes(groups, num_groups)
-    jitter = key.fold("size").rows(index, samples, num_groups)
-    spread = torch.stack([
-        torch.stack([key.fold("spread", i, s).permutation(num_groups) for s in range(samples)])
-        for i in index.tolist()
-    ])  # fmt: skip
-    within = (spread + jitter) / num_groups
+    within = torch.zeros(len(groups), samples, num_groups, dtype=torch.float64)
+    for row, number in enumerate(index.tolist()):
+        used = max(1, int(groups[row].max()))
+        order = [key.fold("spread", number, s).permutation(used) for s in range(samples)]
+        within[row, :, :used] = (torch.stack(order) + key.fold("size", number).uniform(samples, used)) / used
     for s in range(samples):
         stratum = (s + torch.arange(num_groups)) % samples
         within_s = within.gather(1, stratum.expand(len(groups), 1, -1)).squeeze(1)

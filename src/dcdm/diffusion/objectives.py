@@ -106,7 +106,7 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
 
 
 def token_nll(model: Model, states: Tensor, targets: Tensor) -> Tensor:
-    """−log p of `targets` (M,) at final states (M, d), a slice of the logits at a time: (M,), at least fp32."""
+    """−log p of `targets` (M,) at final states (M, d), a slice of the logits at a time: (M,)."""
     parts = []
     for state, target in zip(states.split(HEAD_SLICE), targets.split(HEAD_SLICE), strict=True):
         logits = model.token_logits(state)
@@ -141,8 +141,8 @@ def _with_balance(
         counts = chunk_counts(encoded.chunk_ids, counted, config.num_chunks)
         if (weight := settings.chunk_weight_for(config)) > 0:
             r = encoded.router_scores
-            uniform = key.fold("gumbel").rows(_rows(batch)[0], *r.shape[1:]).to(r)
-            chunk_loss = sequence_balance_loss(r, counted, uniform, settings.chunk_loss_eps)
+            gumbel = key.fold("gumbel").gumbel_rows(_rows(batch)[0], *r.shape[1:]).to(r)
+            chunk_loss = sequence_balance_loss(r, counted, gumbel, settings.chunk_loss_eps)
             total = total + weight * chunk_loss
     if config.moe is not None:
         slots = encoded.gate_logits[0].shape[1]

@@ -30,10 +30,10 @@ class Route:
 
 
 Router = Callable[[Tensor, Tensor, Route], Route]
-"""(z, revealed, the route so far) → the route of the next chunk. Rows that have one left may be given anything."""
+"""(z, revealed, the route so far) → the route of the next chunk of every row."""
 
 Commit = Callable[[Tensor, Tensor], Tensor]
-"""(log-probabilities (B, L, V), candidates (B, L)) → which candidates to fill, at least one where there are any."""
+"""(log-probabilities (B, L, V), candidates (B, L)) → which of them to fill: at least one where there are any."""
 
 
 def router_of(model: Model, sets: Sets, index: Tensor | None = None) -> Router:
@@ -129,9 +129,7 @@ def walk(
         spent = ~(route.active & pending).any(dim=-1, keepdim=True)
         if bool(spent.any()):
             new = route_next(z, revealed, route)
-            route = Route(
-                torch.where(spent, new.ids, route.ids), torch.where(spent, new.active, route.active)
-            )
+            route = Route(torch.where(spent, new.ids, route.ids), torch.where(spent, new.active, route.active))
         log_p = predict(model, z, route.ids)
         fill = commit(log_p, route.active & pending)
         z = torch.where(fill, reveal(log_p, fill), z)

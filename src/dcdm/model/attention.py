@@ -47,7 +47,7 @@ def rotary_tables(position: Tensor, head_dim: int, theta: float, dtype: torch.dt
     """Cosines and sines of RoPE for positions (B, S): two tensors (B, 1, S, D)."""
     precision = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=precision) / head_dim
-    angle = position[:, None, :, None].to(precision) / theta**exponent
+    angle = position[:, None, :, None].to(precision) * (1.0 / theta**exponent)
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -73,15 +73,12 @@ def alignment(p_bksh: Tensor) -> Tensor:
     return torch.linalg.vector_norm(p_bksh, dim=-1).transpose(1, 2)
 
 
-def sequence_balance_loss(
-    r_bsk: Tensor, counted: Tensor, uniform: Tensor, eps: float | None = None
-) -> Tensor:
-    """L_chunk = −(1/BK) ΣΣ log(f + ε), f the mean over `counted` slots of straight-through Gumbel samples of r.
+def sequence_balance_loss(r_bsk: Tensor, counted: Tensor, gumbel_bsk: Tensor, eps: float | None = None) -> Tensor:
+    """L_chunk = −(1/BK) ΣΣ log(f + ε), f the mean of straight-through Gumbel samples over `counted` slots.
 
-    `uniform` (B, S, K) in (0, 1) carries the randomness. `eps` None means 1/L.
+    `gumbel_bsk` is standard Gumbel noise. `eps` None means 1/L.
     """
-    gumbel = -torch.log(-torch.log(uniform))
-    soft_bsk = (r_bsk + gumbel).softmax(dim=-1)
+    soft_bsk = (r_bsk + gumbel_bsk).softmax(dim=-1)
     hard_bsk = F.one_hot(soft_bsk.argmax(dim=-1), r_bsk.shape[-1]).to(soft_bsk.dtype)
     sample_bsk = hard_bsk + soft_bsk - soft_bsk.detach()
     weight_bs1 = counted.to(sample_bsk.dtype)[..., None]

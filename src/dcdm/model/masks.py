@@ -148,6 +148,7 @@ def draw(folder: str) -> list[str]:
     both = torch.cat([order, order + len(ids)])
     one = Slots.of(ids, masked)
     streams = dual_stream_slots(ids)
+    sorted_labels = streams.chunk[both].tolist(), streams.stream[both].tolist()
     examples = [
         (noise, one, [f"{p}{'·' if m else ''}" for p, m in enumerate(masked.tolist())], "dots: masked"),
         (chunk_causal, one, ids.tolist(), "labels: chunks"),
@@ -156,10 +157,7 @@ def draw(folder: str) -> list[str]:
         (
             dual_stream.named("dual_stream_sorted"),
             streams[both],
-            [
-                ("z" if s else "x") + str(c)
-                for c, s in zip(streams.chunk[both], streams.stream[both], strict=True)
-            ],
+            [f"{'z' if s else 'x'}{c}" for c, s in zip(*sorted_labels, strict=True)],
             "the same mask, slots sorted by chunk",
         ),
     ]

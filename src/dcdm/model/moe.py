@@ -69,14 +69,12 @@ def _at_least_fp32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def load_balancing_loss(
-    logits: list[Tensor], experts_per_token: int, counted: Tensor | None = None
-) -> Tensor:
+def load_balancing_loss(logits: list[Tensor], experts_per_token: int, counted: Tensor | None = None) -> Tensor:
     """E · Σ_{choice, e} (share of tokens whose choice-th expert is e) · (mean probability of e).
 
     `logits` holds one (T, E) tensor per layer; `counted` (T,) leaves out padding.
     """
-    probability = torch.stack(logits).softmax(dim=-1)
+    probability = torch.stack(logits).softmax(dim=-1, dtype=_at_least_fp32(logits[0]))
     if counted is not None:
         probability = probability[:, counted]
     probability = probability.flatten(0, 1)

@@ -30,17 +30,19 @@ def label(free: Tensor, real: Tensor, ids_of_free: Tensor) -> Tensor:
 
 
 def chunk_sizes(num_free: Tensor, num_chunks: int, growth: float = 1.0) -> Tensor:
-    """Sizes of chunks 1…K for n free positions: ⌈remaining · g^k / Σ_{j≥k} g^j⌉, (B,) to (B, K)."""
+    """Sizes of chunks 1…K for n free positions: ⌈remaining · g^k / Σ_{j≥k} g^j⌉, (B,) to (B, K).
+
+    Empty chunks come last: each takes at least one position while any remain.
+    """
     remaining, sizes = num_free.long(), []
-    for k in range(num_chunks):
+    powers = torch.tensor(growth, dtype=torch.double) ** torch.arange(num_chunks)
+    for left in range(num_chunks, 0, -1):
         if growth == 1:
-            left = num_chunks - k
             size = (remaining + left - 1) // left
-        else:
-            share = 1 / sum(growth**i for i in range(num_chunks - k))
-            size = torch.ceil(remaining.double() * share - 1e-9).long().clamp(max=remaining)
-        sizes.append(size)
-        remaining = remaining - size
+        else:  # the small subtraction keeps a rounding error from making ⌈3.0000…1⌉ a 4
+            size = torch.ceil(remaining / powers[:left].sum().item() - 1e-9).long().clamp(min=1)
+        sizes.append(torch.minimum(size, remaining))
+        remaining = remaining - sizes[-1]
     return torch.stack(sizes, dim=-1)
 
 
@@ -56,7 +58,7 @@ def prior(kind: str, rank: Tensor, num_free: Tensor, k: Tensor, num_chunks: int)
 def choose(
     r_blk: Tensor, candidates: Tensor, size: Tensor, k: Tensor, prior_bl: Tensor, prior_weight: float
 ) -> Tensor:
-    """Chunk k: the `size` candidates with the largest r_k − mean_j r_j + λ·prior, lower positions first in ties.
+    """Chunk k: the `size` candidates with the largest r_k − mean_j r_j + λ·prior; ties go to lower positions.
 
     With λ = inf the prior decides and the router's score breaks ties. Returns (B, L) bool.
     """
@@ -98,9 +100,7 @@ def causal_partition(
     deciding = torch.zeros(())
     for k in range(1, config.num_chunks + 1):
         r_blk = router(revealed)
-        members = causal_round(
-            r_blk, revealed, free, torch.full_like(free[:, 0], k, dtype=torch.long), config
-        )
+        members = causal_round(r_blk, revealed, free, torch.full_like(free[:, 0], k, dtype=torch.long), config)
         ids = torch.where(members, k, ids)
         deciding = torch.where(members[..., None], r_blk, deciding.to(r_blk))
         revealed = revealed | members

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; returns the hidden state and, for a mixture, its router logits (B, S, E)."""
+    """Pre-norm attention and MLP: the hidden state and, for a mixture, its router logits (B, S, E)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -230,14 +230,10 @@ class Model(nn.Module):
             visible = visible | (real & (torch.arange(tokens.shape[1], device=tokens.device) == 0))
         return Sets(real, visible, real & ~visible)
 
-    def partition(
-        self, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
-    ) -> Partition:
+    def partition(self, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None) -> Partition:
         """Chunk ids of clean tokens, for every diffusion kind whose ids do not depend on noise."""
         if self.config.kind == "ar" or self.config.routes_from_noise:
-            raise ValueError(
-                "AR has no chunks, and the paper's routing has none without noise: call the model"
-            )
+            raise ValueError("AR has no chunks, and the paper's routing has none without noise: call the model")
         sets = self.sets(tokens, prompt)
         if self.config.kind != "dcdm" or self.config.routing != "causal":
             return Partition(routing.fixed_partition(self.config, sets.free, sets.real, index), None)
@@ -287,13 +283,10 @@ class Model(nn.Module):
 
     def _checked(self, tokens: Tensor, masked: Tensor | None, sets: Sets) -> Tensor:
         if masked is None:
-            raise ValueError(
-                f"a {self.config.kind} model needs `masked`: which positions are hidden, (B, L) bool"
-            )
+            raise ValueError(f"a {self.config.kind} model needs `masked`: which positions are hidden, (B, L) bool")
         if masked.shape != tokens.shape or masked.dtype != torch.bool:
             raise ValueError(
-                f"masked must be bool of the shape {tuple(tokens.shape)}, "
-                f"got {masked.dtype} {tuple(masked.shape)}"
+                f"masked must be bool of the shape {tuple(tokens.shape)}, got {masked.dtype} {tuple(masked.shape)}"
             )
         problem = "masked may not cover BOS, prompt or PAD positions: they are always visible"
         outside = (masked & ~sets.free).any()

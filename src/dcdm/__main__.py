@@ -1,0 +1,3 @@
+from dcdm.cli import main
+
+main()

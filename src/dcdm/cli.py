@@ -1,0 +1,75 @@
+"""The `dcdm` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def demo(steps: int = 250, seed: int = 0) -> None:
+    """Train a small model on this machine's Python standard library and watch it fill in text.
+
+    Args:
+        steps: Optimizer steps; 250 take about a minute on two cores.
+        seed: Seed of the weights, the data order and the noise.
+    """
+    from dcdm.demo import run
+
+    run(steps=steps, seed=seed)
+
+
+def presets(json: bool = False) -> None:
+    """List the model presets with their sizes.
+
+    Args:
+        json: Print one JSON object instead of a table.
+    """
+    from dcdm.config import ModelConfig
+    from dcdm.model.transformer import parameter_counts
+    from dcdm.presets import preset
+    from dcdm.presets import presets as names
+
+    def row(config: ModelConfig) -> dict[str, object]:
+        total, active = (count if json else f"{count / 1e6:.2f}M" for count in parameter_counts(config))
+        return {
+            "kind": config.kind, "routing": config.routing if config.kind == "dcdm" else None,
+            "N×d": f"{config.num_layers}×{config.hidden_size}", "B": config.block_size,
+            "K/h": f"{config.num_chunks}/{config.chunk_dim}" if config.kind == "dcdm" else None,
+            "parameters": total, "active": active,
+        }  # fmt: skip
+
+    rows = {name: row(preset(name)) for name in names()}
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("preset", *next(iter(rows.values()))):
+        table.add_column(column, no_wrap=True)
+    for name, values in rows.items():
+        table.add_row(name, *("–" if value is None else str(value) for value in values.values()))
+    Console().print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    import tyro
+
+    from dcdm.config import ConfigError
+
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"demo": demo, "presets": presets},
+            prog="dcdm",
+            description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content.",
+            args=arguments,
+        )
+    except ConfigError as error:
+        print(f"dcdm: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("dcdm: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,128 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import dcdm
+from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
+from dcdm.model.transformer import parameter_counts
+
+MILLIONS = {
+    "mdlm-0.1b": 180.18, "bdlm-0.1b": 180.18, "ar-0.1b": 180.18, "dcdm-0.1b-k8": 181.75,
+    "mdlm-0.5b": 491.93, "bdlm-0.5b": 491.93, "dcdm-0.5b-k8": 496.13, "dcdm-0.5b-k16": 496.13,
+    "dcdm-0.5b-k32": 498.23, "dcdm-0.5b-k64": 500.32, "mdlm-1.7b": 1512.34, "bdlm-1.7b": 1512.34,
+    "dcdm-1.7b-k8": 1522.83, "dcdm-1.7b-k16": 1524.93, "dcdm-moe-0.8b": 808.91, "dcdm-moe-2.8b": 2837.18,
+}  # fmt: skip
+ACTIVE = {"dcdm-moe-0.8b": 404.29, "dcdm-moe-2.8b": 1218.70}
+
+
+@pytest.mark.parametrize("name", dcdm.presets())
+def test_parameter_counts_of_every_preset_are_those_of_the_table(name):
+    total, active = parameter_counts(dcdm.preset(name))
+    parent = name.removesuffix("-causal")
+    if "debug" in name:
+        assert total < 2e6
+    elif parent in MILLIONS:
+        assert round(total / 1e6, 2) == MILLIONS[parent]
+        assert round(active / 1e6, 2) == ACTIVE.get(parent, MILLIONS[parent])
+    else:  # the ablations: another K or h of a row of the table
+        config = dcdm.preset(name)
+        row = dcdm.preset("-".join(name.split("-")[:2]) + "-k8")
+        difference = config.num_chunks * config.chunk_dim - row.num_chunks * row.chunk_dim
+        assert total - parameter_counts(row)[0] == config.hidden_size * difference
+
+
+def test_every_dcdm_preset_has_a_causal_variant_that_differs_in_routing_only():
+    names = dcdm.presets()
+    for name in names:
+        if name.startswith("dcdm") and not name.endswith("-causal"):
+            assert dcdm.preset(f"{name}-causal") == replace(dcdm.preset(name), routing="causal")
+
+
+def test_chunking_attention_adds_exactly_k_d_h_plus_two_d_squared():
+    for name in ("dcdm-0.1b-k8", "dcdm-0.5b-k64", "dcdm-1.7b-k16"):
+        config = dcdm.preset(name)
+        plain = dcdm.preset(f"mdlm-{name.split('-')[1]}")
+        d = config.hidden_size
+        expected = config.num_chunks * d * config.chunk_dim + 2 * d * d
+        assert parameter_counts(config)[0] - parameter_counts(plain)[0] == expected
+
+
+def test_unknown_preset_names_the_nearest_ones():
+    with pytest.raises(ConfigError, match=r"dcdm-0\.5b-k16"):
+        dcdm.preset("dcdm-0.5b-k12")
+
+
+GOOD = {"vocab_size": 260, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "intermediate_size": 64}  # fmt: skip
+MOE = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8, "shared_size": 8}
+CHUNKS = {"num_chunks": 4, "chunk_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"kind": "gpt"}, "kind"),
+        ({"kind": "mdlm", "num_chunks": 8}, "num_chunks"),
+        ({"kind": "mdlm", "chunk_dim": 8}, "chunk_dim"),
+        ({"kind": "mdlm", "routing": "causal"}, "routing"),
+        ({"kind": "ar", "block_size": 8}, "block_size"),
+        ({"kind": "mdlm", "num_kv_heads": 3}, "num_kv_heads"),
+        ({"kind": "mdlm", "head_dim": 7}, "head_dim"),
+        ({"kind": "mdlm", "hidden_size": 0}, "hidden_size"),
+        ({"kind": "mdlm", "num_layers": 1.5}, "num_layers"),
+        ({"kind": "mdlm", "vocab_size": 3}, "vocab_size"),
+        ({"kind": "mdlm", "intermediate_size": None}, "intermediate_size"),
+        ({"kind": "mdlm", "moe": MoEConfig(**MOE)}, "moe"),
+        ({"kind": "mdlm", "context_length": 50_000}, "context_length"),
+        ({"kind": "mdlm", "init_std": -1.0}, "init_std"),
+        ({"kind": "bdlm"}, "block_size"),
+        ({"kind": "bdlm", "block_size": 0}, "block_size"),
+        ({"kind": "bdlm", "block_size": 2000, "context_length": 1024}, "block_size"),
+        ({"kind": "dcdm", "chunk_dim": 8}, "num_chunks"),
+        ({"kind": "dcdm", "num_chunks": 4}, "chunk_dim"),
+        ({"kind": "dcdm", "num_chunks": 4, "chunk_dim": 0}, "chunk_dim"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "greedy"}, "routing"),
+        ({"kind": "dcdm", **CHUNKS, "prior": "strided"}, "prior"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "causal", "prior": "diagonal"}, "prior"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "causal", "prior_weight": 1.0}, "prior_weight"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "causal", "prior": "strided", "prior_weight": -1.0}, "prior_weight"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "causal", "chunk_growth": 0.0}, "chunk_growth"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "strided", "chunk_growth": 2.0}, "chunk_growth"),
+    ],
+)
+def test_a_wrong_model_setting_is_refused_by_name_before_anything_is_allocated(change, setting):
+    with pytest.raises(ConfigError, match=setting):
+        ModelConfig(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("change", [{"experts_per_token": 5}, {"num_experts": 0}, {"shared_size": 0}])
+def test_a_wrong_mixture_setting_is_refused_by_name(change):
+    with pytest.raises(ConfigError, match=f"moe.{next(iter(change))}"):
+        MoEConfig(**{**MOE, **change})
+
+
+@pytest.mark.parametrize(
+    "change", [{"t_min": 0.0}, {"t_min": 0.9, "t_max": 0.5}, {"full_mask_share": 1.5}, {"bias_rate": -1.0}]
+)
+def test_a_wrong_objective_setting_is_refused_by_name(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        ObjectiveConfig(**change)
+
+
+def test_block_size_need_not_divide_the_length():
+    assert ModelConfig("bdlm", **GOOD, block_size=24, context_length=100).num_groups(100) == 5
+
+
+def test_config_survives_a_round_trip_and_refuses_unknown_settings():
+    for name in dcdm.presets():
+        config = dcdm.preset(name)
+        assert ModelConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="nmu_layers"):
+        ModelConfig.from_dict({"kind": "mdlm", "nmu_layers": 3})
+
+
+def test_import_and_presets_do_not_load_torch():
+    code = "import sys, dcdm; dcdm.preset(dcdm.presets()[0]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,103 @@
+import math
+
+import pytest
+import torch
+
+import dcdm
+import tiny
+from dcdm.config import ConfigError
+from dcdm.data.packing import pack
+from dcdm.data.sources import stdlib_documents, stdlib_files
+from dcdm.data.tokenizers import ByteTokenizer
+from dcdm.keys import Key
+from dcdm.model.transformer import build
+from dcdm.training.loop import TrainConfig, adamw, learning_rate, sample_indices, train
+
+
+def test_bytes_survive_a_round_trip_and_specials_are_the_last_three_ids():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([257, *tokenizer.encode("naïve 東京\n"), 256]) == "naïve 東京\n"
+    config = dcdm.preset("dcdm-debug")
+    assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.mask_id) == (config.bos_id, config.pad_id, config.mask_id)
+    assert tokenizer.vocab_size == config.vocab_size
+
+
+def test_packing_drops_nothing_but_the_tail_and_starts_every_window_with_bos():
+    tokenizer = ByteTokenizer()
+    windows = pack(["abcde", "fg", "hi"], tokenizer, 5)
+    assert windows.tolist() == [[257, *b"abcd"], [257, *b"e", 256, *b"fg"], [257, 256, *b"hi", 256]]
+    with pytest.raises(ValueError, match="fewer than one window"):
+        pack(["ab"], tokenizer, 9)
+
+
+def test_the_standard_library_splits_by_file_in_a_fixed_order():
+    train_files, held_out = stdlib_files("train"), stdlib_files("validation")
+    assert len(train_files) > 5 * len(held_out) > 0
+    assert not set(train_files) & set(held_out)
+    assert train_files == sorted(train_files)
+    assert len(next(stdlib_documents("train"))) > 0
+    with pytest.raises(ValueError, match="split"):
+        stdlib_files("test")
+
+
+def test_each_epoch_visits_every_window_once_in_another_order():
+    key = Key(0)
+    steps = [sample_indices(key, step, 4, 10).tolist() for step in range(5)]
+    seen = [window for step in steps for window in step]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+
+
+def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
+    settings = TrainConfig(steps=110, warmup_steps=10, learning_rate=1.0)
+    assert learning_rate(0, settings) == pytest.approx(0.1)
+    assert learning_rate(9, settings) == pytest.approx(1.0)
+    assert learning_rate(60, settings) == pytest.approx(0.5)
+    assert learning_rate(110, settings) == pytest.approx(0.0)
+
+
+def test_weight_decay_spares_norms_and_embeddings_and_bias_is_no_parameter():
+    model = tiny.model("paper")
+    decayed, plain = (group["params"] for group in adamw(model, TrainConfig()).param_groups)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)] for p in plain} == {n for n in names.values() if "norm" in n or "embed" in n}
+    assert len(decayed) + len(plain) == len(names)
+    assert not any("balance_bias" in n for n in names.values())
+
+
+def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
+    windows = pack(["def f(x):\n    return x + 1\n\n" * 40], ByteTokenizer(), 33)
+    for name in ("dcdm-debug", "dcdm-debug-causal"):
+        model = build(dcdm.preset(name), seed=0)
+        reports = []
+        train(model, windows, TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5),
+              on_step=reports.append)  # fmt: skip
+        assert sum(r.nll for r in reports[-5:]) < 0.75 * sum(r.nll for r in reports[:5])
+        assert bool(model.chunking.balance_bias.any()) == (name == "dcdm-debug")
+        assert all(math.isfinite(r.gradient_norm) for r in reports)
+        if name == "dcdm-debug-causal":
+            assert max(r.max_violation for r in reports) < 0.3
+
+
+def test_training_repeats_bit_for_bit_from_its_seed():
+    windows = pack(["abc " * 200], ByteTokenizer(), 17)
+    results = []
+    for _ in range(2):
+        model = build(dcdm.preset("dcdm-debug-causal"), seed=3)
+        train(model, windows, TrainConfig(steps=3, batch_size=4, seed=9))
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_names_the_step():
+    model = build(dcdm.preset("mdlm-debug"), seed=0)
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="step 0"):
+        train(model, pack(["abc " * 200], ByteTokenizer(), 17), TrainConfig(steps=3, batch_size=4))
+
+
+def test_wrong_training_settings_are_refused_by_name():
+    for change in ({"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            TrainConfig(**change)
