@@ -9,7 +9,6 @@ from dcdm.keys import Key
 from dcdm.model import masks
 from dcdm.model.attention import Plan
 from dcdm.model.chunking import (
-    affinities,
     alignment,
     chunk_counts,
     max_violation,
@@ -17,6 +16,7 @@ from dcdm.model.chunking import (
     subspace_mixture,
     update_bias,
 )
+from dcdm.model.reference import affinities
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def hidden():
 
 def noise_plan(seed=0):
     masked = torch.rand(2, 7, generator=torch.Generator().manual_seed(seed)) < 0.5
-    return Plan(masks.noise, masks.Slots.of(torch.zeros(2, 7, dtype=torch.long), masked))
+    return Plan.of(masks.noise, masks.Slots.of(torch.zeros(2, 7, dtype=torch.long), masked), "reference")
 
 
 def test_output_equals_a_loop_over_the_papers_formulas(layer, hidden):

@@ -187,6 +187,12 @@ class ModelConfig:
         """True for the paper's routing: chunk ids depend on the noisy stream, so they give no valid bound."""
         return self.kind == "dcdm" and self.routing == "paper"
 
+    @property
+    def prior_decides(self) -> bool:
+        """True where an infinitely weighted prior has no ties that the router could break."""
+        without_ties = self.prior == "contiguous" or (self.prior == "strided" and self.chunk_growth == 1)
+        return math.isinf(self.prior_weight) and without_ties
+
     def num_groups(self, length: int) -> int:
         """How many chunks or blocks a sequence of `length` positions has at most."""
         if self.kind == "bdlm":
@@ -220,6 +226,10 @@ class ObjectiveConfig:
     t_max: float = 1.0
     full_mask_share: float = 0.0
     """Share of chunks trained fully masked (t = 1), as one-forward-per-chunk decoding needs."""
+    noise_draws: int = 1
+    """Noise draws over one clean stream (BDLM and DCDM with a partition that does not depend on noise)."""
+    complementary_draws: bool = False
+    """With noise_draws=2: the second draw masks what the first leaves visible."""
     prompt_share: float = 0.2
     """Share of training windows with a random visible prefix or random visible spans."""
     chunk_loss_weight: float | None = None
@@ -232,6 +242,9 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if not 0 < self.t_min <= self.t_max <= 1:
             raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
+        _at_least("noise_draws", self.noise_draws, 1)
+        if self.complementary_draws and self.noise_draws != 2:
+            raise ConfigError(f"complementary_draws needs noise_draws=2, got noise_draws={self.noise_draws}")
         for name in ("full_mask_share", "prompt_share"):
             _within(name, getattr(self, name), 0, 1)
         for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dcdm.diffusion import policies
-from dcdm.diffusion.objectives import token_nll
 from dcdm.keys import Key
+from dcdm.model.head import token_nll
 from dcdm.model.transformer import Model, Sets
 
 Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory"]
@@ -252,7 +252,7 @@ def _certain(nats: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:
 def _scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     """−log p of `tokens` where `where`, 0 elsewhere: (B, L) float64."""
     nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
-    nll[where] = token_nll(model, states[where], tokens[where]).double()
+    nll[where] = token_nll(states[where], model.head_weight(), tokens[where]).double()
     return nll
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import ObjectiveConfig
+from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
+from dcdm.model.head import weighted_nll
 from dcdm.model.moe import load_balancing_loss
 from dcdm.model.transformer import Encoded, Model
-
-HEAD_SLICE = 4096  # positions whose logits exist at one time
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,11 @@ def loss(
     key = Key.of(generator)
     sample = draw(model, batch, key, settings)
     encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
-    nll = token_nll(model, encoded.states[sample.masked], batch.tokens[sample.masked])
-    tokens = sample.free.sum()
-    weighted = (nll * sample.weight[sample.masked].to(nll.dtype)).sum() / tokens.clamp(min=1)
-    return _with_balance(model, batch, key, settings, encoded, weighted, tokens)
+    where, tokens = sample.masked, sample.free.sum()
+    targets = batch.tokens.expand_as(where) if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
+    total = weighted_nll(encoded.states[where], model.head_weight(), targets[where], sample.weight[where])
+    nll = total / (settings.noise_draws * tokens.clamp(min=1))
+    return _with_balance(model, batch, key, settings, encoded, nll, tokens)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,9 @@ class Sample:
     """One draw of training noise."""
 
     masked: Tensor
+    """(B, L) bool; with several noise draws (B, n, L)."""
     weight: Tensor
+    """1/t where masked, else 0; of the same shape."""
     free: Tensor
     prompt: Tensor
     ids: Tensor | None
@@ -96,32 +97,29 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     prompt = sets.visible | spans
     free = sets.free & ~spans
     if model.config.routes_from_noise:
+        if settings.noise_draws > 1:
+            raise ConfigError(
+                f"noise_draws={settings.noise_draws} needs chunks that do not depend on noise; "
+                "set noise_draws=1 or routing='causal'"
+            )
         ids, groups, num_groups = None, free.long(), 1
     else:
         ids = model.partition(tokens, prompt, batch.index).ids
         groups, num_groups = ids, model.config.num_groups(tokens.shape[1])
-    t = noise.levels(key, rows, num_rows, num_groups, settings)
-    masked, weight = noise.corrupt(key, rows, groups.cpu(), t)
+    masked, weight = noise.draws(key, rows, num_rows, groups.cpu(), num_groups, settings)
+    if settings.noise_draws == 1:
+        masked, weight = masked[:, 0], weight[:, 0]
     return Sample(masked.to(tokens.device), weight.to(tokens.device), free, prompt, ids)
-
-
-def token_nll(model: Model, states: Tensor, targets: Tensor) -> Tensor:
-    """−log p of `targets` (M,) at final states (M, d), a slice of the logits at a time: (M,)."""
-    parts = []
-    for state, target in zip(states.split(HEAD_SLICE), targets.split(HEAD_SLICE), strict=True):
-        logits = model.token_logits(state)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        parts.append(F.cross_entropy(logits, target, reduction="none"))
-    return torch.cat(parts) if parts else states.new_zeros(0)
 
 
 def _next_token(model: Model, batch: Batch, settings: ObjectiveConfig) -> Loss:
     sets = model.sets(batch.tokens, batch.prompt)
     encoded = model.encode(batch.tokens)
     counted = sets.free[:, 1:]
-    nll = token_nll(model, encoded.states[:, :-1][counted], batch.tokens[:, 1:][counted])
     tokens = counted.sum()
-    return _with_balance(model, batch, None, settings, encoded, nll.sum() / tokens.clamp(min=1), tokens)
+    targets = batch.tokens[:, 1:][counted]
+    total = weighted_nll(encoded.states[:, :-1][counted], model.head_weight(), targets, torch.ones_like(targets))
+    return _with_balance(model, batch, None, settings, encoded, total / tokens.clamp(min=1), tokens)
 
 
 def _with_balance(
@@ -130,14 +128,14 @@ def _with_balance(
 ) -> Loss:  # fmt: skip
     """Add the auxiliary losses to the cross-entropy and count the chunks."""
     config, total = model.config, nll
-    real = batch.tokens != config.pad_id
-    counted = real & (batch.tokens != config.bos_id)
+    counted = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id)
     chunk_loss = moe_loss = counts = None
     if config.kind == "dcdm":
         assert key is not None
         assert config.num_chunks is not None
         assert encoded.chunk_ids is not None
         assert encoded.router_scores is not None
+        counted = counted & (encoded.chunk_ids >= 1)
         counts = chunk_counts(encoded.chunk_ids, counted, config.num_chunks)
         if (weight := settings.chunk_weight_for(config)) > 0:
             r = encoded.router_scores
@@ -145,10 +143,7 @@ def _with_balance(
             chunk_loss = sequence_balance_loss(r, counted, gumbel, settings.chunk_loss_eps)
             total = total + weight * chunk_loss
     if config.moe is not None:
-        slots = encoded.gate_logits[0].shape[1]
-        seen = real.repeat(1, slots // real.shape[1]).flatten()
-        gates = [g.flatten(0, 1) for g in encoded.gate_logits]
-        moe_loss = load_balancing_loss(gates, config.moe.experts_per_token, seen)
+        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token)
         total = total + settings.moe_loss_weight * moe_loss
     return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)
 

@@ -6,54 +6,284 @@ B batch   H query heads   G key/value heads   Q, S query and key slots   D head 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dcdm.config import ConfigError
+from dcdm.model import blockmask
 from dcdm.model.masks import Mask, Slots
+from dcdm.model.tiling import Tile, rows_alike, tiles_of
+
+Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
 
 
-@dataclass(frozen=True)
+def choose_backend(name: str, device: torch.device, training: bool) -> Backend:
+    """The backend that `name` ("auto" or one of `Backend`) means; a wrong choice raises with the reason."""
+    if name == "auto":
+        return "flex" if device.type == "cuda" else "sdpa-tiled"
+    if name not in get_args(Backend):
+        raise ConfigError(f"backend={name!r} is not known; choose auto or one of {', '.join(get_args(Backend))}")
+    if name == "flex" and device.type == "cpu" and training:
+        raise ConfigError(
+            "backend='flex' cannot train on the CPU: PyTorch's FlexAttention has no backward there; "
+            "use backend='sdpa-tiled', or wrap the call in torch.no_grad()"
+        )
+    if name == "flex" and device.type == "mps":
+        raise ConfigError("backend='flex' does not run on MPS; use backend='sdpa-tiled'")
+    return name  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A mask over given slots: what the attention layers of one pass share."""
+    """A mask over given slots: what the attention layers of one pass share.
+
+    The first `num_queries` slots ask, all of them may be asked; `draws` counts the noisy streams. What a
+    backend needs is made on first use.
+    """
 
     mask: Mask
     slots: Slots
+    backend: Backend
+    num_queries: int
+    draws: int = 1
+    _additive: dict[torch.dtype, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, mask: Mask, slots: Slots, backend: Backend, draws: int = 1) -> Plan:
+        return cls(mask, slots, backend, slots.chunk.shape[1], draws)
+
+    def narrow(self, num_queries: int) -> Plan:
+        """The same keys, fewer queries."""
+        return Plan(self.mask, self.slots, self.backend, num_queries, self.draws)
 
     @cached_property
     def dense(self) -> Tensor:
         """(B, Q, S) bool."""
-        return self.mask.dense(self.slots)
+        return self.mask.dense(self.slots[:, : self.num_queries], self.slots)
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        return tiles_of(self.mask, self.slots, self.num_queries)
+
+    def tile_mask(self, tile: Tile) -> Tensor:
+        """(1 or rows, q, k) bool for a tile that needs one; rows alike share it."""
+        last = tile.r0 + 1 if self._rows_alike else tile.r1
+        queries = self.slots[tile.r0 : last, tile.q0 : tile.q1]
+        keys = self.slots[tile.r0 : last]
+        keys = Slots.cat(keys[:, tile.a0 : tile.a1], keys[:, tile.b0 : tile.b1])
+        return self.mask.dense(queries, keys)
+
+    @cached_property
+    def _rows_alike(self) -> bool:
+        return rows_alike(self.mask, self.slots)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The tiles as numbers (T, 10): r0, r1, q0, q1, a0, a1, b0, b1, place of the mask or −1, own."""
+        numbers, masks = [], 0
+        for t in self.tiles:
+            numbers.append([t.r0, t.r1, t.q0, t.q1, t.a0, t.a1, t.b0, t.b1, masks if t.masked else -1, t.own])
+            masks += t.masked
+        return torch.tensor(numbers, dtype=torch.long).view(-1, 10)
+
+    def additive(self, dtype: torch.dtype) -> list[Tensor]:
+        """0 / −inf masks (…, 1, q, k) of the tiles that need one."""
+        if dtype not in self._additive:
+            made = []
+            for tile in self.tiles:
+                if tile.masked:
+                    allowed = self.tile_mask(tile)[:, None]
+                    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+                    made.append(zeros.masked_fill_(~allowed, -torch.inf))
+            self._additive[dtype] = made
+        return self._additive[dtype]
+
+    @cached_property
+    def block_mask(self) -> Any:
+        return blockmask.from_slots(self.mask, self.slots, self.num_queries, self.draws)
+
+    def ready(self, dtype: torch.dtype) -> Ready:
+        """What `attend` takes: everything made, so that a compiled block only passes it on."""
+        tiled, flex = self.backend == "sdpa-tiled", self.backend == "flex"
+        return Ready(
+            self.backend,
+            self.num_queries,
+            self.table if tiled else None,
+            self.additive(dtype) if tiled else [],
+            self.block_mask if flex else None,
+            None if tiled or flex else self.dense,
+        )
 
 
-def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the last dimension where `allowed`; a row that may attend to nothing gives zeros."""
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1) * allowed
+class Ready(NamedTuple):
+    """A plan in the form that one backend takes."""
+
+    backend: Backend
+    num_queries: int
+    table: Tensor | None
+    masks: list[Tensor]
+    block_mask: Any
+    dense: Tensor | None
 
 
-def attend(q_bhqd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, plan: Plan) -> Tensor:
-    """Scaled dot-product attention under `plan`, grouped queries included: (B, H, Q, D)."""
-    groups = q_bhqd.shape[1] // k_bgsd.shape[1]
-    k_bhsd = k_bgsd.repeat_interleave(groups, dim=1)
-    v_bhsd = v_bgsd.repeat_interleave(groups, dim=1)
-    scores_bhqs = q_bhqd @ k_bhsd.transpose(-1, -2) / math.sqrt(q_bhqd.shape[-1])
-    return masked_softmax(scores_bhqs, plan.dense[:, None]) @ v_bhsd
+def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tensor:
+    """Scaled dot-product attention under a plan, grouped queries included: (B, Q, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bqhd, k_bsgd, v_bsgd))
+    if ready.table is not None:
+        if q.device.type == "cpu":
+            return tiled_attention(q, k, v, ready.table, ready.masks)[0]
+        return tiles_by_autograd(q, k, v, ready.table, ready.masks).transpose(1, 2)
+    if ready.block_mask is not None:
+        return blockmask.flex_attention(q, k, v, ready.block_mask).transpose(1, 2)
+    assert ready.dense is not None
+    if ready.backend == "sdpa":
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=ready.dense[:, None], enable_gqa=True)
+        return out.transpose(1, 2)
+    from dcdm.model import reference
+
+    return reference.attend(q, k, v, ready.dense).transpose(1, 2)
+
+
+def tiles_by_autograd(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> Tensor:
+    """The tiles through SDPA and autograd: slower than the CPU's own operator, and runs on any device."""
+    out = torch.zeros_like(q)
+    row, head, place = (torch.arange(size, device=q.device) for size in q.shape[:3])
+    for tile, mask in _parts(table, masks):
+        rows, queries = slice(tile.r0, tile.r1), slice(tile.q0, tile.q1)
+        k_t, v_t = tile.keys(k[rows], dim=2), tile.keys(v[rows], dim=2)
+        if tile.own:  # the query's own slot as one more key, through a mask over the tile's own slots
+            size = tile.q1 - tile.q0
+            k_t, v_t = (torch.cat([a, x[rows, :, queries]], dim=2) for a, x in ((k_t, k), (v_t, v)))
+            mask = q.new_zeros(size, tile.num_keys + size)
+            mask[:, tile.num_keys :].fill_(-torch.inf).fill_diagonal_(0)
+        part = F.scaled_dot_product_attention(q[rows, :, queries], k_t, v_t, attn_mask=mask, enable_gqa=True)
+        out = out.index_put((row[rows, None, None], head[None, :, None], place[None, None, queries]), part)
+    return out
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _parts(table: Tensor, masks: list[Tensor]) -> list[tuple[Tile, Tensor | None]]:
+    parts: list[tuple[Tile, Tensor | None]] = []
+    for r0, r1, q0, q1, a0, a1, b0, b1, place, own in table.tolist():
+        tile = Tile(r0, r1, q0, q1, a0, a1, b0, b1, place >= 0, bool(own))
+        parts.append((tile, masks[place] if tile.masked else None))
+    return parts
+
+
+def _grouped(x_bgqd: Tensor, heads: int) -> Tensor:
+    """Key/value heads repeated to the number of query heads."""
+    return x_bgqd.repeat_interleave(heads // x_bgqd.shape[1], dim=1)
+
+
+@torch.library.custom_op("dcdm::tiled_attention", mutates_args=(), device_types="cpu")
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention tile by tile: out (B, Q, H, D) and the logarithm of each softmax's denominator (B, H, Q).
+
+    An opaque operator: neither the compiler nor autograd sees the tiles, and gradients of keys that several
+    tiles share are summed in place.
+    """
+    rows, heads, queries, size = q.shape
+    out = q.new_zeros(rows, queries, heads, size)
+    lse = q.new_zeros(rows, heads, queries)
+    for tile, mask in _parts(table, masks):
+        r, own = slice(tile.r0, tile.r1), slice(tile.q0, tile.q1)
+        q_t = q[r, :, own]
+        if tile.num_keys:
+            part, total = _flash(q_t, tile.keys(k[r], 2), tile.keys(v[r], 2), attn_mask=mask)
+        else:
+            part, total = torch.zeros_like(q_t), q_t.new_full(q_t.shape[:3], -torch.inf)
+        if tile.own:  # one more key, the query's own slot, merged into the softmax
+            score = (q_t * _grouped(k[r, :, own], heads)).sum(-1) / math.sqrt(size)
+            both = torch.logaddexp(total, score)
+            part = part * (total - both).exp()[..., None]
+            part += _grouped(v[r, :, own], heads) * (score - both).exp()[..., None]
+            total = both
+        out[r, own] = part.transpose(1, 2)
+        lse[r, :, own] = total
+    return out, lse
+
+
+@torch.library.custom_op("dcdm::tiled_attention_backward", mutates_args=(), device_types="cpu")
+def tiled_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, size = q.shape[1], q.shape[-1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for tile, mask in _parts(table, masks):
+        r, own = slice(tile.r0, tile.r1), slice(tile.q0, tile.q1)
+        q_t, lse_t = q[r, :, own], lse[r, :, own]
+        grad_t, out_t = grad[r, own].transpose(1, 2), out[r, own].transpose(1, 2)
+        if tile.num_keys:
+            parts = _flash_backward(
+                grad_t, q_t, tile.keys(k[r], 2), tile.keys(v[r], 2), out_t, lse_t, 0.0, False, attn_mask=mask
+            )
+            dq[r, :, own] += parts[0]
+            first = tile.a1 - tile.a0
+            for whole, part in zip((dk, dv), parts[1:], strict=True):
+                whole[r, :, tile.a0 : tile.a1] += part[:, :, :first]
+                if tile.b1 > tile.b0:
+                    whole[r, :, tile.b0 : tile.b1] += part[:, :, first:]
+        if tile.own:
+            k_own, v_own = _grouped(k[r, :, own], heads), _grouped(v[r, :, own], heads)
+            share = ((q_t * k_own).sum(-1) / math.sqrt(size) - lse_t).exp()
+            delta = (grad_t * (v_own - out_t)).sum(-1)
+            step = (share * delta / math.sqrt(size))[..., None]
+            dq[r, :, own] += step * k_own
+            shape = (tile.r1 - tile.r0, k.shape[1], -1, tile.q1 - tile.q0, size)
+            dk[r, :, own] += (step * q_t).view(shape).sum(2)
+            dv[r, :, own] += (share[..., None] * grad_t).view(shape).sum(2)
+    return dq, dk, dv
+
+
+@tiled_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    rows, heads, queries, size = q.shape
+    return q.new_empty(rows, queries, heads, size), q.new_empty(rows, heads, queries)
+
+
+@tiled_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, table, masks = inputs
+    ctx.save_for_backward(q, k, v, *output, table, *masks)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, table, *masks = ctx.saved_tensors
+    if grad is None:
+        return None, None, None, None, [None] * len(masks)
+    gradients = tiled_attention_backward(grad.contiguous(), q, k, v, out, lse, table, masks)
+    return *gradients, None, [None] * len(masks)
+
+
+tiled_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
 
 
 def rotary_tables(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE for positions (B, S): two tensors (B, 1, S, D)."""
+    """Cosines and sines of RoPE for positions (B, S): two tensors (B, S, 1, D)."""
     precision = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=precision) / head_dim
-    angle = position[:, None, :, None].to(precision) * (1.0 / theta**exponent)
+    angle = position[:, :, None, None].to(precision) * (1.0 / theta**exponent)
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x_bhsd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Apply RoPE in the half-split convention of Qwen and Llama."""
     cos, sin = tables
-    first, second = x_bhsd.chunk(2, dim=-1)
-    return x_bhsd * cos + torch.cat([-second, first], dim=-1) * sin
+    first, second = x_bshd.chunk(2, dim=-1)
+    return x_bshd * cos + torch.cat([-second, first], dim=-1) * sin

@@ -6,13 +6,19 @@ B batch   S slots   d hidden size   K chunks   h subspace dimension
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import Plan, masked_softmax
+from dcdm.model.attention import Plan
+from dcdm.model.tiling import Tile
+
+BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
 
 
 class ChunkingAttention(nn.Module):
@@ -57,15 +63,13 @@ class ChunkingAttention(nn.Module):
         return (r_bsk.detach() + self.balance_bias).argmax(dim=-1) + 1
 
 
-def affinities(p_bksh: Tensor) -> Tensor:
-    """A_k[ℓ,m] = p_{k,ℓ}·p_{k,m}/√h: (B, K, S, S)."""
-    return p_bksh @ p_bksh.transpose(-1, -2) / math.sqrt(p_bksh.shape[-1])
-
-
 def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: Plan) -> Tensor:
-    """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the keys that the plan allows."""
-    t_bkss = masked_softmax(affinities(p_bksh), plan.dense[:, None])
-    return t_bkss.sum(dim=1) @ v_bsd / math.sqrt(p_bksh.shape[1])
+    """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the keys that the plan allows: (B, S, d)."""
+    if plan.backend == "reference":
+        from dcdm.model import reference
+
+        return reference.subspace_mixture(p_bksh, v_bsd, plan.dense)
+    return _Mixture.apply(p_bksh, v_bsd, plan)
 
 
 def alignment(p_bksh: Tensor) -> Tensor:
@@ -104,3 +108,84 @@ def max_violation(counts: Tensor) -> Tensor:
     """MaxVio = K·max_k N_k/N − 1 over the last dimension; 0 is perfect balance, K−1 one chunk for all."""
     total = counts.sum(dim=-1).clamp(min=1)
     return counts.shape[-1] * counts.amax(dim=-1) / total - 1
+
+
+class _Mixture(torch.autograd.Function):
+    """The K softmaxes summed per block of queries, then one product with the values; recomputed in backward.
+
+    Memory is linear in the number of slots: no more than `BLOCK_BYTES` of scores exist at one time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        ctx.save_for_backward(p, v)
+        ctx.plan = plan
+        out = torch.zeros_like(v)
+        for block in _blocks(plan, p):
+            rows, queries = slice(block.r0, block.r1), slice(block.q0, block.q1)
+            weight = _softmaxes(plan, block, p).sum(dim=1)
+            out[rows, queries] = weight @ _with_own(block, v[rows], 1)
+        return out.div_(math.sqrt(p.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        p, v = ctx.saved_tensors
+        dp, dv = torch.zeros_like(p), torch.zeros_like(v)
+        grad = grad / math.sqrt(p.shape[1])
+        scale = 1 / math.sqrt(p.shape[-1])
+        for block in _blocks(ctx.plan, p):
+            rows, queries = slice(block.r0, block.r1), slice(block.q0, block.q1)
+            t_rkqs = _softmaxes(ctx.plan, block, p)
+            grad_rqd = grad[rows, queries]
+            _add(block, dv[rows], t_rkqs.sum(dim=1).transpose(1, 2) @ grad_rqd, 1)
+            toward_rqs = grad_rqd @ _with_own(block, v[rows], 1).transpose(1, 2)
+            da_rkqs = t_rkqs * toward_rqs[:, None]
+            da_rkqs.addcmul_(t_rkqs, da_rkqs.sum(dim=-1, keepdim=True), value=-1)
+            _add(block, dp[rows], da_rkqs.transpose(2, 3) @ (p[rows, :, queries] * scale), 2)
+            dp[rows, :, queries] += da_rkqs @ (_with_own(block, p[rows], 2) * scale)
+        return dp, dv, None
+
+
+def _blocks(plan: Plan, p: Tensor) -> Iterator[Tile]:
+    """The plan's tiles, cut into blocks of queries (and of rows) that keep to the memory budget."""
+    for tile in plan.tiles:
+        per_query = p.shape[1] * max(1, tile.num_keys) * p.element_size()
+        size = max(16, BLOCK_BYTES // per_query)
+        together = max(1, size // (tile.q1 - tile.q0))
+        for r0 in range(tile.r0, tile.r1, together):
+            for q0 in range(tile.q0, tile.q1, size):
+                r1, q1 = min(tile.r1, r0 + together), min(tile.q1, q0 + size)
+                yield replace(tile, r0=r0, r1=r1, q0=q0, q1=q1)
+
+
+def _with_own(block: Tile, x: Tensor, dim: int) -> Tensor:
+    """The block's keys, and its queries' own slots behind them where each query sees its own."""
+    keys = block.keys(x, dim)
+    if not block.own:
+        return keys
+    return torch.cat([keys, x.narrow(dim, block.q0, block.q1 - block.q0)], dim=dim)
+
+
+def _add(block: Tile, total: Tensor, part: Tensor, dim: int) -> None:
+    """Add `part`, laid out as by `_with_own`, to `total`."""
+    ranges = [(block.a0, block.a1), (block.b0, block.b1), *([(block.q0, block.q1)] if block.own else [])]
+    at = 0
+    for start, end in ranges:
+        if end > start:
+            total.narrow(dim, start, end - start).add_(part.narrow(dim, at, end - start))
+            at += end - start
+
+
+def _softmaxes(plan: Plan, block: Tile, p: Tensor) -> Tensor:
+    """T_k of the block's queries over its keys: (R, K, q, k)."""
+    rows, queries = slice(block.r0, block.r1), slice(block.q0, block.q1)
+    p_rkqh = p[rows, :, queries] * (1 / math.sqrt(p.shape[-1]))
+    a_rkqs = p_rkqh @ _with_own(block, p[rows], 2).transpose(2, 3)
+    if block.own:
+        mine = torch.eye(block.q1 - block.q0, dtype=torch.bool, device=p.device)
+        a_rkqs[..., block.num_keys :].masked_fill_(~mine, -torch.inf)
+    if not block.masked:
+        return a_rkqs.softmax(dim=-1)
+    allowed = plan.tile_mask(block)[:, None]
+    t_rkqs = a_rkqs.masked_fill_(~allowed, torch.finfo(p.dtype).min).softmax(dim=-1)
+    return t_rkqs.masked_fill_(~allowed, 0)  # rows that may attend to nothing

@@ -127,6 +127,15 @@ def dual_stream_slots(ids: Tensor) -> Slots:
     return Slots.cat(Slots.of(ids), Slots.of(ids, stream=CLEAN))
 
 
+def read_slots(ids: Tensor) -> Tensor:
+    """(…, 2L) bool: the slots of z ⊕ x that anyone reads.
+
+    Nobody reads the noisy copy of chunk 0 (its tokens are known) or the clean copy of a row's last chunk.
+    """
+    clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
+    return torch.cat([ids >= 1, clean], dim=-1)
+
+
 def dual_stream_mask(ids: Tensor) -> Tensor:
     """M^chunk of chunk ids (…, L) on z ⊕ x, as in training: (…, 2L, 2L), noisy half first."""
     return dual_stream.dense(dual_stream_slots(ids))

@@ -69,15 +69,12 @@ def _at_least_fp32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def load_balancing_loss(logits: list[Tensor], experts_per_token: int, counted: Tensor | None = None) -> Tensor:
+def load_balancing_loss(logits: list[Tensor], experts_per_token: int) -> Tensor:
     """E · Σ_{choice, e} (share of tokens whose choice-th expert is e) · (mean probability of e).
 
-    `logits` holds one (T, E) tensor per layer; `counted` (T,) leaves out padding.
+    `logits` holds one (T, E) tensor per layer, padding left out; tokens of all layers count alike.
     """
-    probability = torch.stack(logits).softmax(dim=-1, dtype=_at_least_fp32(logits[0]))
-    if counted is not None:
-        probability = probability[:, counted]
-    probability = probability.flatten(0, 1)
+    probability = torch.cat(logits).softmax(dim=-1, dtype=_at_least_fp32(logits[0]))
     num_experts = probability.shape[-1]
     chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).to(probability.dtype)
     return num_experts * (chosen.mean(0) * probability.mean(0)).sum()

@@ -90,25 +90,26 @@ def causal_round(r_blk: Tensor, revealed: Tensor, free: Tensor, k: Tensor, confi
 def causal_partition(
     router: Callable[[Tensor], Tensor], free: Tensor, real: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
-    """All K rounds on known tokens. `router(revealed)` gives r (B, L, K) with all else masked.
+    """All K rounds on known tokens. `router(new)` reveals the positions `new` and gives r (B, L, K) after that.
 
     Returns the ids (B, L) and the scores (B, L, K) that decided each position's chunk (0 where none did).
     """
     assert config.num_chunks is not None
-    revealed = real & ~free
+    new = real & ~free
+    revealed = new
     ids = label(free, real, torch.zeros_like(free, dtype=torch.long))
     deciding = torch.zeros(())
     for k in range(1, config.num_chunks + 1):
-        r_blk = router(revealed)
-        members = causal_round(r_blk, revealed, free, torch.full_like(free[:, 0], k, dtype=torch.long), config)
-        ids = torch.where(members, k, ids)
-        deciding = torch.where(members[..., None], r_blk, deciding.to(r_blk))
-        revealed = revealed | members
+        r_blk = router(new)
+        new = causal_round(r_blk, revealed, free, torch.full_like(ids[:, 0], k), config)
+        ids = torch.where(new, k, ids)
+        deciding = torch.where(new[..., None], r_blk, deciding.to(r_blk))
+        revealed = revealed | new
     return ids, deciding
 
 
 def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None) -> Tensor:
-    """Ids of the partitions that need no router: MDLM, BDLM and the controls of the causal network.
+    """Ids of the partitions that need no router: MDLM, BDLM, the controls, and priors that decide alone.
 
     `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only.
     """
@@ -126,7 +127,7 @@ def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tens
 
 def _control_ids(config: ModelConfig, rank: Tensor, free: Tensor, index: Tensor | None) -> Tensor:
     assert config.num_chunks is not None
-    if config.routing == "strided":
+    if config.routing == "strided" or config.prior == "strided":
         return 1 + (rank - 1) % config.num_chunks
     if config.routing == "random":
         rank = _shuffled_rank(config.routing_seed, rank, free, index)

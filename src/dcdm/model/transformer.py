@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import NUM_SPECIALS, ModelConfig
-from dcdm.model import masks, routing
-from dcdm.model.attention import Plan, attend, rotary_tables, rotate
+from dcdm.model import layout, masks, routing
+from dcdm.model.attention import Backend, Plan, Ready, attend, choose_backend, rotary_tables, rotate
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Slots
 from dcdm.model.moe import Experts, SparseMoE, SwiGLU
+from dcdm.model.rounds import Rounds
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -35,17 +36,29 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim))
 
-    def forward(self, x_bsd: Tensor, rotary: Rotary, plan: Plan) -> Tensor:
-        q_bhsd = rotate(self.q_norm(self._heads(self.q_proj(x_bsd))), rotary)
-        k_bgsd = rotate(self.k_norm(self._heads(self.k_proj(x_bsd))), rotary)
-        v_bgsd = self._heads(self.v_proj(x_bsd))
-        return self.o_proj(attend(q_bhsd, k_bgsd, v_bgsd, plan).transpose(1, 2).flatten(2))
+    def queries(self, x_bsd: Tensor) -> Tensor:
+        """(B, S, H, D), normed, without RoPE."""
+        return self.q_norm(self._heads(self.q_proj(x_bsd)))
+
+    def keys(self, x_bsd: Tensor) -> Tensor:
+        """(B, S, G, D), normed, without RoPE."""
+        return self.k_norm(self._heads(self.k_proj(x_bsd)))
+
+    def values(self, x_bsd: Tensor) -> Tensor:
+        return self._heads(self.v_proj(x_bsd))
+
+    def forward(self, x_bsd: Tensor, rotary: Rotary, ready: Ready) -> Tensor:
+        """The first `ready.num_queries` slots attend to all: (B, Q, d)."""
+        n = ready.num_queries
+        q_bqhd = rotate(self.queries(x_bsd[:, :n]), (rotary[0][:, :n], rotary[1][:, :n]))
+        k_bsgd = rotate(self.keys(x_bsd), rotary)
+        return self.o_proj(attend(q_bqhd, k_bsgd, self.values(x_bsd), ready).flatten(2))
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP: the hidden state and, for a mixture, its router logits (B, S, E)."""
+    """Pre-norm attention and MLP: the hidden state and, for a mixture, its router logits (B, Q, E)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,10 +72,11 @@ class Block(nn.Module):
             assert config.intermediate_size is not None
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, h_bsd: Tensor, rotary: Rotary, plan: Plan) -> tuple[Tensor, Tensor | None]:
-        h_bsd = h_bsd + self.self_attn(self.input_layernorm(h_bsd), rotary, plan)
-        y_bsd, gate_logits = self.mlp(self.post_attention_layernorm(h_bsd))
-        return h_bsd + y_bsd, gate_logits
+    def forward(self, h_bsd: Tensor, rotary: Rotary, ready: Ready) -> tuple[Tensor, Tensor | None]:
+        attended_bqd = self.self_attn(self.input_layernorm(h_bsd), rotary, ready)
+        h_bqd = h_bsd[:, : ready.num_queries] + attended_bqd
+        y_bqd, gate_logits = self.mlp(self.post_attention_layernorm(h_bqd))
+        return h_bqd + y_bqd, gate_logits
 
 
 @dataclass(frozen=True)
@@ -79,13 +93,15 @@ class Encoded:
     """Final states of the noisy stream and what was decided on the way to them."""
 
     states: Tensor
-    """(B, L, d), normed: input of the head."""
+    """(B, L, d), normed: input of the head. Only masked positions are meaningful (AR: all). With several noise
+    draws (B, n, L, d)."""
     chunk_ids: Tensor | None
     """(B, L): −1 padding, 0 always visible (never so in the paper's routing), 1…K; None for AR."""
     router_scores: Tensor | None
-    """r (B, L, K) of the noisy stream, with gradient; None for kinds without chunking attention."""
+    """r (B, L, K) of the noisy stream, with gradient; None for kinds without chunking attention, 0 at positions
+    of chunk 0, and with several draws that of the first."""
     gate_logits: list[Tensor]
-    """Router logits (B, S, E) of each mixture layer."""
+    """Router logits (T, E) of each mixture layer at the slots that are computed, padding left out."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.backend = "auto"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.chunking = ChunkingAttention(config) if config.kind == "dcdm" else None
@@ -157,30 +174,41 @@ class Model(nn.Module):
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Encoded:
-        """`forward` without the head."""
+        """`forward` without the head. `masked` may be (B, n, L): n noise draws over one clean stream."""
         sets = self.sets(tokens, prompt)
         if self.config.kind == "ar":
-            plan = Plan(masks.causal, Slots.of(torch.where(sets.real, 0, -1)))
-            h_bsd, _, gates = self._run(self.embed_tokens(tokens), plan)
-            return Encoded(self.norm(h_bsd), None, None, gates)
+            h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(sets.real))
+            return Encoded(self.norm(h_bld), None, None, gates)
         masked = self._checked(tokens, masked, sets)
-        noisy = tokens.masked_fill(masked, self.config.mask_id)
-        streams = torch.cat([noisy, tokens])  # z and x, stacked in the batch while they run apart
-        r: Tensor | None
         if self.config.routes_from_noise:
-            h, r, gates = self._stage_1(streams, masked.repeat(2, 1), sets.real.repeat(2, 1))
-            r = _streams_side_by_side(r)[:, : tokens.shape[1]]
-            ids = self._assign(r, sets.real) if chunk_ids is None else chunk_ids
-            plan = Plan(masks.dual_stream, masks.dual_stream_slots(ids))
-            gates = [_streams_side_by_side(g) for g in gates]
-            h_bsd, _, more = self._run(_streams_side_by_side(h), plan, first=1)
-            gates = gates + more
-        else:
-            ids = self.partition(tokens, prompt, index).ids if chunk_ids is None else chunk_ids
-            plan = Plan(masks.dual_stream, masks.dual_stream_slots(ids))
-            h_bsd, r, gates = self._run(_streams_side_by_side(self.embed_tokens(streams)), plan)
-            r = None if r is None else r[:, : tokens.shape[1]]
-        return Encoded(self.norm(h_bsd[:, : tokens.shape[1]]), ids, r, gates)
+            if masked.ndim == 3:
+                raise ValueError("several noise draws need a partition that does not depend on noise")
+            return self._encode_from_noise(tokens, masked, sets, chunk_ids)
+        ids = self.partition(tokens, prompt, index).ids if chunk_ids is None else chunk_ids
+        draws_bnl = masked if masked.ndim == 3 else masked[:, None]
+        noisy = [tokens.masked_fill(draw, self.config.mask_id) for draw in draws_bnl.unbind(1)]
+        place = layout.dual_stream(ids, draws_bnl, compact=self._backend() != "flex")
+        plan = self._plan(masks.dual_stream, place.slots, len(noisy))
+        h_bsd = self.embed_tokens(place.gather(torch.cat([*noisy, tokens], dim=1)))
+        h_bqd, r, gates = self._run(h_bsd, plan, num_out=place.num_noisy)
+        states = place.restore(self.norm(h_bqd))
+        if masked.ndim == 3:
+            states = states.unflatten(1, (len(noisy), -1))
+        if r is not None:
+            r = place.restore(r[:, : place.num_noisy])[:, : tokens.shape[1]]
+        return Encoded(states, ids, r, gates)
+
+    def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
+        """The paper's two stages; in the first the streams run apart, stacked in the batch."""
+        streams = torch.cat([tokens.masked_fill(masked, self.config.mask_id), tokens])
+        h, r, gates = self._stage_1(streams, masked.repeat(2, 1), sets.real.repeat(2, 1))
+        r_blk = r.chunk(2)[0]
+        ids = self._assign(r_blk, sets.real) if chunk_ids is None else chunk_ids
+        place = layout.dual_stream(ids, masked[:, None], compact=self._backend() != "flex")
+        h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
+        plan = self._plan(masks.dual_stream, place.slots)
+        h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
+        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, gates + more)
 
     def denoise(self, z: Tensor, ids: Tensor) -> Tensor:
         """One stream, as in decoding: final states (B, L, d) of `z`, which holds MASK where nothing is known.
@@ -190,15 +218,16 @@ class Model(nn.Module):
         """
         real = ids >= 0
         if self.config.kind == "ar":
-            plan = Plan(masks.causal, Slots.of(torch.where(real, 0, -1)))
-            return self.norm(self._run(self.embed_tokens(z), plan)[0])
-        plan = Plan(masks.chunk_causal, Slots.of(ids))
+            return self.norm(self._run(self.embed_tokens(z), self._causal_plan(real))[0])
+        masked = z == self.config.mask_id
+        place = layout.chunk_sorted(ids, masked)
+        plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            h_bld, _, _ = self._stage_1(z, z == self.config.mask_id, real)
-            h_bld, _, _ = self._run(h_bld, plan, first=1)
+            h_bld, _, _ = self._stage_1(z, masked, real)
+            h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
-            h_bld, _, _ = self._run(self.embed_tokens(z), plan)
-        return self.norm(h_bld)
+            h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
+        return place.restore(self.norm(h_bld))
 
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
@@ -209,10 +238,12 @@ class Model(nn.Module):
 
     def token_logits(self, states: Tensor) -> Tensor:
         """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) for diffusion kinds."""
+        return F.linear(states, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """The head's rows of the tokens that can be predicted."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        if self.config.kind != "ar":
-            weight = weight[:-NUM_SPECIALS]
-        return F.linear(states, weight)
+        return weight if self.config.kind == "ar" else weight[:-NUM_SPECIALS]
 
     def sets(self, tokens: Tensor, prompt: Tensor | None = None) -> Sets:
         """Padding, always-visible and free positions of `tokens` (B, L)."""
@@ -234,62 +265,93 @@ class Model(nn.Module):
         """Chunk ids of clean tokens, for every diffusion kind whose ids do not depend on noise."""
         if self.config.kind == "ar" or self.config.routes_from_noise:
             raise ValueError("AR has no chunks, and the paper's routing has none without noise: call the model")
-        sets = self.sets(tokens, prompt)
-        if self.config.kind != "dcdm" or self.config.routing != "causal":
-            return Partition(routing.fixed_partition(self.config, sets.free, sets.real, index), None)
+        sets, config = self.sets(tokens, prompt), self.config
+        if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
+            return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
+        with torch.no_grad():
+            rounds = Rounds(self, tokens, sets)
 
-        def router(revealed: Tensor) -> Tensor:
-            return self.router_scores(tokens.masked_fill(~revealed, self.config.mask_id), sets.real)
+            def router(new: Tensor) -> Tensor:
+                rounds.reveal(new)
+                return rounds.scores()
 
-        return Partition(*routing.causal_partition(router, sets.free, sets.real, self.config))
+            return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
 
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
         """r (B, L, K) of `z`, in which MASK hides what is not revealed: block 0 under M^noise, then μ."""
         assert self.chunking is not None
-        h_bld, _, _ = self._block_0(z, z == self.config.mask_id, real)
-        return self.chunking.scores(h_bld)
+        masked = z == self.config.mask_id
+        place = layout.visible_first(real, masked)
+        plan = self._plan(masks.noise, place.slots)
+        h_bld, _ = self._block_0(place.gather(z), plan)
+        return place.restore(self.chunking.scores(h_bld))
 
     def _assign(self, r_blk: Tensor, real: Tensor) -> Tensor:
         assert self.chunking is not None
         return torch.where(real, self.chunking.assign(r_blk), -1)
 
-    def _block_0(self, z: Tensor, masked: Tensor, real: Tensor) -> tuple[Tensor, Plan, list[Tensor]]:
-        plan = Plan(masks.noise, Slots.of(torch.where(real, 0, -1), masked))
-        h_bld = self.embed_tokens(z)
-        h_bld, gate = self.layers[0](h_bld, self._rotary(plan, h_bld), plan)
-        return h_bld, plan, [] if gate is None else [gate]
-
     def _stage_1(self, z: Tensor, masked: Tensor, real: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Block 0 and the chunking attention on one stream under M^noise."""
+        """Block 0 and the chunking attention on one stream under M^noise, in original order."""
         assert self.chunking is not None
-        h_bld, plan, gates = self._block_0(z, masked, real)
+        place = layout.visible_first(real, masked)
+        plan = self._plan(masks.noise, place.slots)
+        h_bld, gates = self._block_0(place.gather(z), plan)
         h_bld, r_blk = self.chunking(h_bld, plan)
-        return h_bld, r_blk, gates
+        return place.restore(h_bld), place.restore(r_blk), gates
 
-    def _run(self, h_bsd: Tensor, plan: Plan, first: int = 0) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Blocks `first`… under one plan, the chunking attention after block 0 where the model has one."""
-        rotary = self._rotary(plan, h_bsd)
+    def _run(
+        self, h_bsd: Tensor, plan: Plan, first: int = 0, num_out: int | None = None
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Blocks `first`… under one plan, the chunking attention after block 0 where the model has one.
+
+        Only the first `num_out` slots leave the last block; of the others it needs keys and values alone.
+        """
         r_bsk, gates = None, []
-        for number, layer in enumerate(self.layers[first:], first):
-            h_bsd, gate = layer(h_bsd, rotary, plan)
-            if gate is not None:
-                gates.append(gate)
-            if number == 0 and self.chunking is not None:
+        rotary = self._rotary(plan, h_bsd)
+        for number in range(first, len(self.layers)):
+            is_last = number == len(self.layers) - 1
+            routes = number == 0 and self.chunking is not None
+            if is_last and num_out is not None and not routes:
+                plan = plan.narrow(num_out)
+            h_bsd, more = self._block(number, h_bsd, plan, rotary)
+            gates += more
+            if routes:
+                assert self.chunking is not None
                 h_bsd, r_bsk = self.chunking(h_bsd, plan)
-        return h_bsd, r_bsk, gates
+        return h_bsd if num_out is None else h_bsd[:, :num_out], r_bsk, gates
+
+    def _block_0(self, tokens: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+        h_bsd = self.embed_tokens(tokens)
+        return self._block(0, h_bsd, plan, self._rotary(plan, h_bsd))
+
+    def _block(self, number: int, h_bsd: Tensor, plan: Plan, rotary: Rotary) -> tuple[Tensor, list[Tensor]]:
+        h_bqd, gate_logits = self.layers[number](h_bsd, rotary, plan.ready(h_bsd.dtype))
+        if gate_logits is None:
+            return h_bqd, []
+        return h_bqd, [gate_logits[plan.slots.chunk[:, : plan.num_queries] >= 0]]
 
     def _rotary(self, plan: Plan, h: Tensor) -> Rotary:
         return rotary_tables(plan.slots.position, self.config.head_dim, self.config.rope_theta, h.dtype)
 
+    def _plan(self, mask: masks.Mask, slots: Slots, draws: int = 1) -> Plan:
+        return Plan.of(mask, slots, self._backend(), draws)
+
+    def _causal_plan(self, real: Tensor) -> Plan:
+        return self._plan(masks.causal, Slots.of(torch.where(real, 0, -1)))
+
+    def _backend(self) -> Backend:
+        return choose_backend(self.backend, self.embed_tokens.weight.device, torch.is_grad_enabled())
+
     def _checked(self, tokens: Tensor, masked: Tensor | None, sets: Sets) -> Tensor:
         if masked is None:
             raise ValueError(f"a {self.config.kind} model needs `masked`: which positions are hidden, (B, L) bool")
-        if masked.shape != tokens.shape or masked.dtype != torch.bool:
+        shape = masked.shape if masked.ndim == 2 else (masked.shape[0], *masked.shape[2:])
+        if shape != tokens.shape or masked.dtype != torch.bool:
             raise ValueError(
                 f"masked must be bool of the shape {tuple(tokens.shape)}, got {masked.dtype} {tuple(masked.shape)}"
             )
         problem = "masked may not cover BOS, prompt or PAD positions: they are always visible"
-        outside = (masked & ~sets.free).any()
+        outside = (masked & ~(sets.free if masked.ndim == 2 else sets.free[:, None])).any()
         if outside.device.type != "cpu":
             torch._assert_async(~outside, problem)  # no host sync
         elif outside:
@@ -311,24 +373,25 @@ def substitute(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
     return torch.where(masked[..., None], logits, carried)
 
 
-def _streams_side_by_side(x: Tensor) -> Tensor:
-    """(2B, L, …) with z before x to (B, 2L, …)."""
-    return torch.cat(x.chunk(2), dim=1)
-
-
 def build(
     config: ModelConfig,
     *,
     seed: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
 ) -> Model:
-    """A freshly initialised model. Without `seed`, PyTorch's global generator gives the weights."""
+    """A freshly initialised model. Without `seed`, PyTorch's global generator gives the weights.
+
+    `backend` forces an attention path: `reference`, `sdpa`, `sdpa-tiled` or `flex`.
+    """
+    choose_backend(backend, torch.device(device), training=False)
     with torch.device("meta"):
         model = Model(config).to(dtype)
     model.to_empty(device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     model.init_weights(generator)
+    model.backend = backend
     return model
 
 

@@ -1,0 +1,71 @@
+"""Cross-entropy at chosen positions, a slice of the logits at a time.
+
+M positions   d hidden size   V vocabulary
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SLICE_BYTES = 64 << 20  # size of the logits that exist at one time
+
+
+def _slices(states: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, SLICE_BYTES // (weight.shape[0] * 4))
+    return [slice(at, at + size) for at in range(0, len(states), size)]
+
+
+def _logits(states: Tensor, weight: Tensor) -> Tensor:
+    logits = F.linear(states, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _WeightedLoss(torch.autograd.Function):
+    """Σ w · −log softmax(states Wᵀ)[target]; the gradient is made in the forward pass, slice by slice."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
+        need_states, need_weight = ctx.needs_input_grad[:2]
+        d_states = torch.zeros_like(states) if need_states else None
+        d_weight = torch.zeros_like(weight) if need_weight else None
+        total = importance.new_zeros(())
+        for part in _slices(states, weight):
+            logits, target = _logits(states[part], weight), targets[part, None]
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            nll = (log_sum - logits.gather(-1, target)).squeeze(-1)
+            total = total + (nll * importance[part]).sum()
+            if d_states is None and d_weight is None:
+                continue
+            d_logits = logits.sub_(log_sum).exp_()
+            d_logits.scatter_add_(-1, target, torch.full_like(log_sum, -1.0))
+            d_logits = d_logits.mul_(importance[part, None]).to(states.dtype)
+            if d_states is not None:
+                d_states[part] = d_logits @ weight
+            if d_weight is not None:
+                d_weight.addmm_(d_logits.T, states[part])
+        ctx.save_for_backward(d_states, d_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        d_states, d_weight = ctx.saved_tensors
+        scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_weight)]
+        return scaled[0], scaled[1], None, None
+
+
+def weighted_nll(states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
+    """Σ_i importance_i · −log p(targets_i), a scalar; states (M, d), weight (V, d). No M × V tensor exists."""
+    importance = importance.to(torch.promote_types(states.dtype, torch.float32))
+    return _WeightedLoss.apply(states, weight, targets, importance)
+
+
+@torch.no_grad()
+def token_nll(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """−log p of each target, without gradient: (M,)."""
+    parts = [F.cross_entropy(_logits(states[part], weight), targets[part], reduction="none")
+             for part in _slices(states, weight)]  # fmt: skip
+    return torch.cat(parts) if parts else states.new_zeros(0)

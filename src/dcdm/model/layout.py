@@ -1,0 +1,105 @@
+"""Slots in an order that makes masks cheap: sorted by chunk, or visible before masked.
+
+RoPE takes original positions, so a pass may hold its slots in any order. Sorted, what a run of queries may
+attend to is one or two ranges of keys, and slots that nobody reads are left out.
+
+    B batch   L positions   n noise draws   N, M slots of a noisy stream and of the clean one   S = nN + M
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcdm.model.masks import CLEAN, NOISY, Slots, read_slots
+
+_LAST = torch.iinfo(torch.long).max  # sorts behind every chunk
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which slot holds what."""
+
+    slots: Slots
+    """(B, S); slots of chunk −1 are fillers."""
+    source: Tensor
+    """(B, S): where a slot's content comes from, in the concatenation of the streams (…, L each, clean last)."""
+    num_noisy: int
+    """Slots of all noisy streams; they come first."""
+    home: Tensor
+    """(B, n·L): the slot of every noisy position; meaningless where `held` is False."""
+    held: Tensor
+    """(B, n·L) bool: whether a noisy position has a slot."""
+
+    def gather(self, streams: Tensor) -> Tensor:
+        """Values of the streams, (B, (n+1)·L) or with a trailing dimension, to (B, S, …)."""
+        return _pick(streams, self.source)
+
+    def restore(self, slot_values: Tensor) -> Tensor:
+        """Values of the noisy slots (B, nN, …) to positions (B, n·L, …); 0 where a position has no slot."""
+        picked = _pick(slot_values, self.home)
+        held = self.held if picked.ndim == 2 else self.held[..., None]
+        return picked.masked_fill(~held, 0)
+
+
+def _pick(values: Tensor, index: Tensor) -> Tensor:
+    if values.ndim == 2:
+        return values.gather(1, index)
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def _sorted_stream(keep: Tensor, by: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
+    """Positions ordered by `by` with those not kept at the end: order (B, N) and which of them are kept."""
+    order = torch.where(keep, by, _LAST).argsort(dim=-1, stable=True)
+    if compact:
+        order = order[:, : max(1, int(keep.sum(dim=-1).max()))]
+    return order, keep.gather(1, order)
+
+
+def dual_stream(ids: Tensor, masked_bnl: Tensor, compact: bool = True) -> Layout:
+    """n noisy streams and the clean one, each sorted by chunk, without the slots that nobody reads.
+
+    `compact` False keeps static shapes (N = M = L) and so avoids a host sync.
+    """
+    _, draws, length = masked_bnl.shape
+    noisy_read, clean_read = read_slots(ids).chunk(2, dim=-1)
+    noisy_order, noisy_kept = _sorted_stream(noisy_read, ids, compact)
+    clean_order, clean_kept = _sorted_stream(clean_read, ids, compact)
+    parts, sources = [], []
+    for draw in range(draws):
+        parts.append(_slots(ids, noisy_order, noisy_kept, NOISY + draw, masked_bnl[:, draw]))
+        sources.append(noisy_order + draw * length)
+    parts.append(_slots(ids, clean_order, clean_kept, CLEAN, torch.zeros_like(noisy_read)))
+    sources.append(clean_order + draws * length)
+    size = noisy_order.shape[1]
+    home = torch.cat([_inverse(noisy_order, length) + draw * size for draw in range(draws)], dim=1)
+    return Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, noisy_read.repeat(1, draws))
+
+
+def chunk_sorted(ids: Tensor, masked: Tensor) -> Layout:
+    """One stream sorted by chunk, padding last."""
+    order, kept = _sorted_stream(ids >= 0, ids, compact=False)
+    return _one_stream(_slots(ids, order, kept, NOISY, masked), order, ids >= 0)
+
+
+def visible_first(real: Tensor, masked: Tensor) -> Layout:
+    """One stream with its visible tokens before its masked ones, padding last."""
+    order, kept = _sorted_stream(real, masked.long(), compact=False)
+    return _one_stream(_slots(torch.zeros_like(order), order, kept, NOISY, masked), order, real)
+
+
+def _one_stream(slots: Slots, order: Tensor, held: Tensor) -> Layout:
+    return Layout(slots, order, order.shape[1], _inverse(order, held.shape[1]), held)
+
+
+def _slots(ids: Tensor, order: Tensor, kept: Tensor, stream: int, masked: Tensor) -> Slots:
+    chunk = torch.where(kept, ids.gather(1, order), -1)
+    return Slots(order, chunk, torch.full_like(order, stream), masked.gather(1, order) & kept)
+
+
+def _inverse(order: Tensor, length: int) -> Tensor:
+    """(B, L): where each position stands in `order`; 0 for those it leaves out."""
+    place = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.zeros(len(order), length, dtype=torch.long, device=order.device).scatter_(1, order, place)

@@ -1,0 +1,189 @@
+"""The network written out literally: the oracle that the production path must equal, outputs and gradients.
+
+Explicit softmax over dense masks, K softmaxes of S × S, both streams in original order, all logits. It reads
+the weights of a `Model` and shares with it the predicates of `masks.py` and the rules of `routing.py`, and
+nothing that is there for speed.
+
+    B batch   L positions   S slots (L, or 2L for z ⊕ x)   d hidden size   K chunks   h subspace dimension
+    H query heads   G key/value heads   D head size   V vocabulary   E experts
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dcdm.config import NUM_SPECIALS
+from dcdm.model import masks, routing
+from dcdm.model.attention import rotary_tables, rotate
+from dcdm.model.chunking import ChunkingAttention
+from dcdm.model.masks import Mask, Slots
+from dcdm.model.moe import SparseMoE
+from dcdm.model.transformer import Block, Encoded, Model, Output, substitute
+
+
+def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the last dimension where `allowed`; a row that may attend to nothing gives zeros."""
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1) * allowed
+
+
+def attend(q_bhqd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, allowed_bqs: Tensor) -> Tensor:
+    """Scaled dot-product attention under a dense mask, grouped queries included: (B, H, Q, D)."""
+    groups = q_bhqd.shape[1] // k_bgsd.shape[1]
+    k_bhsd = k_bgsd.repeat_interleave(groups, dim=1)
+    v_bhsd = v_bgsd.repeat_interleave(groups, dim=1)
+    scores_bhqs = q_bhqd @ k_bhsd.transpose(-1, -2) / math.sqrt(q_bhqd.shape[-1])
+    return masked_softmax(scores_bhqs, allowed_bqs[:, None]) @ v_bhsd
+
+
+def affinities(p_bksh: Tensor) -> Tensor:
+    """A_k[ℓ,m] = p_{k,ℓ}·p_{k,m}/√h: (B, K, S, S)."""
+    return p_bksh @ p_bksh.transpose(-1, -2) / math.sqrt(p_bksh.shape[-1])
+
+
+def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, allowed_bss: Tensor) -> Tensor:
+    """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the allowed keys: (B, S, d)."""
+    t_bkss = masked_softmax(affinities(p_bksh), allowed_bss[:, None])
+    return t_bkss.sum(dim=1) @ v_bsd / math.sqrt(p_bksh.shape[1])
+
+
+def block(
+    layer: Block, h_bsd: Tensor, slots: Slots, allowed_bss: Tensor, theta: float
+) -> tuple[Tensor, Tensor | None]:
+    """Pre-norm attention and MLP; the mixture, if it is one, expert by expert."""
+    attention, x_bsd = layer.self_attn, layer.input_layernorm(h_bsd)
+    tables = rotary_tables(slots.position, attention.head_dim, theta, h_bsd.dtype)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, attention.head_dim))
+
+    q_bhsd = rotate(attention.q_norm(heads(attention.q_proj(x_bsd))), tables).transpose(1, 2)
+    k_bgsd = rotate(attention.k_norm(heads(attention.k_proj(x_bsd))), tables).transpose(1, 2)
+    v_bgsd = heads(attention.v_proj(x_bsd)).transpose(1, 2)
+    out_bhsd = attend(q_bhsd, k_bgsd, v_bgsd, allowed_bss)
+    h_bsd = h_bsd + attention.o_proj(out_bhsd.transpose(1, 2).flatten(2))
+    y_bsd, gate_logits = mlp(layer, layer.post_attention_layernorm(h_bsd))
+    return h_bsd + y_bsd, gate_logits
+
+
+def mlp(layer: Block, x_bsd: Tensor) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(layer.mlp, SparseMoE):
+        return layer.mlp(x_bsd)
+    moe, x_td = layer.mlp, x_bsd.flatten(0, 1)
+    logits_te = moe.gate(x_td)
+    weight_tk, expert_tk = logits_te.softmax(dim=-1).topk(moe.experts_per_token)
+    out_td = moe.shared_expert_gate(x_td).sigmoid() * moe.shared_expert(x_td)[0]
+    for e in range(logits_te.shape[-1]):
+        gate_tf, up_tf = F.linear(x_td, moe.experts.gate_up_proj[e]).chunk(2, dim=-1)
+        y_td = F.linear(F.silu(gate_tf) * up_tf, moe.experts.down_proj[e])
+        out_td = out_td + y_td * (weight_tk * (expert_tk == e)).sum(dim=-1, keepdim=True)
+    return out_td.view_as(x_bsd), logits_te.view(*x_bsd.shape[:-1], -1)
+
+
+def chunking(layer: ChunkingAttention, h_bsd: Tensor, allowed_bss: Tensor) -> tuple[Tensor, Tensor]:
+    """H + Y and the scores r (B, S, K)."""
+    x_bsd = F.rms_norm(h_bsd, h_bsd.shape[-1:], eps=layer.eps)
+    p_bksh = torch.einsum("bsd,kdh->bksh", x_bsd, layer.mu)
+    y_bsd = layer.o_proj(subspace_mixture(p_bksh, layer.v_proj(x_bsd), allowed_bss))
+    return h_bsd + y_bsd, p_bksh.norm(dim=-1).transpose(1, 2)
+
+
+class Pass:
+    """One pass over given slots under one dense mask."""
+
+    def __init__(self, model: Model, mask: Mask, slots: Slots) -> None:
+        self.model, self.slots, self.allowed = model, slots, mask.dense(slots)
+        self.r: Tensor | None = None
+        self.gates: list[Tensor] = []
+
+    def run(self, h_bsd: Tensor, first: int = 0, last: int | None = None, chunks: bool = True) -> Tensor:
+        """Blocks first…last−1, the chunking attention after block 0 where the model has one."""
+        for number, layer in list(enumerate(self.model.layers))[first:last]:
+            assert isinstance(layer, Block)
+            h_bsd, gate = block(layer, h_bsd, self.slots, self.allowed, self.model.config.rope_theta)
+            self.gates += [] if gate is None else [gate]
+            if number == 0 and chunks and self.model.chunking is not None:
+                h_bsd, self.r = chunking(self.model.chunking, h_bsd, self.allowed)
+        return h_bsd
+
+
+def stage_1(model: Model, z: Tensor, masked: Tensor, real: Tensor, chunks: bool = True) -> tuple[Tensor, Pass]:
+    """Block 0 and the chunking attention on one stream under M^noise."""
+    stage = Pass(model, masks.noise, Slots.of(torch.where(real, 0, -1), masked))
+    return stage.run(model.embed_tokens(z), last=1, chunks=chunks), stage
+
+
+def router_scores(model: Model, z: Tensor, real: Tensor) -> Tensor:
+    """r (B, L, K) of `z`, in which MASK hides what is not revealed."""
+    assert model.chunking is not None
+    h_bld, _ = stage_1(model, z, z == model.config.mask_id, real, chunks=False)
+    x_bld = F.rms_norm(h_bld, h_bld.shape[-1:], eps=model.chunking.eps)
+    return torch.einsum("bld,kdh->blkh", x_bld, model.chunking.mu).norm(dim=-1)
+
+
+def partition(model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+    """Chunk ids (B, L) where they do not depend on noise; causal rounds run all of block 0 each."""
+    sets = model.sets(tokens, prompt)
+    if model.config.kind != "dcdm" or model.config.routing != "causal":
+        return routing.fixed_partition(model.config, sets.free, sets.real, index)
+
+    revealed = torch.zeros_like(sets.real)
+
+    def router(new: Tensor) -> Tensor:
+        revealed.logical_or_(new)
+        return router_scores(model, tokens.masked_fill(~revealed, model.config.mask_id), sets.real)
+
+    return routing.causal_partition(router, sets.free, sets.real, model.config)[0]
+
+
+def encode(
+    model: Model,
+    tokens: Tensor,
+    masked: Tensor | None = None,
+    *,
+    prompt: Tensor | None = None,
+    chunk_ids: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Encoded:
+    """Final states of the noisy stream, at every position."""
+    config, length = model.config, tokens.shape[1]
+    sets = model.sets(tokens, prompt)
+    if config.kind == "ar":
+        only = Pass(model, masks.causal, Slots.of(torch.where(sets.real, 0, -1)))
+        states = model.norm(only.run(model.embed_tokens(tokens)))
+        return Encoded(states, None, None, [gate[sets.real] for gate in only.gates])
+    assert masked is not None
+    noisy = tokens.masked_fill(masked, config.mask_id)
+    if config.routes_from_noise:
+        assert model.chunking is not None
+        h_z, stage_z = stage_1(model, noisy, masked, sets.real)
+        h_x, stage_x = stage_1(model, tokens, masked, sets.real)
+        assert stage_z.r is not None
+        ids = torch.where(sets.real, model.chunking.assign(stage_z.r), -1) if chunk_ids is None else chunk_ids
+        second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
+        h_bsd = second.run(torch.cat([h_z, h_x], dim=1), first=1)
+        r: Tensor | None = stage_z.r
+        early = [g[sets.real] for g in stage_z.gates + stage_x.gates]
+    else:
+        ids = partition(model, tokens, prompt, index) if chunk_ids is None else chunk_ids
+        second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
+        h_bsd = second.run(model.embed_tokens(torch.cat([noisy, tokens], dim=1)))
+        r, early = None if second.r is None else second.r[:, :length], []
+    used = masks.read_slots(ids)
+    gates = [g[used] for g in second.gates[:-1]] + [g[:, :length][used[:, :length]] for g in second.gates[-1:]]
+    return Encoded(model.norm(h_bsd[:, :length]), ids, r, early + gates)
+
+
+def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **options: Tensor | None) -> Output:
+    """What `Model.forward` returns, all B × L × V logits included."""
+    encoded = encode(model, tokens, masked, **options)
+    logits = F.linear(encoded.states, model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight)
+    if model.config.kind != "ar":
+        assert masked is not None
+        logits[..., -NUM_SPECIALS:] = -torch.inf
+        logits = substitute(logits, tokens, masked)
+    return Output(logits, encoded.chunk_ids, encoded.router_scores)

@@ -1,0 +1,103 @@
+"""The causal routing's rounds at their real price.
+
+In round k a hidden position's block-0 state needs its attention over the revealed tokens and itself. A clean
+token's block-0 keys and values depend on its own embedding alone, and every hidden position asks the same
+question, MASK, from its own place. So softmax sums are carried from round to round: each round adds the keys
+of the tokens that the last one revealed, and only the still hidden positions go on through the MLP.
+
+    B batch   L positions   H query heads   G key/value heads   D head size   d hidden size   K chunks
+    X hidden positions and Y newly revealed ones of a round, padded to the longest row
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dcdm.model.attention import rotary_tables, rotate
+
+if TYPE_CHECKING:
+    from dcdm.model.transformer import Block, Model, Sets
+
+
+class Rounds:
+    """Router scores round by round; `reveal` before the first `scores` with what is visible from the start."""
+
+    def __init__(self, model: Model, tokens: Tensor, sets: Sets) -> None:
+        self.model = model
+        block: Block = model.layers[0]  # type: ignore[assignment]
+        self.block, attention = block, block.self_attn
+        self.hidden = sets.free.clone()
+        position = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        clean_bld = block.input_layernorm(model.embed_tokens(tokens))
+        self.mask_d = model.embed_tokens.weight[model.config.mask_id]
+        mask_11d = block.input_layernorm(self.mask_d)[None, None]
+        tables = rotary_tables(position, attention.head_dim, model.config.rope_theta, clean_bld.dtype)
+        self.q_1lhd = rotate(attention.queries(mask_11d), tables)
+        self.k_blgd = rotate(attention.keys(clean_bld), tables)
+        self.v_blgd = attention.values(clean_bld)
+        self.heads_per_key = self.q_1lhd.shape[2] // self.k_blgd.shape[2]
+        self.scale = 1 / math.sqrt(attention.head_dim)
+        # every sum starts with the position's own MASK; RoPE makes its score the same everywhere
+        own_hd = attention.keys(mask_11d)[0, 0].repeat_interleave(self.heads_per_key, dim=0)
+        own_h = (attention.queries(mask_11d)[0, 0] * own_hd).sum(-1) * self.scale
+        value_hd = attention.values(mask_11d)[0, 0].repeat_interleave(self.heads_per_key, dim=0)
+        rows, length = tokens.shape
+        self.peak_blh = own_h.expand(rows, length, -1).clone()
+        self.sum_blh = torch.ones_like(self.peak_blh)
+        self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
+
+    def reveal(self, members: Tensor) -> None:
+        """Positions (B, L) whose tokens later rounds may see."""
+        self.hidden = self.hidden & ~members
+        asked, asking = _Compact(members), _Compact(self.hidden)
+        if asked.index.shape[1] == 0 or asking.index.shape[1] == 0:
+            return
+        k_byhd = asked.pick(self.k_blgd).repeat_interleave(self.heads_per_key, dim=2)
+        v_byhd = asked.pick(self.v_blgd).repeat_interleave(self.heads_per_key, dim=2)
+        q_bxhd = asking.pick(self.q_1lhd.expand(len(members), -1, -1, -1))
+        score_bhxy = torch.einsum("bxhd,byhd->bhxy", q_bxhd, k_byhd) * self.scale
+        score_bhxy.masked_fill_(~asked.valid[:, None, None, :], -torch.inf)
+        old_peak = asking.pick(self.peak_blh)
+        peak = torch.maximum(old_peak, score_bhxy.amax(dim=-1).transpose(1, 2))
+        fading = (old_peak - peak).exp()
+        weight_bhxy = score_bhxy.sub_(peak.transpose(1, 2)[..., None]).exp_()
+        total = asking.pick(self.sum_blh) * fading + weight_bhxy.sum(dim=-1).transpose(1, 2)
+        mean = asking.pick(self.mean_blhd) * fading[..., None]
+        mean += torch.einsum("bhxy,byhd->bxhd", weight_bhxy, v_byhd)
+        for whole, part in ((self.peak_blh, peak), (self.sum_blh, total), (self.mean_blhd, mean)):
+            asking.put(whole, part)
+
+    def scores(self) -> Tensor:
+        """r (B, L, K) of the hidden positions, 0 elsewhere."""
+        assert self.model.chunking is not None
+        places = _Compact(self.hidden)
+        out = self.mask_d.new_zeros(*self.hidden.shape, len(self.model.chunking.mu))
+        if places.index.shape[1] == 0:
+            return out
+        attended = places.pick(self.mean_blhd) / places.pick(self.sum_blh)[..., None]
+        h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2))
+        h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
+        places.put(out, self.model.chunking.scores(h_bxd))
+        return out
+
+
+class _Compact:
+    """The True positions of each row, padded to the longest row."""
+
+    def __init__(self, where: Tensor) -> None:
+        count = where.sum(dim=-1)
+        most = int(count.max())
+        self.index = where.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]
+        self.valid = torch.arange(most, device=where.device) < count[:, None]
+        self.rows = torch.arange(len(where), device=where.device)[:, None]
+
+    def pick(self, x_bl: Tensor) -> Tensor:
+        return x_bl[self.rows, self.index]
+
+    def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
+        row, place = self.valid.nonzero(as_tuple=True)
+        whole_bl[row, self.index[row, place]] = part_bx[row, place]

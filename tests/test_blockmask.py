@@ -1,0 +1,74 @@
+"""Block masks from chunk ranges equal PyTorch's own construction, which asks the predicate for all pairs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+import tiny
+from dcdm.model import blockmask, masks
+from dcdm.model.layout import chunk_sorted, dual_stream, visible_first
+
+
+def tile_kinds(block_mask):
+    """(B, T, T): 0 empty, 1 partial, 2 full."""
+    kinds = torch.zeros(block_mask.kv_indices[:, 0].shape, dtype=torch.long)
+    for value, count, index in (
+        (1, block_mask.kv_num_blocks, block_mask.kv_indices),
+        (2, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
+        for b in range(kinds.shape[0]):
+            for row in range(kinds.shape[1]):
+                kinds[b, row, index[b, 0, row, : count[b, 0, row]].long()] = value
+    return kinds
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(0, 10_000), st.integers(1, 3), st.integers(3, 70), st.integers(1, 6), st.integers(1, 3),
+    st.sampled_from([1, 4, 16]), st.booleans(),
+)  # fmt: skip
+def test_tiles_are_full_partial_and_empty_as_pytorch_finds_them(seed, rows, length, chunks, draws, block, compact):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, chunks + 1, (rows, length), generator=generator)
+    ids[:, length - seed % 3 :] = -1
+    ids[:, 0] = 0
+    noise = torch.rand(rows, draws, length, generator=generator) < 0.5
+    cases = [
+        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1)[:, None], compact).slots, draws),
+        (masks.dual_stream, dual_stream(ids.clamp(max=1), noise & (ids >= 1)[:, None], compact).slots, draws),
+        (masks.chunk_causal, chunk_sorted(ids, noise[:, 0]).slots, 1),
+        (masks.noise, visible_first(ids >= 0, noise[:, 0] & (ids >= 0)).slots, 1),
+        (masks.causal, masks.Slots.of(torch.where(ids >= 0, 0, -1)), 1),
+    ]
+    for mask, slots, streams in cases:
+        total = slots.chunk.shape[1]
+        ours = blockmask.from_slots(mask, slots, total, streams, block)
+        theirs = create_block_mask(
+            blockmask.mask_mod(mask, slots), rows, 1, total, total, device="cpu", BLOCK_SIZE=block
+        )
+        assert torch.equal(tile_kinds(ours), tile_kinds(theirs)), mask.name
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_flex_attention_gives_the_same_outputs_as_the_tiled_path(kind):
+    model = tiny.model(kind, head_dim=16)
+    clean = tiny.tokens(2, 40, padding=(0, 7))
+    masked = tiny.noise(model, clean)
+    with torch.no_grad():
+        expected = model(clean, masked)
+        ids = torch.where(clean == model.config.pad_id, -1, torch.arange(40) // 9)
+        z = clean.masked_fill(ids == 2, model.config.mask_id)
+        states = model.denoise(z, ids)
+        model.backend = "flex"
+        torch.testing.assert_close(model(clean, masked).logits, expected.logits)
+        torch.testing.assert_close(model.denoise(z, ids)[ids >= 0], states[ids >= 0])
+
+
+def test_fewer_queries_than_keys_take_the_first_rows_of_tiles():
+    ids = torch.tensor([[0, *([1] * 20), *([2] * 20)]])
+    slots = dual_stream(ids, torch.ones(1, 1, 41, dtype=torch.bool)).slots
+    whole = blockmask.from_slots(masks.dual_stream, slots, slots.chunk.shape[1], block=8)
+    part = blockmask.from_slots(masks.dual_stream, slots, 40, block=8)
+    assert torch.equal(tile_kinds(part), tile_kinds(whole)[:, :5])
