@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
-from dcdm.model.moe import SparseMoE, load_balancing_loss
+from dcdm.model.moe import Experts, SparseMoE, load_balancing_loss
 from dcdm.model.transformer import Model, build
 
 transformers = pytest.importorskip("transformers")
@@ -403,3 +403,19 @@ def test_building_on_the_meta_device_leaves_no_tensor_uninitialised(
         assert not value.is_meta, name
         assert value.isfinite().all(), name
         assert value.dtype == torch.bfloat16, name
+
+
+@pytest.mark.parametrize("chosen", [(0, 1, 2, 3), (2,)])
+def test_grouped_products_equal_the_loop_over_experts_in_outputs_and_gradients(chosen: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    experts = Experts(16, MoEConfig(num_experts=4, experts_per_token=1, expert_size=24, shared_size=8))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(21, 16, requires_grad=True)
+    expert = torch.tensor(chosen)[torch.randint(len(chosen), (21, 2))]
+    weight = torch.rand(21, 2, requires_grad=True)
+    inputs = (x, weight, *experts.parameters())
+    results = [run(x, expert, weight) for run in (experts.grouped, experts.one_by_one)]
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in results), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

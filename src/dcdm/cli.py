@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
+
+from tyro.conf import Positional
 
 
 def demo(steps: int = 250, seed: int = 0) -> None:
@@ -54,6 +57,34 @@ def presets(json: bool = False) -> None:
     Console().print(table)
 
 
+def bench(
+    subject: Annotated[str, Positional],
+    repeats: int = 3,
+    threads: int = 2,
+    memory: bool | None = None,
+    compare: str | None = None,
+    json: bool = False,
+    out: str | None = None,
+) -> None:
+    """Measure a part of the system against its literal version, in the same run.
+
+    Subjects: attention, chunking, routing, step, draws, head, moe, scaling; targets runs all that have a goal;
+    arithmetic measures nothing and prints what the presets cost on GPUs.
+
+    Args:
+        subject: What to measure.
+        repeats: Timed repetitions of each path, taking turns.
+        threads: PyTorch threads.
+        memory: Measure peak memory too, each path in a process of its own; by default where it matters.
+        compare: An earlier run's JSON file, to show its medians beside the new ones.
+        json: Print one JSON line instead of the table.
+        out: Write that JSON line to this file as well.
+    """
+    from dcdm.bench.command import run
+
+    run(subject, repeats, threads, memory, compare, json, out)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     import tyro
@@ -62,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"demo": demo, "presets": presets},
+            {"demo": demo, "presets": presets, "bench": bench},
             prog="dcdm",
             description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content.",
             args=arguments,

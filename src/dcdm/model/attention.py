@@ -51,7 +51,7 @@ class Plan:
     backend: Backend
     num_queries: int
     draws: int = 1
-    _additive: dict[torch.dtype, list[Tensor]] = field(default_factory=dict)
+    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mask: Mask, slots: Slots, backend: Backend, draws: int = 1) -> Plan:
@@ -84,23 +84,22 @@ class Plan:
 
     @cached_property
     def table(self) -> Tensor:
-        """The tiles as numbers (T, 10): r0, r1, q0, q1, a0, a1, b0, b1, place of the mask or −1, own."""
-        numbers, masks = [], 0
+        """The tiles as numbers (T, 11): r0, r1, q0, q1, a0, a1, b0, b1, own, and of the tile's mask where it
+        starts in `additive` and how many rows it has (0: no mask)."""
+        numbers, start = [], 0
         for t in self.tiles:
-            numbers.append([t.r0, t.r1, t.q0, t.q1, t.a0, t.a1, t.b0, t.b1, masks if t.masked else -1, t.own])
-            masks += t.masked
-        return torch.tensor(numbers, dtype=torch.long).view(-1, 10)
+            rows = 0 if not t.masked else 1 if self._rows_alike else t.r1 - t.r0
+            numbers.append([t.r0, t.r1, t.q0, t.q1, t.a0, t.a1, t.b0, t.b1, t.own, start, rows])
+            start += rows * (t.q1 - t.q0) * t.num_keys
+        return torch.tensor(numbers, dtype=torch.long).view(-1, 11)
 
-    def additive(self, dtype: torch.dtype) -> list[Tensor]:
-        """0 / −inf masks (…, 1, q, k) of the tiles that need one."""
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """The masks of the tiles that need one, 0 / −inf, one behind the other."""
         if dtype not in self._additive:
-            made = []
-            for tile in self.tiles:
-                if tile.masked:
-                    allowed = self.tile_mask(tile)[:, None]
-                    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-                    made.append(zeros.masked_fill_(~allowed, -torch.inf))
-            self._additive[dtype] = made
+            allowed = [self.tile_mask(tile).flatten() for tile in self.tiles if tile.masked]
+            flat = torch.cat([self.slots.masked.new_ones(0), *allowed])
+            zeros = torch.zeros(len(flat), dtype=dtype, device=flat.device)
+            self._additive[dtype] = zeros.masked_fill_(~flat, -torch.inf)
         return self._additive[dtype]
 
     @cached_property
@@ -114,7 +113,7 @@ class Plan:
             self.backend,
             self.num_queries,
             self.table if tiled else None,
-            self.additive(dtype) if tiled else [],
+            self.additive(dtype) if tiled else None,
             self.block_mask if flex else None,
             None if tiled or flex else self.dense,
         )
@@ -126,7 +125,7 @@ class Ready(NamedTuple):
     backend: Backend
     num_queries: int
     table: Tensor | None
-    masks: list[Tensor]
+    masks: Tensor | None
     block_mask: Any
     dense: Tensor | None
 
@@ -134,7 +133,7 @@ class Ready(NamedTuple):
 def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tensor:
     """Scaled dot-product attention under a plan, grouped queries included: (B, Q, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q_bqhd, k_bsgd, v_bsgd))
-    if ready.table is not None:
+    if ready.table is not None and ready.masks is not None:
         if q.device.type == "cpu":
             return tiled_attention(q, k, v, ready.table, ready.masks)[0]
         return tiles_by_autograd(q, k, v, ready.table, ready.masks).transpose(1, 2)
@@ -149,7 +148,7 @@ def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tens
     return reference.attend(q, k, v, ready.dense).transpose(1, 2)
 
 
-def tiles_by_autograd(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> Tensor:
+def tiles_by_autograd(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> Tensor:
     """The tiles through SDPA and autograd: slower than the CPU's own operator, and runs on any device."""
     out = torch.zeros_like(q)
     row, head, place = (torch.arange(size, device=q.device) for size in q.shape[:3])
@@ -170,11 +169,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _parts(table: Tensor, masks: list[Tensor]) -> list[tuple[Tile, Tensor | None]]:
+def _parts(table: Tensor, masks: Tensor) -> list[tuple[Tile, Tensor | None]]:
     parts: list[tuple[Tile, Tensor | None]] = []
-    for r0, r1, q0, q1, a0, a1, b0, b1, place, own in table.tolist():
-        tile = Tile(r0, r1, q0, q1, a0, a1, b0, b1, place >= 0, bool(own))
-        parts.append((tile, masks[place] if tile.masked else None))
+    for r0, r1, q0, q1, a0, a1, b0, b1, own, start, rows in table.tolist():
+        tile = Tile(r0, r1, q0, q1, a0, a1, b0, b1, rows > 0, bool(own))
+        shape = (rows, 1, q1 - q0, tile.num_keys)
+        mask = masks[start : start + math.prod(shape)].view(shape) if rows else None
+        parts.append((tile, mask))
     return parts
 
 
@@ -184,7 +185,7 @@ def _grouped(x_bgqd: Tensor, heads: int) -> Tensor:
 
 
 @torch.library.custom_op("dcdm::tiled_attention", mutates_args=(), device_types="cpu")
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention tile by tile: out (B, Q, H, D) and the logarithm of each softmax's denominator (B, H, Q).
 
     An opaque operator: neither the compiler nor autograd sees the tiles, and gradients of keys that several
@@ -213,7 +214,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[
 
 @torch.library.custom_op("dcdm::tiled_attention_backward", mutates_args=(), device_types="cpu")
 def tiled_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: list[Tensor]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, size = q.shape[1], q.shape[-1]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -244,30 +245,30 @@ def tiled_attention_backward(
 
 
 @tiled_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, queries, size = q.shape
     return q.new_empty(rows, queries, heads, size), q.new_empty(rows, heads, queries)
 
 
 @tiled_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: list[Tensor]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, masks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, table, masks = inputs
-    ctx.save_for_backward(q, k, v, *output, table, *masks)
+    ctx.save_for_backward(q, k, v, *output, table, masks)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, table, *masks = ctx.saved_tensors
+    q, k, v, out, lse, table, masks = ctx.saved_tensors
     if grad is None:
-        return None, None, None, None, [None] * len(masks)
+        return None, None, None, None, None
     gradients = tiled_attention_backward(grad.contiguous(), q, k, v, out, lse, table, masks)
-    return *gradients, None, [None] * len(masks)
+    return *gradients, None, None
 
 
 tiled_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)

@@ -34,7 +34,12 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.expert_size))
 
     def forward(self, x_td: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
-        """Σ_k weight · expert(x), one expert at a time; an expert that nobody chose costs nothing."""
+        """Σ_k weight · expert(x). An expert that nobody chose costs nothing."""
+        run = self.grouped if grouped_helps(x_td) else self.one_by_one
+        return run(x_td, expert_tk, weight_tk)
+
+    def one_by_one(self, x_td: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
+        """A loop over experts."""
         out_td = torch.zeros_like(x_td)
         for expert in range(len(self.gate_up_proj)):
             token, choice = (expert_tk == expert).nonzero(as_tuple=True)
@@ -42,6 +47,20 @@ class Experts(nn.Module):
             y = F.linear(F.silu(gate) * up, self.down_proj[expert])
             out_td = out_td.index_add(0, token, y * weight_tk[token, choice, None])
         return out_td
+
+    def grouped(self, x_td: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
+        """Grouped matrix products over the choices sorted by expert: no host sync, static shapes."""
+        order = expert_tk.flatten().argsort(stable=True)
+        token = order // expert_tk.shape[1]
+        ends = torch.bincount(expert_tk.flatten(), minlength=len(self.gate_up_proj)).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(x_td[token], self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+        return torch.zeros_like(x_td).index_add(0, token, y * weight_tk.flatten()[order, None])
+
+
+def grouped_helps(x: Tensor) -> bool:
+    """Grouped products save launches on a GPU; on the CPU the loop is as fast (`dcdm bench moe`)."""
+    return x.device.type == "cuda"
 
 
 class SparseMoE(nn.Module):

@@ -6,6 +6,7 @@ B batch   L positions   S slots (L, or 2L for z ⊕ x)   d hidden size   V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,11 @@ class Model(nn.Module):
             self.chunking.mu.normal_(std=std, generator=generator)
             self.chunking.o_proj.weight.normal_(std=self.config.chunk_out_init_std, generator=generator)
             self.chunking.balance_bias.zero_()
+
+    def compile_blocks(self) -> None:
+        """Compile every block by itself, without graph breaks; lengths may vary from batch to batch."""
+        for layer in self.layers:
+            layer.compile(fullgraph=True, dynamic=self._backend() != "flex" or None)
 
     def forward(
         self,
@@ -395,6 +401,7 @@ def build(
     return model
 
 
+@cache
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """(total, active per token), counted on the meta device."""
     with torch.device("meta"):

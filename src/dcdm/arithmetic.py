@@ -1,0 +1,105 @@
+"""What a model costs: operations, bytes and expected step times, from its configuration alone.
+
+Counted are matrix products (two operations per multiply-add), on the production path: slots that nobody reads
+are not computed, the head runs at masked positions, attention at live pairs. A backward pass counts twice a
+forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcdm.config import ModelConfig
+from dcdm.model.transformer import parameter_counts
+
+H800_BF16 = 989e12  # dense bf16 operations per second of one H800 (SXM), the vendor's figure
+MASKED_SHARE = 0.5  # of the free positions, on average over t ~ U[0, 1]
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Costs of training on one sequence of `length` positions."""
+
+    length: int
+    total_parameters: int
+    active_parameters: int
+    slots: float
+    """Slots that pass through a block."""
+    linear: float
+    """Forward operations in the blocks' matrices."""
+    attention: float
+    chunking: float
+    rounds: float
+    """The causal routing's; forward only."""
+    head: float
+
+    @property
+    def forward(self) -> float:
+        return self.linear + self.attention + self.chunking + self.rounds + self.head
+
+    @property
+    def training(self) -> float:
+        """Forward and backward of one sequence."""
+        return 3 * (self.forward - self.rounds) + self.rounds
+
+    @property
+    def training_per_token(self) -> float:
+        return self.training / self.length
+
+    def step_seconds(self, batch: int, devices: int, utilisation: float, peak: float = H800_BF16) -> float:
+        return self.training * batch / (devices * utilisation * peak)
+
+
+def bill(config: ModelConfig, length: int | None = None) -> Bill:
+    """Costs of one training sequence, chunks of equal size assumed."""
+    length = length or config.context_length
+    total, active = parameter_counts(config)
+    d, heads = config.hidden_size, config.num_heads * config.head_dim
+    embedding = config.vocab_size * d * (1 if config.tie_embeddings else 2)
+    chunk_layer = 0 if config.kind != "dcdm" else config.num_chunks * d * config.chunk_dim + 2 * d * d  # type: ignore[operator]
+    per_slot = 2 * (active - embedding - chunk_layer) / config.num_layers  # one block, one slot
+    groups = min(config.num_groups(length), length)
+    size = length / groups
+    if config.kind == "ar":
+        slots, pairs = float(length), length * (length + 1) / 2
+        last_slots, last_pairs = slots, pairs
+    else:
+        slots = 2 * length - size  # nobody reads the clean copy of the last chunk
+        noisy_pairs = sum(size * (size + done * size) for done in range(groups))
+        clean_pairs = sum(size * (done + 1) * size for done in range(groups - 1))
+        pairs, last_slots, last_pairs = noisy_pairs + clean_pairs, float(length), noisy_pairs
+    blocks = config.num_layers - 1
+    attention = 4 * heads * (blocks * pairs + last_pairs)
+    linear = per_slot * (blocks * slots + last_slots)
+    chunking = rounds = 0.0
+    if config.kind == "dcdm":
+        assert config.num_chunks is not None
+        assert config.chunk_dim is not None
+        width = 2 * config.num_chunks * config.chunk_dim + 2 * d
+        soft_pairs = 2 * length * length * (1 - MASKED_SHARE) if config.routes_from_noise else pairs
+        chunking = 2 * chunk_layer * slots + width * soft_pairs
+        if config.routing == "causal" and not config.prior_decides:
+            rounds = per_slot * length * (config.num_chunks + 1) / 2 + 4 * heads * length * length / 2
+    predicted = length if config.kind == "ar" else MASKED_SHARE * length
+    head = 2 * d * config.vocab_size * predicted
+    return Bill(length, total, active, slots, linear, attention, chunking, rounds, head)
+
+
+def state_bytes(config: ModelConfig, devices: int = 1) -> float:
+    """Weights, gradients and AdamW's two moments in fp32, sharded over `devices`: 16 bytes a parameter."""
+    return 16 * parameter_counts(config)[0] / devices
+
+
+def activation_bytes(config: ModelConfig, sequences: int, length: int | None = None) -> float:
+    """What backward keeps of the blocks in bf16, without activation checkpointing."""
+    costs = bill(config, length)
+    d, heads = config.hidden_size, config.num_heads * config.head_dim
+    kv = 2 * config.num_kv_heads * config.head_dim
+    if config.moe is None:
+        assert config.intermediate_size is not None
+        mlp = 3 * config.intermediate_size
+    else:
+        mlp = 3 * (config.moe.experts_per_token * config.moe.expert_size + config.moe.shared_size)
+    # two residuals and two norms; queries and keys before and after norm and rotation, values, output; MLP
+    kept = 4 * d + 4 * heads + 2 * kv + mlp
+    return 2 * kept * config.num_layers * costs.slots * sequences

@@ -1,0 +1,1 @@
+"""Measurements: every speed is a ratio to another path in the same run."""

@@ -1,0 +1,133 @@
+"""How things are measured: warm-up, interleaved repetitions, median and spread, peak memory in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Paths that do the same work. `paths` maps a name to a maker of the run, so that memory is taken late."""
+
+    name: str
+    paths: dict[str, Callable[[], Run]]
+    baselines: tuple[str, ...]
+    """The ratio of a path is to the fastest of these."""
+    target: float | None = None
+    """The least ratio that the first path is meant to reach."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    subject: str
+    case: str
+    path: str
+    median: float
+    low: float
+    high: float
+    ratio: float | None
+    """Time of the fastest baseline over this path's; None for the baselines themselves."""
+    target: float | None
+    megabytes: float | None = None
+
+
+def measure(subject: str, case: Case, repeats: int, memory: bool, say: Callable[[str], None]) -> list[Row]:
+    """Time every path of a case, taking turns so that a busy moment hits all of them."""
+    runs = {}
+    for name, make in case.paths.items():
+        say(f"{subject} {case.name}: warming up {name}")
+        runs[name] = make()
+        runs[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        say(f"{subject} {case.name}: {turn + 1} of {repeats}")
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    median = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
+    best = min((median[name] for name in case.baselines if name in median), default=None)
+    first = next(iter(case.paths))
+    rows = []
+    for name, times in seconds.items():
+        ratio = None if best is None or name in case.baselines else best / median[name]
+        megabytes = peak_memory(subject, case.name, name) if memory else None
+        target = case.target if name == first else None
+        rows.append(Row(subject, case.name, name, median[name], min(times), max(times), ratio, target, megabytes))
+    return rows
+
+
+def peak_memory(subject: str, case: str, path: str) -> float:
+    """Megabytes that one run adds to a fresh process's resident memory, at its peak."""
+    command = [sys.executable, "-m", "dcdm.bench.peak", subject, case, path, str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def resident_megabytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def environment() -> dict[str, object]:
+    """What a figure depends on beside the code."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def to_json(rows: list[Row]) -> str:
+    return json.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows]})
+
+
+def print_table(rows: list[Row], earlier: dict[tuple[str, str, str], float]) -> None:
+    """A table for people; with earlier medians, how much faster each path has become."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    columns = ["subject", "case", "path", "median s", "spread", "ratio", "target"]
+    columns += ["peak MB"] if any(row.megabytes is not None for row in rows) else []
+    columns += ["was s"] if earlier else []
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("subject", "case", "path") else "right", no_wrap=True)
+    for row in rows:
+        cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
+        cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
+        cells.append("" if row.target is None else f"≥ {row.target:.2f}×")
+        if "peak MB" in columns:
+            cells.append("" if row.megabytes is None else f"{row.megabytes:.0f}")
+        if earlier:
+            before = earlier.get((row.subject, row.case, row.path))
+            cells.append("" if before is None else f"{before:.4g}")
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def read_earlier(path: str) -> dict[tuple[str, str, str], float]:
+    """Medians of an earlier run's JSON."""
+    rows = json.loads(Path(path).read_text().strip().splitlines()[-1])["rows"]
+    return {(row["subject"], row["case"], row["path"]): row["median"] for row in rows}

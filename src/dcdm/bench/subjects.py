@@ -1,0 +1,278 @@
+"""What can be measured. Shapes are those of `dcdm-0.1b-k8` with batch 1 unless a case says otherwise.
+
+Literal means `model/reference.py`: explicit softmax over dense masks, K softmax matrices, all logits. Its
+attention alone swapped for SDPA with the dense mask is a second baseline, and the only one where the
+explicit softmax no longer fits into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from dcdm.bench.harness import Case, Run
+from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.diffusion.objectives import Batch, draw, loss
+from dcdm.keys import Key
+from dcdm.model import blockmask, layout, masks, reference
+from dcdm.model.attention import Backend, Plan, attend
+from dcdm.model.chunking import subspace_mixture
+from dcdm.model.head import weighted_nll
+from dcdm.model.masks import Slots
+from dcdm.model.moe import Experts
+from dcdm.model.transformer import Model, build
+from dcdm.presets import preset
+
+LITERAL_FITS = 2048  # beyond this length explicit softmax over z ⊕ x needs more memory than a laptop has
+PLAIN = ObjectiveConfig(prompt_share=0.0)
+
+
+def _config(length: int, layers: int, routing: str = "paper") -> ModelConfig:
+    return replace(preset("dcdm-0.1b-k8"), num_layers=layers, context_length=length, routing=routing)  # type: ignore[arg-type]
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _ids(length: int) -> Tensor:
+    """Random chunks 1…8 of about equal size."""
+    return torch.randint(1, 9, (1, length), generator=_generator())
+
+
+def _half_masked(length: int) -> Tensor:
+    masked = torch.rand(1, length, generator=_generator()) < 0.5
+    masked[:, 0] = False
+    return masked
+
+
+def attention(length: int, target: float | None = None) -> Case:
+    """Stage-2 attention, forward and backward, under the dual-stream mask."""
+
+    def path(backend: Backend) -> Callable[[], Run]:
+        def make() -> Run:
+            ids = _ids(length)
+            whole = masks.dual_stream_slots(ids)
+            slots = (
+                layout.dual_stream(ids, _half_masked(length)[:, None]).slots if backend == "sdpa-tiled" else whole
+            )
+            size = slots.chunk.shape[1]
+            q, k, v = (torch.randn(1, size, 12, 128, generator=_generator()).requires_grad_() for _ in range(3))
+
+            def run() -> None:
+                q.grad = k.grad = v.grad = None
+                plan = Plan.of(masks.dual_stream, slots, backend)  # mask building counts
+                attend(q, k, v, plan.ready(q.dtype)).sum().backward()
+
+            return run
+
+        return make
+
+    paths = {"production": path("sdpa-tiled"), "dense SDPA": path("sdpa")}
+    if length <= LITERAL_FITS:
+        paths["literal"] = path("reference")
+    return Case(f"L={length}", paths, ("dense SDPA", "literal"), target)
+
+
+def chunking(length: int, target: float | None = None) -> Case:
+    """Chunking attention of both streams under the noise mask, forward and backward."""
+
+    def path(backend: Backend) -> Callable[[], Run]:
+        def make() -> Run:
+            masked = _half_masked(length).repeat(2, 1)
+            real = torch.ones_like(masked)
+            if backend == "reference":
+                slots = Slots.of(torch.zeros_like(masked, dtype=torch.long), masked)
+            else:
+                slots = layout.visible_first(real, masked).slots
+            p = torch.randn(2, 8, length, 64, generator=_generator()).mul_(0.3).requires_grad_()
+            v = torch.randn(2, length, 768, generator=_generator()).requires_grad_()
+
+            def run() -> None:
+                p.grad = v.grad = None
+                subspace_mixture(p, v, Plan.of(masks.noise, slots, backend)).sum().backward()
+
+            return run
+
+        return make
+
+    paths = {"production": path("sdpa-tiled")}
+    if length <= 2 * LITERAL_FITS:
+        paths["literal"] = path("reference")
+    return Case(f"L={length}", paths, ("literal",), target)
+
+
+def _tokens(config: ModelConfig, length: int) -> Tensor:
+    tokens = torch.randint(0, config.vocab_size - 3, (1, length), generator=_generator())
+    tokens[:, 0] = config.bos_id
+    return tokens
+
+
+def _dense_sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None], enable_gqa=True)
+
+
+def literal_step(model: Model, tokens: Tensor, dense_sdpa: bool = False) -> None:
+    """Loss and backward by the reference: every mask dense, every logit made."""
+    sample = draw(model, Batch(tokens), Key(0), PLAIN)
+    with mock.patch.object(reference, "attend", _dense_sdpa if dense_sdpa else reference.attend):
+        logits = reference.forward(model, tokens, sample.masked, chunk_ids=sample.ids).logits
+        known = tokens.clamp(max=model.config.vocab_size - 4)[..., None]
+        nll = -logits[..., :-3].log_softmax(dim=-1).gather(-1, known).squeeze(-1)
+        (torch.where(sample.masked, nll, 0) * sample.weight).sum().div(sample.free.sum()).backward()
+
+
+def _on_model(config: ModelConfig, work: Callable[[Model, Tensor], object]) -> Callable[[], Run]:
+    """A path that does `work` on a fresh model and one sequence."""
+
+    def make() -> Run:
+        model, tokens = build(config, seed=0), _tokens(config, config.context_length)
+
+        def run() -> None:
+            model.zero_grad()
+            work(model, tokens)
+
+        return run
+
+    return make
+
+
+def _production_step(model: Model, tokens: Tensor) -> None:
+    loss(model, Batch(tokens), Key(0), PLAIN).total.backward()
+
+
+def step(length: int, target: float | None = None, layers: int = 4, routing: str = "paper") -> Case:
+    """A whole training step without the optimizer: routing, loss and backward."""
+    config = _config(length, layers, routing)
+    paths = {
+        "production": _on_model(config, _production_step),
+        "literal, dense SDPA": _on_model(config, lambda m, tokens: literal_step(m, tokens, dense_sdpa=True)),
+    }
+    if length <= LITERAL_FITS:
+        paths["literal"] = _on_model(config, literal_step)
+    return Case(f"L={length}, {layers} layers, {routing}", paths, ("literal", "literal, dense SDPA"), target)
+
+
+def rounds(length: int, layers: int = 12) -> Case:
+    """The K rounds of the causal routing against the training step that they belong to (ratio ≥ 12.5: ≤ 8 %)."""
+    config = _config(length, layers, "causal")
+    paths = {
+        "rounds": _on_model(config, lambda model, tokens: model.partition(tokens)),
+        "rounds that start over": _on_model(config, _literal_rounds),
+        "training step": _on_model(config, _production_step),
+    }
+    return Case(f"rounds, L={length}, {layers} layers", paths, ("training step",), 12.5)
+
+
+@torch.no_grad()
+def _literal_rounds(model: Model, tokens: Tensor) -> None:
+    reference.partition(model, tokens)
+
+
+def draws(length: int, layers: int, target: float) -> Case:
+    """Two noise draws over one clean stream against two separate passes (target 1/0.88 or 1/0.82)."""
+    config = _config(length, layers, "strided")
+
+    def together(model: Model, tokens: Tensor) -> None:
+        loss(model, Batch(tokens), Key(0), replace(PLAIN, noise_draws=2)).total.backward()
+
+    def apart(model: Model, tokens: Tensor) -> None:
+        for number in range(2):
+            loss(model, Batch(tokens), Key(number), PLAIN).total.backward()
+
+    paths = {"one clean stream": _on_model(config, together), "two passes": _on_model(config, apart)}
+    return Case(f"two draws, L={length}, {layers} layers", paths, ("two passes",), target)
+
+
+def block_mask(length: int, target: float) -> Case:
+    """FlexAttention's block mask from chunk ranges against the predicate on all pairs."""
+    slots = layout.dual_stream(_ids(length), _half_masked(length)[:, None], compact=False).slots
+
+    def from_ranges() -> Run:
+        return lambda: (blockmask.from_slots(masks.dual_stream, slots, 2 * length), None)[1]
+
+    def from_pairs() -> Run:
+        rule = blockmask.mask_mod(masks.dual_stream, slots)
+        return lambda: (create_block_mask(rule, 1, 1, 2 * length, 2 * length, device="cpu"), None)[1]
+
+    paths = {"from ranges": from_ranges, "from all pairs": from_pairs}
+    return Case(f"block mask, L={length}", paths, ("from all pairs",), target)
+
+
+def head(length: int) -> Case:
+    """Head and loss at the masked half of the positions, in slices, against all logits."""
+
+    def path(sliced: bool) -> Callable[[], Run]:
+        def make() -> Run:
+            states = torch.randn(length, 768, generator=_generator()).requires_grad_()
+            weight = torch.randn(50_257, 768, generator=_generator()).mul_(0.02).requires_grad_()
+            targets = torch.randint(50_257, (length,), generator=_generator())
+            masked = _half_masked(length)[0]
+
+            def run() -> None:
+                states.grad = weight.grad = None
+                if sliced:
+                    ones = torch.ones(int(masked.sum()))
+                    weighted_nll(states[masked], weight, targets[masked], ones).backward()
+                else:
+                    log_p = (states @ weight.T).log_softmax(dim=-1)
+                    (-log_p.gather(-1, targets[:, None]).squeeze(-1) * masked).sum().backward()
+
+            return run
+
+        return make
+
+    return Case(f"L={length}", {"production": path(True), "all logits": path(False)}, ("all logits",))
+
+
+def moe(tokens: int) -> Case:
+    """The mixture of dcdm-moe-0.8b, forward and backward: grouped products against the loop."""
+
+    def path(method: str) -> Callable[[], Run]:
+        def make() -> Run:
+            config = preset("dcdm-moe-0.8b")
+            assert config.moe is not None
+            experts = Experts(config.hidden_size, config.moe)
+            for parameter in experts.parameters():
+                torch.nn.init.normal_(parameter, std=0.02, generator=_generator())
+            x = torch.randn(tokens, config.hidden_size, generator=_generator()).requires_grad_()
+            chosen = torch.rand(tokens, 8, generator=_generator()).topk(2)
+            work = getattr(experts, method)
+            return lambda: work(x, chosen.indices, chosen.values).sum().backward()
+
+        return make
+
+    return Case(f"{tokens} tokens", {"grouped": path("grouped"), "loop": path("one_by_one")}, ("loop",))
+
+
+SUBJECTS: dict[str, Callable[[], list[Case]]] = {
+    "attention": lambda: [attention(2048, 2.0), attention(4096, 2.5)],
+    "chunking": lambda: [chunking(2048, 1.5)],
+    "routing": lambda: [rounds(1024), block_mask(4096, 10.0)],
+    "step": lambda: [step(1024, 1.3), step(2048, 1.5), step(4096, 2.0)],
+    "draws": lambda: [draws(1024, 4, 1 / 0.88), draws(1024, 12, 1 / 0.82)],
+    "head": lambda: [head(1024)],
+    "moe": lambda: [moe(2048)],
+    "scaling": lambda: [
+        *(replace(step(n), name=f"step L={n}") for n in (512, 1024, 2048, 4096)),
+        *(replace(chunking(n), name=f"chunking L={n}") for n in (512, 1024, 2048, 4096, 8192)),
+        *(replace(attention(n), name=f"attention L={n}") for n in (512, 1024, 2048, 4096)),
+    ],
+}
+MEMORY_MATTERS = ("chunking", "step", "head", "scaling")
+
+
+def cases_of(subject: str) -> list[Case]:
+    if subject not in SUBJECTS:
+        raise ConfigError(f"unknown subject {subject!r}; choose one of {', '.join(SUBJECTS)}, targets")
+    return SUBJECTS[subject]()
+
+
+def find_case(subject: str, name: str) -> Case:
+    return next(case for case in cases_of(subject) if case.name == name)
