@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "dcdm.training.parallel", "dcdm.keys"])
+# torch._dynamo: PyTorch imports it at the first step otherwise, in every process anew
+_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "dcdm.training.checkpoint", "dcdm.training.loop"])
 
 
 def free_port() -> int:
