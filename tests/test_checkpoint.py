@@ -17,8 +17,19 @@ from torch import nn
 import tiny
 import toy
 from dcdm.config import ConfigError
+from dcdm.diffusion.objectives import Batch, loss
+from dcdm.keys import Key
 from dcdm.training import manifest as manifests
-from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
+from dcdm.training import parallel
+from dcdm.training.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    TrainState,
+    load_record,
+    load_weights,
+    newest_whole,
+    verify,
+)
 from dcdm.training.manifest import Manifest, write_manifest
 from dcdm.training.parallel import World
 from dcdm.training.shelf import Shelf
@@ -83,6 +94,23 @@ def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(tmp_pa
         np.testing.assert_array_equal(value, whole[f"ema.{name}"])
     with pytest.raises(CheckpointError, match="holds no 'teacher'"):
         load_weights(final, "teacher")
+
+
+def save_between_passes(world: World, folder: Path) -> None:
+    """As a run does that finds its loss not finite: the weights are still gathered then."""
+    for kind in ("paper", "causal"):
+        state = toy.new_state(kind, world)
+        parallel.run(state.model, loss, state.model, Batch(tiny.tokens(2, toy.LENGTH)), Key(0))
+        with Checkpointer(folder / kind, world) as checkpointer:
+            checkpointer.save(0, state)
+
+
+def test_ranks_can_save_between_forward_and_backward(tmp_path):
+    on_ranks(2, save_between_passes, tmp_path)
+    for kind in ("paper", "causal"):
+        expected = toy.new_state(kind, World()).model.state_dict()
+        found = load_weights(tmp_path / kind / "step-00000000")
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_checkpoint_from_before_the_first_step_resumes_bit_for_bit(tmp_path):
@@ -275,6 +303,22 @@ def test_damaged_checkpoints_are_skipped_with_a_reason_and_later_replaced(tmp_pa
         checkpointer.save(4, small_state(40.0), wait=True)
     assert names(tmp_path) == ["step-00000004"]
     assert verify(tmp_path / "step-00000004") == []
+
+
+def test_readers_find_the_newest_whole_checkpoint_and_its_record_without_a_run(tmp_path):
+    assert newest_whole(tmp_path / "nowhere") == (None, [])
+    for step in (1, 2):
+        state = small_state()
+        state.record = {"at": step}
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, state)
+    assert newest_whole(tmp_path) == (tmp_path / "step-00000002", [])
+    (tmp_path / "step-00000002" / "state.json").unlink()
+    path, skipped = newest_whole(tmp_path)
+    assert load_record(path) == {"at": 1}
+    assert skipped == [(tmp_path / "step-00000002", "state.json is missing")]
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        load_record(tmp_path / "step-00000002")
 
 
 def size_of(path: Path) -> int:

@@ -110,7 +110,7 @@ def finish(world: World, folder: Path) -> toy.Weights:
 def test_when_one_of_two_ranks_is_killed_while_saving_the_other_says_so_and_the_next_run_is_exact(tmp_path):
     undisturbed = on_ranks(2, finish, tmp_path / "undisturbed")
     first, second = on_ranks(2, lose_a_rank, tmp_path / "killed", "hashed")
-    assert "cannot save the checkpoint of step 3" in first
+    assert first.startswith(f"cannot save the checkpoint of step 3 in {tmp_path / 'killed'}: lost contact")
     assert second is None
     assert Shelf(tmp_path / "killed").checkpoints() == []
     for run, expected in zip(on_ranks(2, finish, tmp_path / "killed"), undisturbed, strict=True):
@@ -165,6 +165,23 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_without_a_moment_of_h
         checkpointer.save(2, small_state(20.0))
     assert all("step-00000001" in moment for moment in seen)
     assert load_weights(tmp_path / "step-00000002")["weight"][0, 0] == 20
+
+
+def test_a_checkpoint_whose_replacement_fails_at_the_rename_keeps_its_place(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1.0))
+    rename = os.rename
+
+    def fail_for_partial(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(shelves.os, "rename", fail_for_partial)
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="broken"):
+        checkpointer.save(1, small_state(2.0), wait=True)
+    assert names(tmp_path) == ["step-00000001"]
+    assert load_weights(tmp_path / "step-00000001")["weight"][0, 0] == 1
 
 
 # --- folders that cannot be written -------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ from dcdm.training.manifest import CheckpointError, FileRecord, Manifest, verify
 from dcdm.training.parallel import World, broadcast_object, gather_objects
 from dcdm.training.shelf import Shelf
 
-__all__ = ["CheckpointError", "Checkpointer", "Resumed", "TrainState", "load_weights", "verify"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Resumed",
+    "TrainState",
+    "load_record",
+    "load_weights",
+    "newest_whole",
+    "verify",
+]
 
 T = TypeVar("T")
 Phase = Literal["staged", "written", "hashed", "sealed", "renamed", "dropping", "pruned"]
@@ -282,6 +291,24 @@ class Checkpointer:
         if isinstance(result, _Failure):
             raise CheckpointError(result.message)
         return result  # type: ignore[return-value]
+
+
+def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest checkpoint in `folder` that is whole, and newer ones that are not, with the reason; reads only."""
+    skipped: list[tuple[Path, str]] = []
+    for path in Shelf(folder).checkpoints():
+        problems = verify(path)
+        if not problems:
+            return path, skipped
+        skipped.append((path, "; ".join(problems)))
+    return None, skipped
+
+
+def load_record(path: str | Path) -> dict[str, Any]:
+    """The `record` that was saved with the checkpoint at `path`; see `load_weights` for its tensors."""
+    if problems := verify(path):
+        raise CheckpointError(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
+    return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))["record"]
 
 
 def _rank_file(rank: int) -> str:

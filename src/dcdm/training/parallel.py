@@ -43,9 +43,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 TIMEOUT = timedelta(minutes=10)
-# what `shard` adds to a model: the method that `run` calls, and which blocks free their weights after forward
-_RUN = "_run_with_weights"
-_RESHARDING = "_resharding"
+_RUN, _SHARDING = "_run_with_weights", "_sharding"  # what `shard` adds to a model
 
 
 class ParallelError(RuntimeError):
@@ -95,7 +93,8 @@ def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta 
     elif place.type != "cpu":
         raise ParallelError(f"several processes run on cpu or cuda, not on {place.type}; set device=cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", timeout=timeout)
-    control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    background = dist.new_group(backend="gloo", timeout=6 * timeout)  # disks are slow, and nobody waits for them
     return World(rank, size, local_rank, place, control, background)
 
 
@@ -132,6 +131,18 @@ def _device(device: torch.device | str, local_rank: int) -> torch.device:
 # --- the model ---------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Sharding:
+    """What `shard` has decided for a model; kept on it."""
+
+    frees: list[bool]
+    """Which blocks give their gathered weights back after forward."""
+    first_stays: bool
+    """Causal routing runs block 0, or parts of it, once per round before the pass itself: it is gathered before."""
+    whole: bool = False
+    """Inside `unsharded`."""
+
+
 def shard(
     model: Model,
     world: World,
@@ -158,13 +169,10 @@ def shard(
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     mesh = init_device_mesh(world.device.type, (world.size,))
     place = functools.partial(_placement, ranks=world.size)
-    # Causal routing runs block 0, or parts of it, once per round before the pass itself. `run` gathers that block
-    # beforehand, and it stays whole until backward.
-    first_stays = model.config.kind == "dcdm" and model.config.routing == "causal"
-    resharding = [
-        reshard_after_forward and not (first_stays and number == 0) for number in range(len(model.layers))
-    ]
-    for block, free in zip(model.layers, resharding, strict=True):
+    causal = model.config.kind == "dcdm" and model.config.routing == "causal"
+    blocks = range(len(model.layers))
+    sharding = _Sharding([reshard_after_forward and not (causal and n == 0) for n in blocks], first_stays=causal)
+    for block, free in zip(model.layers, sharding.frees, strict=True):
         fully_shard(block, mesh=mesh, reshard_after_forward=free, mp_policy=precision, shard_placement_fn=place)
     fully_shard(model, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
     for unit in _units(model):
@@ -172,11 +180,11 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     def call(self: Model, function: Callable[[], T]) -> T:
-        if first_stays:
+        if sharding.first_stays:
             _as_fsdp(self.layers[0]).unshard()
         return function()
 
-    setattr(model, _RESHARDING, resharding)
+    setattr(model, _SHARDING, sharding)
     setattr(model, _RUN, types.MethodType(call, model))
     register_fsdp_forward_method(model, _RUN)
     with torch.no_grad():  # FSDP takes the first module that runs for its root: let that be the model
@@ -195,7 +203,7 @@ def run(model: Model, function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
     if not isinstance(model, FSDPModule):
         return function(*args, **kwargs)
     result = getattr(model, _RUN)(functools.partial(function, *args, **kwargs))
-    if not torch.is_grad_enabled():  # else backward frees the weights
+    if not torch.is_grad_enabled() and not getattr(model, _SHARDING).whole:  # else backward gives weights back
         model.reshard()
         _as_fsdp(model.layers[0]).reshard()
     return result
@@ -210,6 +218,8 @@ def unsharded(model: Model) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
+    sharding: _Sharding = getattr(model, _SHARDING)
+    sharding.whole = True
     try:
         for block in model.layers:
             _as_fsdp(block).set_reshard_after_forward(False, recurse=False)
@@ -217,9 +227,10 @@ def unsharded(model: Model) -> Iterator[None]:
             unit.unshard()
         yield
     finally:
+        sharding.whole = False
         for unit in _units(model):
             unit.reshard()
-        for block, free in zip(model.layers, getattr(model, _RESHARDING), strict=True):
+        for block, free in zip(model.layers, sharding.frees, strict=True):
             _as_fsdp(block).set_reshard_after_forward(free, recurse=False)
 
 

@@ -78,7 +78,12 @@ class Shelf:
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
-        os.rename(partial, final)
+        try:
+            os.rename(partial, final)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, final)
+            raise
         sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
