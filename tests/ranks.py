@@ -1,0 +1,95 @@
+"""Processes for tests: ranks that talk over loopback, started from a server that has imported torch already.
+
+Everything here is bounded in time and ends only processes that it started itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch._dynamo: PyTorch imports it at the first step otherwise, in every process anew
+_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "dcdm.training.checkpoint", "dcdm.training.loop"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """One process that runs `function(*args)`; its result or its traceback comes back through a pipe."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_report, args=(theirs, function, args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def join(self, timeout: float) -> Any:
+        """The result; None if the process died without one. Raises what the process raised."""
+        if not wait([self.pipe, self.process.sentinel], timeout):
+            self.kill()
+            raise TimeoutError(f"a test process did not end within {timeout} s")
+        try:
+            kind, value = self.pipe.recv() if self.pipe.poll() else (None, None)
+        except EOFError:
+            kind, value = None, None
+        self.process.join(timeout)
+        if kind == "error":
+            raise AssertionError(f"in a test process:\n{value}")
+        return value
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
+
+def _report(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("value", function(*args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+    """`function(world, *args)` on `count` ranks: every rank's result, None for one that died without it."""
+    port = free_port()
+    children = [Child(_rank, rank, count, port, function, args) for rank in range(count)]
+    deadline = time.monotonic() + timeout
+    try:
+        return [child.join(max(0.1, deadline - time.monotonic())) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _rank(rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    from dcdm.training.parallel import init_distributed, shutdown
+
+    world = init_distributed("cpu", timeout=timedelta(seconds=60))
+    try:
+        return function(world, *args)
+    finally:
+        shutdown(world)
