@@ -14,11 +14,15 @@ import numpy as np
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` aside, to the disk, and rename it into place."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(path: Path) -> None:

@@ -6,6 +6,7 @@ L positions of a window
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -147,14 +148,16 @@ class Loader:
         return self._samples / len(self.dataset)
 
     def __iter__(self) -> Iterator[Item]:
-        loader = StatefulDataLoader(
-            _Numbered(self.dataset),
-            batch_sampler=self._batches(self._samples),
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-            collate_fn=partial(_collate, num_rows=self.global_batch),
-            generator=torch.Generator(),  # else it would draw from the global one
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital'")  # torchdata 0.11 under newer torch
+            loader = StatefulDataLoader(
+                _Numbered(self.dataset),
+                batch_sampler=self._batches(self._samples),
+                num_workers=self._num_workers,
+                pin_memory=self._pin_memory,
+                collate_fn=partial(_collate, num_rows=self.global_batch),
+                generator=torch.Generator(),  # else it would draw from the global one
+            )
         for number, batch in enumerate(loader, start=1):
             if number % self.micro_steps == 0:  # counted when handed out: whoever holds it may save
                 self._samples += self.global_batch

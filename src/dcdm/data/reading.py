@@ -134,7 +134,6 @@ def missing_fields(missing: list[str], there: list[str]) -> str:
 def _text(part: Part, bad: Bad) -> str:
     """The text of a part, without the lines that are not UTF-8."""
     raw = _bytes(part)
-    _check_unchanged(part)
     try:
         return raw.decode("utf-8", errors="replace" if part.lenient else "strict")
     except UnicodeDecodeError:
@@ -241,6 +240,7 @@ def _bytes(part: Part) -> bytes:
             raw = file.read(part.stop - part.start)
     except OSError as error:
         raise DataError(f"cannot read {part.path}: {error.strerror}") from error
+    _check_unchanged(part)
     return raw.removeprefix(BOM) if part.start == 0 else raw
 
 

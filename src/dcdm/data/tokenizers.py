@@ -64,7 +64,7 @@ class Tokenizer:
             *range(size - NUM_SPECIALS, size)
         ]:
             return cls(base, eos_id, chat_template)
-        backend = _without_holes(base)
+        backend = _without_holes(json.loads(base.to_str()))
         if eos is None or backend.token_to_id(eos) is None:
             eos = _free_name(backend, "eos")
         names = [eos, *(_free_name(backend, name) for name in ("bos", "pad", "mask"))]
@@ -129,9 +129,12 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> Tokenizer:
         """What `save` wrote, or any folder with a `tokenizer.json` (EOS and specials are then appended)."""
         folder = Path(folder)
-        config = _json_file(folder / "tokenizer_config.json", missing={})
+        config = _config(folder)
+        spec = _json_file(folder / "tokenizer.json")
         try:
-            base = Backend.from_file(str(folder / "tokenizer.json"))
+            base = _without_holes(spec)
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         eos, *specials = (_content(config.get(f"{name}_token")) for name in ("eos", "bos", "pad", "mask"))
@@ -193,7 +196,7 @@ def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokeniz
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.load(folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            config = _json_file(folder / "tokenizer_config.json", missing={})
+            config = _config(folder)
             if config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2"):
                 return _gpt2(folder, config)
     elif folder.exists():
@@ -255,13 +258,12 @@ def _spells_bytes(spec: dict[str, Any]) -> bool:
     return len(model["vocab"]) == 256 and all(model["vocab"].get(c) == b for b, c in enumerate(_byte_letters()))
 
 
-def _without_holes(base: Backend) -> Backend:
-    """`base` alone: nothing padded, cut or added around a text, and ids that run without a gap from 0.
+def _without_holes(spec: dict[str, Any]) -> Backend:
+    """A tokenizer.json's tokenizer, alone: nothing padded, cut or added around a text, and ids without a gap.
 
     The library numbers added tokens by counting, so that a gap would put two tokens on one id. Gaps are
     filled with tokens that no text gives.
     """
-    spec = json.loads(base.to_str())
     spec["padding"] = spec["truncation"] = spec["post_processor"] = None
     spec["model"].pop("dropout", None)  # it would draw ids at random
     vocab, added = spec["model"]["vocab"], {token["id"]: token for token in spec["added_tokens"]}
@@ -299,11 +301,14 @@ def _pruned(value: Any) -> Any:
     return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
-def _json_file(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return _json_file(path) if path.exists() else {}
+
+
+def _json_file(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return missing
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):

@@ -50,6 +50,10 @@ class Workspace:
                 if not (self.path / PLAN).exists():
                     write_whole(self.path / PLAN, json.dumps(self.plan).encode())
             yield True
+        except DataError:
+            if not any((self.path / JOURNAL).glob("*.json")):  # nothing to go on from
+                self.discard()
+            raise
         finally:
             os.close(lock)
 
@@ -71,7 +75,7 @@ class Workspace:
         """Leave only what belongs to the result, then rename the folder to its final name."""
         with writing(self.path):
             shutil.rmtree(self.path / JOURNAL, ignore_errors=True)
-            for path in (self.path / PLAN, self.path / LOCK, *self.path.glob("*.tmp")):
+            for path in (self.path / PLAN, self.path / LOCK, *self.path.rglob("*.tmp")):
                 path.unlink(missing_ok=True)
             sync_folder(self.path)
         with writing(self.out.parent):
