@@ -68,4 +68,4 @@ def prepare(
 
         print(encoder.dumps(prepared.manifest))
     else:
-        print(f"{prepared.folder}: vocabulary of {prepared.manifest['vocab_size']:,}\n{prepared.summary()}")
+        print(f"{prepared.folder}: vocabulary of {prepared.vocab_size:,}\n{prepared.summary()}")

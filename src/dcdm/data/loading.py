@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dcdm.config import NUM_SPECIALS
 from dcdm.data.errors import DataError
 from dcdm.data.ordering import GlobalBatches
 from dcdm.data.settings import Split
@@ -95,10 +96,11 @@ def dataset_of(prepared: PreparedData, split: Split, length: int, overlong: Over
         raise DataError(f"length={length} must be at least 2: BOS and a token")
     if overlong not in ("truncate", "drop"):
         raise DataError(f"overlong={overlong!r} is not known; choose truncate or drop")
-    tokenizer, where = prepared.tokenizer, f"the {split} split of {prepared.folder}"
+    where = f"the {split} split of {prepared.folder}"
+    bos_id, pad_id, _ = range(prepared.vocab_size - NUM_SPECIALS, prepared.vocab_size)
     identity = f"{prepared.fingerprint}/{split}/{length}"
     if not prepared.fine_tuning:
-        windows = Windows(prepared.stream(split), length, tokenizer.bos_id, identity)
+        windows = Windows(prepared.stream(split), length, bos_id, identity)
         if not len(windows):
             raise DataError(
                 f"{where} has {prepared.tokens(split)} tokens, fewer than one window of {length - 1} and BOS; "
@@ -106,7 +108,7 @@ def dataset_of(prepared: PreparedData, split: Split, length: int, overlong: Over
             )
         return windows
     examples = ExampleWindows(
-        prepared.stream(split), prepared.lengths(split), length, tokenizer.bos_id, tokenizer.pad_id,
+        prepared.stream(split), prepared.lengths(split), length, bos_id, pad_id,
         overlong, f"{identity}/{overlong}",
     )  # fmt: skip
     if examples.truncated or examples.dropped:

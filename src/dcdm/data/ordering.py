@@ -20,10 +20,13 @@ def sample_indices(key: Key, step: int, batch_size: int, total: int) -> Tensor:
 
 def sample_range(key: Key, first: int, count: int, total: int) -> Tensor:
     """Samples first … first+count−1 of the endless sequence of shuffled epochs over `total` windows."""
-    epochs = range(first // total, (first + count - 1) // total + 1)
-    order = torch.cat([_epoch(key, e, total) for e in epochs])
-    start = first - epochs[0] * total
-    return order[start : start + count]
+    pieces, at, stop = [], first, first + count
+    while at < stop:
+        epoch, begin = divmod(at, total)
+        end = min(total, begin + stop - at)
+        pieces.append(_epoch(key, epoch, total)[begin:end])
+        at += end - begin
+    return torch.cat(pieces)
 
 
 @lru_cache(maxsize=2)  # this epoch and the next

@@ -96,6 +96,11 @@ def prepare(
     return PreparedData.open(out)
 
 
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cache_folder() -> Path:
     """Where preparations without a folder of their own are kept: `$DCDM_CACHE`, or `dcdm` in the user's cache."""
     base = os.environ.get("DCDM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dcdm"
@@ -112,7 +117,7 @@ def _tokenise(
         reporter.say(f"continuing: {len(records)} of {len(units)} units were finished by an earlier run")
     weights, tokens = {unit.number: unit.weight for unit in units}, 0
     _bad_in(records.values(), settings)
-    for record in run_units(left, folder, tokenizer, settings, workers or len(os.sched_getaffinity(0))):
+    for record in run_units(left, folder, tokenizer, settings, workers or cores()):
         records[record["unit"]] = record
         _bad_in(records.values(), settings)
         tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)

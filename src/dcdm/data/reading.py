@@ -120,7 +120,7 @@ def first_fields(path: Path, form: Format) -> list[str] | None:
                 if raw.strip():
                     row = json.loads(raw.removeprefix(BOM))
                     return list(row) if isinstance(row, dict) else None
-    except ValueError:  # reported with its line when the row's turn comes
+    except (ValueError, RecursionError):  # reported with its line when the row's turn comes
         return None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from error
@@ -207,7 +207,7 @@ def read_arrow(path: str | Path) -> pa.Table:
             source.seek(0)
             opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             return opened.read_all()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {path}: {_line(error)}") from error
 
 
@@ -219,7 +219,7 @@ def parquet_groups(path: str | Path) -> list[int]:
     try:
         metadata = pq.ParquetFile(path).metadata
         return [metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)]
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {path}: {_line(error)}") from error
 
 
@@ -229,7 +229,7 @@ def _schema_names(part: Part) -> list[str]:
 
     try:
         return (pq.read_schema(part.path) if part.format == "parquet" else read_arrow(part.path).schema).names
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {part.path}: {_line(error)}") from error
 
 

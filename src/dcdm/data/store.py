@@ -55,6 +55,10 @@ class PreparedData:
     def fine_tuning(self) -> bool:
         return self.manifest["fine_tuning"]
 
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest["vocab_size"]
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder / "tokenizer")
