@@ -427,6 +427,19 @@ def test_the_command_prepares_reports_and_explains_mistakes_without_a_trace(corp
     assert capsys.readouterr().err.startswith("dcdm: ")
 
 
+def test_an_interrupted_command_says_so_and_can_be_continued(corpus, tmp_path, small_units, monkeypatch, capsys):
+    command = ["data", "prepare", str(corpus), "--workers", "1", "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        _stop_after(patch, 3)
+        with pytest.raises(SystemExit) as stopped:
+            main(command)
+    assert stopped.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+    main(command)
+    assert "continuing: 3 of" in capsys.readouterr().err
+    PreparedData.open(tmp_path / "out", verify=True)
+
+
 def test_preparing_needs_no_torch(corpus, tmp_path):
     code = "import sys; from dcdm.cli import main; main(); assert 'torch' not in sys.modules"
     subprocess.run(

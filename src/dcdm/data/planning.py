@@ -18,7 +18,7 @@ from dcdm.data.sources import SourceFile
 from dcdm.data.tokenizers import BETWEEN_WORDS
 
 FORMAT = 1  # raise it when the same source would give other shards
-UNIT_BYTES = (4 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
+UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
 FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
 _BLANK = re.compile(BLANK.pattern.encode())
@@ -93,6 +93,7 @@ def plan_of(
     """All that decides the result. Two preparations with equal plans give the same bytes."""
     return {
         "format": FORMAT,
+        "unit_bytes": list(UNIT_BYTES),
         "tokenizer": tokenizer,
         "settings": settings.identity(validation_given),
         "source": [file.entry() for file in files],
@@ -108,6 +109,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     reasons = []
     if old.get("format") != new["format"]:
         reasons.append(f"it has format {old.get('format')}, this version writes {new['format']}")
+    if old.get("unit_bytes") != new["unit_bytes"]:
+        reasons.append("it was cut into shards of another size")
     if old.get("tokenizer") != new["tokenizer"]:
         reasons.append(f"the tokenizer was {_called(old.get('tokenizer', {}))} and is {_called(new['tokenizer'])}")
     was, now = old.get("settings", {}), new["settings"]

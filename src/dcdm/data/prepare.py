@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,16 +116,19 @@ def _tokenise(
     if records:
         reporter.say(f"continuing: {len(records)} of {len(units)} units were finished by an earlier run")
     weights, tokens = {unit.number: unit.weight for unit in units}, 0
+    total, done = sum(weights.values()), sum(weights[number] for number in records)
     _bad_in(records.values(), settings)
     for record in run_units(left, folder, tokenizer, settings, workers or cores()):
         records[record["unit"]] = record
-        _bad_in(records.values(), settings)
+        if record["bad"]["count"]:
+            _bad_in(records.values(), settings)
         tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
-        reporter.progress(sum(weights[number] for number in records), sum(weights.values()), tokens)
+        done += weights[record["unit"]]
+        reporter.progress(done, total, tokens)
     return [records[unit.number] for unit in units]
 
 
-def _bad_in(records: Any, settings: DataConfig) -> Bad:
+def _bad_in(records: Iterable[dict[str, Any]], settings: DataConfig) -> Bad:
     """All that was bad, if it is within the limit."""
     bad = Bad(settings.max_bad)
     for record in sorted(records, key=lambda record: record["unit"]):
