@@ -7,45 +7,9 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError
 from dcdm.data.packing import pack
-from dcdm.data.sources import stdlib_documents, stdlib_files
-from dcdm.data.tokenizers import ByteTokenizer
-from dcdm.keys import Key
+from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.model.transformer import build
-from dcdm.training.loop import TrainConfig, adamw, learning_rate, sample_indices, train
-
-
-def test_bytes_survive_a_round_trip_and_specials_are_the_last_three_ids():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode([257, *tokenizer.encode("naïve 東京\n"), 256]) == "naïve 東京\n"
-    config = dcdm.preset("dcdm-debug")
-    assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.mask_id) == (config.bos_id, config.pad_id, config.mask_id)
-    assert tokenizer.vocab_size == config.vocab_size
-
-
-def test_packing_drops_nothing_but_the_tail_and_starts_every_window_with_bos():
-    tokenizer = ByteTokenizer()
-    windows = pack(["abcde", "fg", "hi"], tokenizer, 5)
-    assert windows.tolist() == [[257, *b"abcd"], [257, *b"e", 256, *b"fg"], [257, 256, *b"hi", 256]]
-    with pytest.raises(ValueError, match="fewer than one window"):
-        pack(["ab"], tokenizer, 9)
-
-
-def test_the_standard_library_splits_by_file_in_a_fixed_order():
-    train_files, held_out = stdlib_files("train"), stdlib_files("validation")
-    assert len(train_files) > 5 * len(held_out) > 0
-    assert not set(train_files) & set(held_out)
-    assert train_files == sorted(train_files)
-    assert len(next(stdlib_documents("train"))) > 0
-    with pytest.raises(ValueError, match="split"):
-        stdlib_files("test")
-
-
-def test_each_epoch_visits_every_window_once_in_another_order():
-    key = Key(0)
-    steps = [sample_indices(key, step, 4, 10).tolist() for step in range(5)]
-    seen = [window for step in steps for window in step]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
-    assert seen[:10] != seen[10:]
+from dcdm.training.loop import TrainConfig, adamw, learning_rate, train
 
 
 def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
@@ -66,7 +30,7 @@ def test_weight_decay_spares_norms_and_embeddings_and_bias_is_no_parameter():
 
 
 def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
-    windows = pack(["def f(x):\n    return x + 1\n\n" * 40], ByteTokenizer(), 33)
+    windows = pack(["def f(x):\n    return x + 1\n\n" * 40], byte_tokenizer(), 33)
     for name in ("dcdm-debug", "dcdm-debug-causal"):
         model = build(dcdm.preset(name), seed=0)
         reports = []
@@ -80,7 +44,7 @@ def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
 
 
 def test_training_repeats_bit_for_bit_from_its_seed():
-    windows = pack(["abc " * 200], ByteTokenizer(), 17)
+    windows = pack(["abc " * 200], byte_tokenizer(), 17)
     results = []
     for _ in range(2):
         model = build(dcdm.preset("dcdm-debug-causal"), seed=3)
@@ -94,7 +58,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_names_the_step():
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
     with pytest.raises(FloatingPointError, match="step 0"):
-        train(model, pack(["abc " * 200], ByteTokenizer(), 17), TrainConfig(steps=3, batch_size=4))
+        train(model, pack(["abc " * 200], byte_tokenizer(), 17), TrainConfig(steps=3, batch_size=4))
 
 
 def test_wrong_training_settings_are_refused_by_name():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, Union
 
 from tyro.conf import Positional
 
@@ -85,20 +86,44 @@ def bench(
     run(subject, repeats, threads, memory, compare, json, out)
 
 
+Commands = dict[str, Callable[..., None] | tuple[str, "Commands"]]
+
+
+def _subcommands(commands: Commands) -> Any:
+    """The type by which tyro understands commands and, with a description before them, groups of commands."""
+    from tyro.conf import Suppress, subcommand
+
+    choices: list[Any] = [Annotated[None, Suppress]]  # a union needs two members
+    for name, command in commands.items():
+        if isinstance(command, tuple):
+            choices.append(Annotated[_subcommands(command[1]), subcommand(name, description=command[0])])
+        else:
+            choices.append(Annotated[Any, subcommand(name, constructor=command)])
+    return Union[tuple(choices)]  # noqa: UP007 (built at run time)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     import tyro
 
     from dcdm.config import ConfigError
+    from dcdm.data import command as data
+    from dcdm.data.errors import DataError
 
+    commands: Commands = {
+        "demo": demo,
+        "presets": presets,
+        "bench": bench,
+        "data": ("Prepare text for training.", {"prepare": data.prepare}),
+    }
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"demo": demo, "presets": presets, "bench": bench},
+        tyro.cli(
+            _subcommands(commands),
             prog="dcdm",
             description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content.",
             args=arguments,
         )
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

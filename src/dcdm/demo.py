@@ -14,7 +14,7 @@ from torch import Tensor
 from dcdm.config import ObjectiveConfig
 from dcdm.data.packing import pack
 from dcdm.data.sources import stdlib_documents
-from dcdm.data.tokenizers import ByteTokenizer
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.diffusion import policies
 from dcdm.diffusion.likelihood import score
 from dcdm.keys import Key
@@ -30,7 +30,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 def run(steps: int = 250, seed: int = 0, console: Console | None = None) -> None:
     """Train, report and sample."""
     console = console or Console()
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     config = preset("dcdm-debug")
     windows = pack(stdlib_documents("train"), tokenizer, config.context_length)
     held_out = pack(stdlib_documents("validation"), tokenizer, config.context_length)
@@ -90,7 +90,7 @@ def _print_likelihoods(model: Model, held_out: Tensor, console: Console) -> None
     console.print(f"  {score(model, sample, 'sequential', samples=8)}")
 
 
-def _print_sample(model: Model, tokenizer: ByteTokenizer, seed: int, console: Console) -> None:
+def _print_sample(model: Model, tokenizer: Tokenizer, seed: int, console: Console) -> None:
     """Blank out stretches of a line of code and let the model fill them, chunk by chunk."""
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(SNIPPET)]])
     blank = torch.zeros_like(tokens, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Documents to windows of a fixed length."""
+"""Documents to windows in memory: what a preparation computes, in a few literal lines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcdm.data.tokenizers import ByteTokenizer
+from dcdm.data.errors import DataError
+from dcdm.data.tokenizers import Tokenizer
 
 
-def pack(documents: Iterable[str], tokenizer: ByteTokenizer, length: int) -> Tensor:
+def pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """Windows (N, length): BOS, then the next length−1 tokens of the documents joined by EOS.
 
     No token is dropped but the tail that does not fill a window.
     """
-    pieces = [np.asarray([*tokenizer.encode(text), tokenizer.eos_id], dtype=np.int32) for text in documents]
-    stream = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
+    ids = tokenizer.encode_arrays(list(documents))
+    stream = np.concatenate(
+        [np.empty(0, dtype=np.int64), *(np.append(i.astype(np.int64), tokenizer.eos_id) for i in ids)]
+    )
     count = len(stream) // (length - 1)
     if count == 0:
-        raise ValueError(
+        raise DataError(
             f"the corpus has {len(stream)} tokens, fewer than one window of {length - 1}; "
             "give more text or a shorter length"
         )

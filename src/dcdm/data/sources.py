@@ -1,13 +1,57 @@
-"""Where documents come from. For now: the corpus that every machine with Python has, its standard library."""
+"""Where text comes from: the standard library, local files, data sets of the hub. All of them become files."""
 
 from __future__ import annotations
 
-import hashlib
+import glob
+import json
+import os
+import re
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from dcdm.data.errors import DataError
+from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
+
+Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
+FORMATS: dict[str, Format] = {
+    ".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+STDLIB_SHARE = 0.05
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source; `name` is how manifests and reports call it."""
+
+    path: Path
+    name: str
+    format: Format
+    split: Split | None = None
+    """None: each document's hash decides."""
+    lenient: bool = False
+    """Whether bytes that are not UTF-8 are replaced rather than reported."""
+
+
+def resolve(spec: str, settings: DataConfig, split: Split | None = None) -> list[SourceFile]:
+    """The files of `spec`, in order; all of them of `split` if one is named.
+
+    `spec` is `stdlib`, a file, a folder, a glob pattern, or a data set of the Hugging Face hub
+    (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
+    """
+    if spec == "stdlib":
+        files = _stdlib(settings)
+    elif spec.startswith("hf:"):
+        files = _hub(spec.removeprefix("hf:"))
+    else:
+        local = _local(spec)
+        files = _hub(spec) if local is None else local
+    if settings.fine_tuning and (plain := next((f for f in files if f.format == "text"), None)):
+        raise DataError(f"{plain.name} is plain text; prompts and responses come from rows, as in .jsonl")
+    return files if split is None else [replace(file, split=split) for file in files]
 
 
 def stdlib_files(split: str) -> list[Path]:
@@ -15,21 +59,136 @@ def stdlib_files(split: str) -> list[Path]:
 
     A file's split depends on its name alone.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"unknown split {split!r}; choose train or validation")
-    root = Path(sysconfig.get_path("stdlib"))
-    chosen = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if _SKIPPED.isdisjoint(name.parts):
-            held_out = hashlib.sha256(name.as_posix().encode()).digest()[0] < 256 / 20
-            if held_out == (split == "validation"):
-                chosen.append(path)
-    if not chosen:
-        raise FileNotFoundError(f"no Python source files under {root}: is the standard library packed in a zip?")
-    return chosen
+    if split not in SPLITS:
+        raise DataError(f"unknown split {split!r}; choose train or validation")
+    return [file.path for file in _stdlib(DataConfig(validation_share=STDLIB_SHARE)) if file.split == split]
 
 
 def stdlib_documents(split: str) -> Iterator[str]:
     for path in stdlib_files(split):
-        yield path.read_text(encoding="utf-8", errors="replace")
+        yield path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _stdlib(settings: DataConfig) -> list[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIPPED]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = []
+    for path in sorted(paths):
+        name = path.relative_to(root).as_posix()
+        out = held_out(name.encode(), settings.validation_share)
+        files.append(SourceFile(path, name, "text", "validation" if out else "train", lenient=True))
+    if not files:
+        raise DataError(f"stdlib: no Python source files under {root}: is the standard library packed in a zip?")
+    return files
+
+
+def _local(spec: str) -> list[SourceFile] | None:
+    """Files of a path or pattern; None where `spec` can only be a name on the hub."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return [SourceFile(path, path.name, _format(path))]
+    if path.is_dir():
+        return _folder(path)
+    if glob.has_magic(spec):
+        return _matches(spec)
+    folder, colon, split = spec.rpartition(":")
+    if colon and (saved := Path(folder).expanduser()).is_dir():
+        return _saved_dict(saved, split)
+    if spec.startswith((".", "/", "~")) or _suffix(path) is not None:
+        raise DataError(f"{spec}: there is no such file or folder")
+    return None
+
+
+def _suffix(path: Path) -> str | None:
+    return next((suffix for suffix in FORMATS if path.name.endswith(suffix)), None)
+
+
+def _format(path: Path) -> Format:
+    suffix = _suffix(path)
+    if suffix is None:
+        raise DataError(f"{path}: unknown kind of file; known are {', '.join(FORMATS)}")
+    return FORMATS[suffix]
+
+
+def _matches(pattern: str) -> list[SourceFile]:
+    paths = [Path(p) for p in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
+    files = sorted(p for p in paths if p.is_file())
+    if not files:
+        raise DataError(f"{pattern}: no file matches this pattern")
+    fixed = list(Path(pattern).expanduser().parts)
+    while any(glob.has_magic(part) for part in fixed):
+        fixed.pop()
+    root = Path(*fixed)
+    return [SourceFile(p, p.relative_to(root).as_posix(), _format(p)) for p in files]
+
+
+def _folder(folder: Path) -> list[SourceFile]:
+    """Every file of a known kind below `folder`, or a data set that `datasets` saved there."""
+    if (folder / "dataset_dict.json").is_file():
+        return _saved_dict(folder, "train")
+    if (folder / "state.json").is_file():
+        return _saved(folder)
+    visible = (
+        p for p in folder.rglob("*") if not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    )
+    paths = sorted(p for p in visible if _suffix(p) is not None and p.is_file())
+    if not paths:
+        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}")
+    return [SourceFile(p, p.relative_to(folder).as_posix(), _format(p)) for p in paths]
+
+
+def _saved_dict(folder: Path, split: str) -> list[SourceFile]:
+    there = sorted(p.parent.name for p in folder.glob("*/state.json"))
+    if split not in there:
+        raise DataError(f"{folder}: there is no split {split!r}; saved here: {', '.join(there) or 'none'}")
+    return _saved(folder / split)
+
+
+def _saved(folder: Path) -> list[SourceFile]:
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [entry["filename"] for entry in state["_data_files"]]
+        indexed = bool(state.get("_indices_data_files"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}/state.json is not what datasets saves: {error!r}") from error
+    if indexed:
+        raise DataError(
+            f"{folder}: the saved data set selects rows by index; save it again after flatten_indices()"
+        )
+    return [SourceFile(folder / name, name, "arrow") for name in names]
+
+
+def _hub(spec: str) -> list[SourceFile]:
+    """The files of a data set once `datasets` has fetched it into its cache."""
+    match = re.fullmatch(r"(?P<name>[^:]+)(?::(?P<split>[\w.-]+))?", spec)
+    if match is None:
+        raise DataError(f"{spec!r} is no file here and no data set's name; write name/config:split")
+    import datasets
+
+    name, split = match["name"], match["split"] or "train"
+    failures: list[str] = []
+    for arguments in _readings(name):
+        try:
+            data = datasets.load_dataset(*arguments, split=split)
+        except Exception as error:  # network, cache, script and split errors have no common base
+            failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+            continue
+        paths = [Path(entry["filename"]) for entry in data.cache_files]
+        if not paths:
+            raise DataError(f"{spec}: datasets keeps no files of this data set; save it with save_to_disk first")
+        label = "/".join(arguments) if not Path(name).is_dir() else Path(name).name
+        return [SourceFile(p, f"{label}:{split}/{p.name}", "arrow") for p in paths]
+    raise DataError(f"{spec!r} is no file or folder here, and datasets cannot load it: {'; '.join(failures)}")
+
+
+def _readings(name: str) -> list[tuple[str, ...]]:
+    """What a slash may mean: a folder, owner/name, owner/name/config, or name/config."""
+    parts = name.split("/")
+    if len(parts) == 1 or Path(name).is_dir():
+        return [(name,)]
+    if len(parts) == 2:
+        return [(name,), (parts[0], parts[1])]
+    return [("/".join(parts[:2]), "/".join(parts[2:]))]

@@ -2,18 +2,329 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from dcdm.config import NUM_SPECIALS
+from dcdm.data.errors import DataError
+from dcdm.data.files import digest, write_whole
+
+MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
+BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # text may be cut where a match ends
+PROBES = (
+    ("one", " two"),
+    ("I", " A"),
+    ("word.\n", "Next"),
+    ("a\n", "b"),
+    ("1\n", "2"),
+    (")\n", "("),
+    ("x,\n", '"y"'),
+)
 
 
-class ByteTokenizer:
-    """UTF-8 bytes 0…255, EOS 256, then BOS 257, PAD 258 and MASK 259."""
+class Tokenizer:
+    """A `tokenizers` tokenizer whose last three ids are BOS, PAD and MASK.
 
-    eos_id, bos_id, pad_id, mask_id = 256, 257, 258, 259
-    vocab_size = 260
+    `encode` reads text as text: a corpus that spells out "<|mask|>" or "<|endoftext|>" gives ordinary tokens,
+    never special ones, and nothing is added at either end.
+    """
+
+    def __init__(self, backend: Backend, eos_id: int, chat_template: str | None = None) -> None:
+        self.backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_id = eos_id
+        self.bos_id, self.pad_id, self.mask_id = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
+        self.chat_template = chat_template
+        self.eos_token = str(backend.id_to_token(eos_id))
+        self._special = {eos_id, self.bos_id, self.pad_id, self.mask_id}
+        self._plain = Backend.from_str(backend.to_str())
+        self._plain.encode_special_tokens = True
+        self._is_bytes = _spells_bytes(json.loads(backend.to_str()))
+
+    @classmethod
+    def over(
+        cls, base: Backend, eos: str | None = None, chat_template: str | None = None,
+        specials: Sequence[str | None] = (),
+    ) -> Tokenizer:  # fmt: skip
+        """`base` with an EOS of its own if `eos` is not among its tokens, then BOS, PAD and MASK.
+
+        If the tokens named as BOS, PAD and MASK in `specials` are its last three ids already, nothing is added.
+        """
+        size = base.get_vocab_size(with_added_tokens=True)
+        eos_id = base.token_to_id(eos or "")
+        if eos_id is not None and [base.token_to_id(name or "") for name in specials] == [
+            *range(size - NUM_SPECIALS, size)
+        ]:
+            return cls(base, eos_id, chat_template)
+        backend = _without_holes(json.loads(base.to_str()))
+        if eos is None or backend.token_to_id(eos) is None:
+            eos = _free_name(backend, "eos")
+        names = [eos, *(_free_name(backend, name) for name in ("bos", "pad", "mask"))]
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        eos_id, *ids = (backend.token_to_id(name) for name in names)
+        size = backend.get_vocab_size(with_added_tokens=True)
+        if eos_id is None or ids != [*range(size - NUM_SPECIALS, size)]:
+            raise DataError(f"BOS, PAD and MASK got the ids {ids} of {size}, not the last three")
+        return cls(backend, eos_id, chat_template)
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: Sequence[str], templated: bool = False) -> list[np.ndarray]:
+        """Ids of every text as arrays.
+
+        `templated` text comes from a chat template: there the base tokenizer's own special tokens are meant
+        (BOS, PAD and MASK are not).
+        """
+        if self._is_bytes:
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        backend = self._template_backend if templated else self._plain
+        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(item.ids, dtype=np.uint32) for item in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; specials and EOS are left out, broken UTF-8 shows as �."""
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        kept = [i for i in map(int, ids) if i not in self._special]
+        return self.backend.decode(kept, skip_special_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over what decides ids and text; equal for equal tokenizers, however they were stored."""
+        content = _pruned(json.loads(self.backend.to_str()))
+        return digest([content, self.eos_id, self.bos_id, self.chat_template])
+
+    @cached_property
+    def cuts_between_words(self) -> bool:
+        """Whether text cut at `BETWEEN_WORDS` gives the tokens of the whole, as byte-level tokenizers do."""
+        return all(self.encode(left + right) == self.encode(left) + self.encode(right) for left, right in PROBES)
+
+    def save(self, folder: Path | str) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` loads with the same ids."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {"bos_token": self.bos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.eos_token,
+            **{name: self.backend.id_to_token(number) for name, number in names.items()},
+        }
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=False).encode())
+        write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """What `save` wrote, or any folder with a `tokenizer.json` (EOS and specials are then appended)."""
+        folder = Path(folder)
+        config = _config(folder)
+        spec = _json_file(folder / "tokenizer.json")
+        try:
+            base = _without_holes(spec)
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception for what it cannot read
+            raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
+        eos, *specials = (_content(config.get(f"{name}_token")) for name in ("eos", "bos", "pad", "mask"))
+        return cls.over(base, eos, _chat_template(folder, config), specials)
+
+    @cached_property
+    def _template_backend(self) -> Backend:
+        spec = json.loads(self.backend.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < self.bos_id]
+        return Backend.from_str(json.dumps(spec))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """UTF-8 bytes 0…255, EOS 256, then BOS 257, PAD 258 and MASK 259."""
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    return Tokenizer.over(_byte_level(models.BPE(vocab, [])))
+
+
+def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
+    """Byte-level BPE learned from `documents`; `size` counts every id, EOS and specials among them."""
+    if size < MIN_BPE:
+        raise DataError(f"bpe:{size} is too small; all bytes, EOS, the specials and one merge need {MIN_BPE}")
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1 - NUM_SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    tokenizer = Tokenizer.over(backend)
+    if tokenizer.vocab_size != size:
+        raise DataError(
+            f"bpe:{size}: this text yields no more than {tokenizer.vocab_size} tokens; "
+            f"ask for bpe:{tokenizer.vocab_size} or give more text"
+        )
+    return tokenizer
+
+
+def bpe_size(spec: str) -> int | None:
+    """N of `bpe:N`; None for any other tokenizer."""
+    if not spec.startswith("bpe:"):
+        return None
+    if not re.fullmatch(r"bpe:[0-9]+", spec):
+        raise DataError(f"tokenizer {spec!r}: after bpe: comes the vocabulary's size, as in bpe:8192")
+    return int(spec.removeprefix("bpe:"))
+
+
+def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokenizer:
+    """The tokenizer called `spec`: `bytes`, `bpe:N` (learned from `documents`), a local folder, or a hub name."""
+    if spec == "bytes":
+        return byte_tokenizer()
+    if (size := bpe_size(spec)) is not None:
+        if documents is None:
+            raise DataError(f"{spec} is learned from a corpus, and none was given")
+        return train_bpe(documents, size)
+    folder = Path(spec).expanduser()
+    if folder.is_dir():
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.load(folder)
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            config = _config(folder)
+            if config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2"):
+                return _gpt2(folder, config)
+    elif folder.exists():
+        raise DataError(f"tokenizer {spec}: this is a file; name the folder that holds tokenizer.json")
+    elif spec.startswith((".", "/", "~")):
+        raise DataError(f"tokenizer {spec}: there is no such folder")
+    return _through_transformers(spec)
+
+
+def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    try:
+        base = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    except Exception as error:  # as above: bare Exception
+        raise DataError(f"cannot read vocab.json and merges.txt in {folder}: {error}") from error
+    eos = _content(config.get("eos_token")) or "<|endoftext|>"
+    return Tokenizer.over(base, eos, _chat_template(folder, config))
+
+
+def _through_transformers(spec: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(spec)
+    except Exception as error:  # network, cache, repository and format errors have no common base
+        reason = str(error).strip().splitlines()
+        raise DataError(
+            f"tokenizer {spec!r} is neither bytes, bpe:N nor a folder here, and transformers cannot load it: "
+            f"{reason[0] if reason else type(error).__name__}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(f"tokenizer {spec!r} has no fast version; choose one with a tokenizer.json")
+    template = loaded.chat_template if isinstance(loaded.chat_template, str) else None
+    specials = (loaded.bos_token, loaded.pad_token, loaded.mask_token)
+    return Tokenizer.over(backend, loaded.eos_token, template, specials)
+
+
+def _byte_level(model: models.BPE) -> Backend:
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _byte_letters() -> list[str]:
+    """The letter by which byte-level tokenizers write each byte: itself if it shows, else one from U+0100 on."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+def _spells_bytes(spec: dict[str, Any]) -> bool:
+    """Whether ids 0…255 are the bytes and text is spelled with them alone."""
+    model = spec["model"]
+    plain = model["type"] == "BPE" and not model["merges"] and spec["normalizer"] is None
+    level = spec["pre_tokenizer"] or {}
+    if not plain or level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
+        return False
+    return len(model["vocab"]) == 256 and all(model["vocab"].get(c) == b for b, c in enumerate(_byte_letters()))
+
+
+def _without_holes(spec: dict[str, Any]) -> Backend:
+    """A tokenizer.json's tokenizer, alone: nothing padded, cut or added around a text, and ids without a gap.
+
+    The library numbers added tokens by counting, so that a gap would put two tokens on one id. Gaps are
+    filled with tokens that no text gives.
+    """
+    spec["padding"] = spec["truncation"] = spec["post_processor"] = None
+    spec["model"].pop("dropout", None)  # it would draw ids at random
+    vocab, added = spec["model"]["vocab"], {token["id"]: token for token in spec["added_tokens"]}
+    taken = dict.fromkeys(range(len(vocab))) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
+    top = max(taken, default=-1) + 1
+    for number in range(top):
+        if number not in taken:
+            vocab[added[number]["content"] if number in added else f"<|unused_{number}|>"] = number
+    for number in range(top, max(added, default=-1) + 1):
+        if number not in added:
+            filler = {"id": number, "content": f"<|unused_{number}|>", "special": True, "normalized": False}
+            added[number] = {**filler, "single_word": False, "lstrip": False, "rstrip": False}
+    spec["added_tokens"] = [added[number] for number in sorted(added)]
+    backend = Backend.from_str(json.dumps(spec))
+    for number, token in added.items():
+        if backend.token_to_id(token["content"]) != number:
+            raise DataError(f"the tokenizer gives its token {token['content']!r} two ids")
+    return backend
+
+
+def _free_name(backend: Backend, word: str) -> str:
+    name, tries = f"<|{word}|>", 1
+    while backend.token_to_id(name) is not None:
+        name, tries = f"<|{word}_{tries}|>", tries + 1
+    return name
+
+
+def _pruned(value: Any) -> Any:
+    """`value` without what is null, false or empty, so that a library's new defaults change no fingerprint."""
+    if isinstance(value, dict):
+        pruned = {key: _pruned(item) for key, item in value.items() if key != "version"}
+        if isinstance(merges := pruned.get("merges"), list):  # "a b" in old files, ["a", "b"] in new ones
+            pruned["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in merges]
+        return {k: v for k, v in pruned.items() if v is not None and v is not False and v not in ("", [], {})}
+    return [_pruned(item) for item in value] if isinstance(value, list) else value
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return _json_file(path) if path.exists() else {}
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold a JSON object")
+    return content
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: configs spell it as a string or as an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template

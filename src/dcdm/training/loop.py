@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dcdm.config import ConfigError, ObjectiveConfig
+from dcdm.data.ordering import sample_indices
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
@@ -86,15 +87,6 @@ def train(
             assert counts is not None
             update_bias(model.chunking.balance_bias, counts, bias_rate)
         on_step(StepReport(step, result.total.item(), result.nll.item(), float(norm), rate, counts))
-
-
-def sample_indices(key: Key, step: int, batch_size: int, total: int) -> Tensor:
-    """The windows of one step: epochs without replacement, each shuffled by the seed."""
-    first = step * batch_size
-    epochs = range(first // total, (first + batch_size - 1) // total + 1)
-    order = torch.cat([key.fold("epoch", e).permutation(total) for e in epochs])
-    start = first - epochs[0] * total
-    return order[start : start + batch_size]
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:

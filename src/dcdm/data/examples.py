@@ -1,0 +1,123 @@
+"""Rows of fine-tuning data to prompts and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dcdm.data.errors import DataError
+from dcdm.data.files import canonical
+from dcdm.data.settings import DataConfig
+from dcdm.data.tokenizers import Tokenizer
+
+
+class BadRow(Exception):
+    """A row that gives no example; the message says why."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What stays visible and what is learned, as text."""
+
+    prompt: str
+    response: str
+    templated: bool = False
+    """Whether a chat template wrote it, so that the tokenizer's own special tokens are meant."""
+
+
+class ExampleMaker:
+    """Turns rows into examples as the settings say."""
+
+    def __init__(self, settings: DataConfig, tokenizer: Tokenizer) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+
+    def of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
+        """The examples of a row, and the name by which its split is chosen (one prompt, one split)."""
+        settings = self.settings
+        if settings.messages_field is not None:
+            messages = _messages(row[settings.messages_field], settings.messages_field)
+            return canonical(messages), list(self._turns(messages))
+        prompt, response = (_text(row[column], column) for column in settings.columns)
+        if not response:
+            raise BadRow(f"{settings.response_field} is empty")
+        return prompt.encode(), [Example(prompt + settings.separator, response)]
+
+    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of prompt and response; the response ends with EOS, once."""
+        if not examples:
+            return []
+        templated = examples[0].templated
+        texts = [text for example in examples for text in (example.prompt, example.response)]
+        ids = self.tokenizer.encode_arrays(texts, templated)
+        return [(prompt, self._ended(response)) for prompt, response in zip(ids[::2], ids[1::2], strict=True)]
+
+    def _ended(self, response: np.ndarray) -> np.ndarray:
+        """A template may have closed the response with EOS and a line break already."""
+        ends = np.flatnonzero(response == self.tokenizer.eos_id)
+        if len(ends) and not self.tokenizer.decode(response[ends[-1] :]).strip():
+            return response[: ends[-1] + 1]
+        return np.append(response, np.array(self.tokenizer.eos_id, dtype=np.uint32))
+
+    def _turns(self, messages: list[dict[str, str]]) -> Iterator[Example]:
+        answers = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "assistant"]
+        if not answers:
+            raise BadRow("the chat has no message of role assistant that answers another")
+        for at in answers[-1:] if self.settings.turns == "last" else answers:
+            yield self._answer(messages[:at], messages[at])
+
+    def _answer(self, before: list[dict[str, str]], answer: dict[str, str]) -> Example:
+        if self.tokenizer.chat_template is None:
+            return Example("".join(map(_plain, before)) + "Assistant:\n", answer["content"])
+        prompt = self._render(before, add_generation_prompt=True)
+        whole = self._render([*before, answer], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            raise DataError(
+                "the tokenizer's chat template writes a chat that does not begin with its own prompt, so that "
+                "prompt and response cannot be told apart; use prompt_field and response_field"
+            )
+        return Example(prompt, whole[len(prompt) :], templated=True)
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        try:
+            return self._renderer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                bos_token="",  # every window begins with BOS anyway
+            )
+        except Exception as error:  # templates raise what they like about roles they do not know
+            raise BadRow(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error
+
+    @cached_property
+    def _renderer(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = self.tokenizer
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
+        )
+
+
+def _plain(message: dict[str, str]) -> str:
+    """The format of a chat where the tokenizer brings none."""
+    return f"{message['role'].capitalize()}:\n{message['content']}\n\n"
+
+
+def _messages(value: Any, name: str) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise BadRow(f'{name} is not a list of messages {{"role": …, "content": …}}')
+    return [{key: _text(message.get(key), f"{name}.{key}") for key in ("role", "content")} for message in value]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is missing or not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{name} holds half a surrogate pair, which no encoding can hold") from None
+    return value

@@ -1,0 +1,281 @@
+"""Parts of files to documents and rows; what cannot be read is reported by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcdm.data.errors import DataError
+from dcdm.data.settings import DataConfig, Split
+from dcdm.data.sources import Format
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
+BOM = b"\xef\xbb\xbf"
+ROWS = 1024  # rows of a table that are Python objects at one time
+NAMED = 10  # bad places that a report names
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file: bytes of text and JSONL, rows of Arrow, row groups of Parquet; `stop` is beyond it."""
+
+    path: str
+    name: str
+    format: Format
+    start: int
+    stop: int
+    weight: int
+    """Bytes on the disk, about."""
+    stamp: tuple[int, int]
+    """Size and modification time of the file when it was planned."""
+    split: Split | None = None
+    ends: bool = True
+    """Whether a document that is the whole file ends here."""
+    lenient: bool = False
+
+
+@dataclass
+class Bad:
+    """Lines and rows that could not be used."""
+
+    limit: int
+    count: int = 0
+    first: list[tuple[str, int, str]] = field(default_factory=list)
+
+    def add(self, part: Part, line: int, reason: str) -> None:
+        """Count what stands in `line` of a part (in text and JSONL, counted from the part's first)."""
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append((part.name, _lines_before(part) + line, reason))
+        self.check()
+
+    def check(self) -> None:
+        if self.count > self.limit:
+            places = "; ".join(f"{name}:{line}: {reason}" for name, line, reason in self.first)
+            raise DataError(
+                f"{places}. Bad lines or rows: {self.count}, allowed by max_bad: {self.limit}. "
+                "Repair the file, or raise max_bad (--max-bad) to leave them out"
+            )
+
+
+def read_texts(part: Part, settings: DataConfig, bad: Bad) -> Iterator[tuple[str, bool]]:
+    """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
+    if part.format != "text":
+        for line, row in read_rows(part, settings.columns, bad):
+            value = row[settings.field]
+            if not isinstance(value, str):
+                bad.add(part, line, f"{settings.field} is {_kind(value)}, not text")
+            elif not _is_unicode(value):
+                bad.add(part, line, f"{settings.field} holds half a surrogate pair, which no encoding can hold")
+            elif value:
+                yield value, True
+        return
+    text = _text(part, bad)
+    if settings.documents == "file":
+        if text or part.start:  # a later part may end the document with no text of its own
+            yield text, part.ends
+    elif settings.documents == "lines":
+        yield from ((line.rstrip("\r"), True) for line in text.split("\n") if line.strip())
+    else:
+        yield from ((piece.strip("\r\n"), True) for piece in BLANK.split(text) if piece.strip())
+
+
+def read_rows(part: Part, columns: tuple[str, ...], bad: Bad) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a part that hold `columns`, with their lines in the part, or row numbers in a table."""
+    try:
+        if part.format in ("jsonl", "jsonl.gz"):
+            rows = _json_rows(part, bad)
+        elif part.format in ("parquet", "arrow"):
+            rows = _table_rows(part, columns)
+        else:
+            raise DataError(f"{part.name} has no rows: it is plain text")
+        for line, row in rows:
+            if missing := [column for column in columns if column not in row]:
+                bad.add(part, line, missing_fields(missing, list(row)))
+            else:
+                yield line, row
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {part.path}: {error}") from error
+    _check_unchanged(part)
+
+
+def first_fields(path: Path, form: Format) -> list[str] | None:
+    """Names of the fields in a file's first row; None where there is no readable row."""
+    part = Part(str(path), path.name, form, 0, -1, 0, (0, 0))
+    try:
+        if form in ("parquet", "arrow"):
+            return list(_schema_names(part))
+        with gzip.open(path, "rb") if form == "jsonl.gz" else open(path, "rb") as file:
+            for raw in file:
+                if raw.strip():
+                    row = json.loads(raw.removeprefix(BOM))
+                    return list(row) if isinstance(row, dict) else None
+    except (ValueError, RecursionError):  # reported with its line when the row's turn comes
+        return None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    return None
+
+
+def missing_fields(missing: list[str], there: list[str]) -> str:
+    return f"no field {' and no field '.join(map(repr, missing))}; fields there: {', '.join(there) or 'none'}"
+
+
+def _text(part: Part, bad: Bad) -> str:
+    """The text of a part, without the lines that are not UTF-8."""
+    raw = _bytes(part)
+    try:
+        return raw.decode("utf-8", errors="replace" if part.lenient else "strict")
+    except UnicodeDecodeError:
+        kept = []
+        for number, line in enumerate(raw.split(b"\n"), start=1):
+            try:
+                kept.append(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+        return "\n".join(kept)
+
+
+def _json_rows(part: Part, bad: Bad) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, raw in enumerate(_json_lines(part), start=1):
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            bad.add(part, line, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+        except json.JSONDecodeError as error:
+            bad.add(part, line, f"not JSON ({error.msg} at column {error.colno})")
+        except (ValueError, RecursionError) as error:  # numbers and nestings beyond Python's limits
+            bad.add(part, line, f"not JSON ({error})")
+        else:
+            if isinstance(row, dict):
+                yield line, row
+            else:
+                bad.add(part, line, f"not a JSON object but {_kind(row)}")
+
+
+def _json_lines(part: Part) -> Iterator[bytes]:
+    if part.format == "jsonl":
+        yield from _bytes(part).split(b"\n")
+        return
+    with gzip.open(part.path, "rb") as file:
+        for number, line in enumerate(file):
+            yield line.removeprefix(BOM) if number == 0 else line
+
+
+def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        wanted = [name for name in _schema_names(part) if name in columns]
+        if part.format == "parquet":
+            file = pq.ParquetFile(part.path)
+            groups = range(part.start, part.stop)
+            number = sum(file.metadata.row_group(g).num_rows for g in range(part.start))
+            batches = file.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=wanted)
+        else:
+            number = part.start
+            table = read_arrow(part.path).slice(part.start, part.stop - part.start).select(wanted)
+            batches = iter(table.to_batches(max_chunksize=ROWS))
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except pa.ArrowException as error:
+        raise DataError(f"cannot read {part.path}: {_line(error)}") from error
+
+
+def read_arrow(path: str | Path) -> pa.Table:
+    """An Arrow file or stream as a table that lies on the disk, not in memory."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path), "r") as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            return opened.read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path}: {_line(error)}") from error
+
+
+def parquet_groups(path: str | Path) -> list[int]:
+    """Bytes of every row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.ParquetFile(path).metadata
+        return [metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path}: {_line(error)}") from error
+
+
+def _schema_names(part: Part) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return (pq.read_schema(part.path) if part.format == "parquet" else read_arrow(part.path).schema).names
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {part.path}: {_line(error)}") from error
+
+
+def _bytes(part: Part) -> bytes:
+    try:
+        with open(part.path, "rb") as file:
+            file.seek(part.start)
+            raw = file.read(part.stop - part.start)
+    except OSError as error:
+        raise DataError(f"cannot read {part.path}: {error.strerror}") from error
+    _check_unchanged(part)
+    return raw.removeprefix(BOM) if part.start == 0 else raw
+
+
+def _lines_before(part: Part) -> int:
+    """Lines of the file that precede a part; tables number their rows themselves."""
+    if part.format not in ("text", "jsonl"):
+        return 0
+    count, left = 0, part.start
+    with open(part.path, "rb") as file:
+        while left > 0 and (raw := file.read(min(left, 1 << 24))):
+            count, left = count + raw.count(b"\n"), left - len(raw)
+    return count
+
+
+def _check_unchanged(part: Part) -> None:
+    try:
+        now = os.stat(part.path)
+    except OSError as error:
+        raise DataError(f"cannot read {part.path}: {error.strerror}") from error
+    if (now.st_size, now.st_mtime_ns) != part.stamp:
+        raise DataError(f"{part.path} changed while it was being read; start the preparation again")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", list: "a list"}
+    return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,178 @@
+"""Prepared data on the disk: token shards and the manifest that vouches for them."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dcdm.data.errors import DataError
+from dcdm.data.files import digest, file_digest, write_whole
+from dcdm.data.settings import SPLITS, Split
+from dcdm.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from dcdm.data.loading import ExampleWindows, Windows
+
+MANIFEST = "manifest.json"
+Overlong = Literal["truncate", "drop"]
+
+
+class PreparedData:
+    """A folder that `prepare` wrote. One preparation serves every window length."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    @classmethod
+    def open(cls, folder: Path | str, verify: bool = False) -> PreparedData:
+        """Open a prepared folder. The manifest and all sizes are checked; `verify` reads every checksum too."""
+        folder = Path(folder).expanduser()
+        prepared = cls(folder, read_manifest(folder))
+        for entry in prepared._entries():
+            path = folder / entry["file"]
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}; prepare the data again") from error
+            if size != entry["bytes"]:
+                raise DataError(
+                    f"{path} has {size} bytes, its manifest says {entry['bytes']}; prepare the data again"
+                )
+            if verify and file_digest(path) != entry["sha256"]:
+                raise DataError(f"{path} is not what its manifest vouches for; prepare the data again")
+        return prepared
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the contents: equal for equal source, tokenizer and settings."""
+        return self.manifest["fingerprint"]
+
+    @property
+    def fine_tuning(self) -> bool:
+        return self.manifest["fine_tuning"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest["vocab_size"]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder / "tokenizer")
+
+    def documents(self, split: Split) -> int:
+        """Documents, or examples of fine-tuning data."""
+        return self._split(split)["documents"]
+
+    def tokens(self, split: Split) -> int:
+        """Tokens, EOS of every document among them."""
+        return self._split(split)["tokens"]
+
+    def text_bytes(self, split: Split) -> int:
+        """UTF-8 bytes of the text that is learned (responses of fine-tuning data), for bits per byte."""
+        return self._split(split)["bytes"]
+
+    def dataset(self, split: Split, length: int, overlong: Overlong = "truncate") -> Windows | ExampleWindows:
+        """The split in windows of `length` tokens, BOS first.
+
+        Fine-tuning data gives one example per window. Of one longer than the window, `overlong` cuts the end
+        of the response (`truncate`) or leaves it out (`drop`); both are counted and said.
+        """
+        from dcdm.data import loading
+
+        return loading.dataset_of(self, split, length, overlong)
+
+    def stream(self, split: Split) -> TokenStream:
+        """All tokens of a split, in order."""
+        return TokenStream(self._paths(split, ".bin"), self.manifest["dtype"])
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Lengths of the examples of a split (N, 2): whole, and of the prompt."""
+        arrays = [np.fromfile(path, dtype="<u4") for path in self._paths(split, ".idx")]
+        return np.concatenate([np.empty(0, dtype="<u4"), *arrays]).reshape(-1, 2).astype(np.int64)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = []
+        for split in SPLITS:
+            documents, tokens, size = (self._split(split)[name] for name in ("documents", "tokens", "bytes"))
+            what = "examples" if self.fine_tuning else "documents"
+            lines.append(f"{split}: {documents:,} {what}, {tokens:,} tokens, {size:,} bytes of text")
+        bad = self.manifest["bad"]
+        if bad["count"]:
+            name, line, reason = bad["first"][0]
+            lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
+        return "\n".join(lines)
+
+    def _split(self, split: Split) -> dict[str, Any]:
+        if split not in SPLITS:
+            raise DataError(f"unknown split {split!r}; choose {' or '.join(SPLITS)}")
+        return self.manifest["splits"][split]
+
+    def _paths(self, split: Split, suffix: str) -> list[Path]:
+        return [self.folder / e["file"] for e in self._split(split)["files"] if e["file"].endswith(suffix)]
+
+    def _entries(self) -> list[dict[str, Any]]:
+        shards = [entry for split in SPLITS for entry in self._split(split)["files"]]
+        return shards + self.manifest["tokenizer_files"]
+
+
+class TokenStream:
+    """The shards of a split as one long array on the disk."""
+
+    def __init__(self, paths: list[Path], dtype: str) -> None:
+        self._paths, self._dtype = paths, np.dtype(dtype).newbyteorder("<")
+        sizes = [path.stat().st_size // self._dtype.itemsize for path in paths]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._maps: list[np.ndarray | None] = [None] * len(paths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start…stop−1 as int64, across the borders of shards."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start}…{stop} of {len(self)}")
+        pieces, at = [np.empty(0, dtype=np.int64)], start
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while at < stop:
+            begin = int(self._ends[shard - 1]) if shard else 0
+            end = min(stop, int(self._ends[shard]))
+            pieces.append(self._map(shard)[at - begin : end - begin].astype(np.int64))
+            at, shard = end, shard + 1
+        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+
+    def _map(self, shard: int) -> np.ndarray:
+        opened = self._maps[shard]
+        if opened is None:
+            opened = self._maps[shard] = np.memmap(self._paths[shard], dtype=self._dtype, mode="r")
+        return opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": [None] * len(self._paths)}  # a pickled map would carry its contents
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared folder, if it is whole."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        claimed = manifest.pop("sha256")
+        whole = claimed == digest(manifest)
+    except FileNotFoundError:
+        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}); run dcdm data prepare") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise DataError(f"{path} is damaged; prepare the data again")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
+    write_whole(folder / MANIFEST, text.encode() + b"\n")

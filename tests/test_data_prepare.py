@@ -1,0 +1,460 @@
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpora import documents, gpt2_style_folder, prose, tree, write_jsonl
+from dcdm.cli import main
+from dcdm.data import planning
+from dcdm.data.errors import DataError
+from dcdm.data.files import file_digest
+from dcdm.data.packing import pack
+from dcdm.data.planning import examine
+from dcdm.data.prepare import prepare
+from dcdm.data.reporting import Reporter
+from dcdm.data.settings import DataConfig
+from dcdm.data.sources import resolve
+from dcdm.data.store import PreparedData
+from dcdm.data.tokenizers import byte_tokenizer, train_bpe
+
+
+class Said(Reporter):
+    def __init__(self):
+        self.words = ""
+
+    def say(self, text):
+        self.words += text + "\n"
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Texts, rows and their mixture, about 30 kB."""
+    write_jsonl(tmp_path / "in" / "rows.jsonl", [{"text": text} for text in documents(60)])
+    (tmp_path / "in" / "prose.txt").write_text(prose(200))
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path, small_units, tokenizer):
+    for workers in (1, 3):
+        prepare(str(corpus), tokenizer, tmp_path / str(workers), workers=workers)
+    one = tree(tmp_path / "1")
+    assert one == tree(tmp_path / "3")
+    assert sum(name.startswith("train-") for name in one) > 5
+
+
+def test_shards_hold_every_token_of_every_document_in_order(corpus, tmp_path, small_units):
+    settings = DataConfig(validation_share=0)
+    for tokenizer in (byte_tokenizer(), train_bpe([prose(300)], 300)):
+        out = tmp_path / str(tokenizer.vocab_size)
+        prepared = prepare(str(corpus), tokenizer, out, settings=settings)
+        expected = pack([prose(200), *documents(60)], tokenizer, 2)[:, 1]
+        stream = prepared.stream("train")
+        assert np.array_equal(stream.read(0, len(stream)), expected.numpy())
+        assert prepared.tokens("train") == len(stream)
+        assert prepared.text_bytes("train") == len((prose(200) + "".join(documents(60))).encode())
+        assert prepared.documents("train") == 61
+        assert prepared.tokenizer.fingerprint == tokenizer.fingerprint == prepared.manifest["tokenizer_fingerprint"]
+
+
+def test_large_vocabularies_take_four_bytes_and_small_ones_two(tmp_path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    from dcdm.data.tokenizers import Tokenizer
+
+    (tmp_path / "a.txt").write_text("w1 w65999 w2")
+    for size, width in ((65_531, 2), (65_532, 4), (66_000, 4)):
+        backend = Backend(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        prepared = prepare(
+            str(tmp_path / "a.txt"),
+            Tokenizer.over(backend),
+            tmp_path / str(size),
+            settings=DataConfig(validation_share=0),
+        )
+        assert prepared.manifest["vocab_size"] == size + 4
+        assert (tmp_path / str(size) / "train-00000.bin").stat().st_size == 4 * width
+        assert prepared.stream("train").read(0, 4).tolist()[-1] == size
+
+
+def test_bpe_is_learned_from_training_text_alone_and_kept_with_the_data(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents(100)])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "zqzqzqzq" * 50}])
+    prepared = prepare(str(tmp_path / "a.jsonl"), "bpe:290", tmp_path / "out", validation=str(tmp_path / "b.jsonl"))
+    assert prepared.tokenizer.fingerprint == train_bpe(documents(100), 290).fingerprint
+    rows = [{"q": "house tree", "a": text} for text in documents(40)]
+    write_jsonl(tmp_path / "c.jsonl", rows)
+    settings = DataConfig(prompt_field="q", response_field="a")
+    assert prepare(str(tmp_path / "c.jsonl"), "bpe:290", tmp_path / "c", settings=settings).fine_tuning
+
+
+def test_a_second_preparation_finds_its_work_done_even_if_the_files_were_touched(corpus, tmp_path):
+    prepare(str(corpus), out=tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    os.utime(corpus / "prose.txt")
+    said = Said()
+    prepare(str(corpus), out=tmp_path / "out", reporter=said)
+    assert "up to date" in said.words
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+
+
+def test_unchanged_files_are_not_read_again(corpus, monkeypatch):
+    files = resolve(str(corpus), DataConfig())
+    planned, stamps = examine(files, DataConfig(), {})
+    monkeypatch.setattr(planning, "file_digest", lambda path: pytest.fail(f"read {path}"))
+    assert examine(files, DataConfig(), stamps)[0] == planned
+
+
+def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus, tmp_path):
+    out = tmp_path / "out"
+    prepare(str(corpus), "bytes", out)
+    before = tree(out)
+
+    def refused(reason, *arguments, **settings):
+        with pytest.raises(DataError, match=reason):
+            prepare(*arguments, settings=DataConfig(**settings))
+        assert tree(out) == before
+
+    refused("tokenizer was", str(corpus), str(gpt2_style_folder(tmp_path / "gpt2")), out)
+    refused("tokenizer was .* is bpe:300", str(corpus), "bpe:300", out)
+    refused("documents was 'file' and is 'lines'", str(corpus), "bytes", out, documents="lines")
+    refused("validation_share was 0.05", str(corpus), "bytes", out, validation_share=0.5)
+    refused("gone: prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
+    (corpus / "new.txt").write_text("x")
+    refused("new: new.txt", str(corpus), "bytes", out)
+    (corpus / "new.txt").unlink()
+    text, times = (corpus / "prose.txt").read_text(), (corpus / "prose.txt").stat()
+    (corpus / "prose.txt").write_text(text[:-2] + "!\n")  # as long as before, and as old
+    os.utime(corpus / "prose.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    refused("changed: prose.txt", str(corpus), "bytes", out)
+
+    said = Said()
+    prepare(str(corpus), "bytes", out, overwrite=True, reporter=said)
+    assert "changed: prose.txt" in said.words
+    assert tree(out) != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "in", "out"]
+
+
+def test_without_a_folder_every_plan_has_its_own_place_in_the_cache(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    first = prepare(str(corpus))
+    assert prepare(str(corpus)).folder == first.folder
+    assert first.folder.parent == tmp_path / "cache" / "data"
+    assert prepare(str(corpus), "bpe:300").folder != first.folder
+    (corpus / "prose.txt").write_text("other text\n" * 50)
+    assert prepare(str(corpus)).folder != first.folder
+    assert PreparedData.open(first.folder, verify=True).fingerprint == first.fingerprint
+
+
+def test_damage_to_any_file_of_the_result_is_found(corpus, tmp_path, small_units):
+    out = tmp_path / "out"
+    prepare(str(corpus), "bpe:300", out)
+    for path in [p for p in out.rglob("*") if p.is_file() and p.name != "source_stamps.json"]:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match="prepare the data again"):
+            PreparedData.open(out)
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match="prepare the data again"):
+            PreparedData.open(out, verify=True)
+        path.unlink()
+        with pytest.raises(DataError, match="prepare"):
+            PreparedData.open(out)
+        path.write_bytes(whole)
+    PreparedData.open(out, verify=True)
+
+
+KILLED_AT_EVERY_WRITE = """
+import json, os, signal, sys
+from dcdm.data import planning
+from dcdm.data.prepare import prepare
+from dcdm.data.settings import DataConfig
+planning.UNIT_BYTES = (2000, 2000)
+source, tokenizer, out, only = sys.argv[1:]
+
+def run(moment):
+    # in a child: prepare, and die at the moment-th call that changes the disk for good
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = moment
+    def deadly(real, after):
+        def call(*arguments, **named):
+            nonlocal left
+            left -= 1
+            if left == 0 and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return real(*arguments, **named)
+            finally:
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return call
+    for number, name in enumerate(("replace", "rename", "fsync", "unlink", "mkdir", "rmdir")):
+        setattr(os, name, deadly(getattr(os, name), after=(moment + number) % 2))
+    prepare(source, tokenizer, out, workers=1)
+    os._exit(0)
+
+kills, moment = 0, 1
+if only.startswith("every "):  # a new preparation dies at every n-th moment in turn, then is finished
+    while run(moment) == -signal.SIGKILL:
+        kills += 1
+        if run(-1) != 0:
+            sys.exit(f"not resumed after moment {moment}")
+        os.rename(out, f"{out}-{moment}")
+        moment += int(only.split()[1])
+    os.rename(out, f"{out}-{moment}")
+else:  # one preparation dies again and again, each time a little further on
+    while run(int(only)) == -signal.SIGKILL:
+        kills += 1
+        if kills > 500:
+            sys.exit("no progress")
+print(kills)
+"""
+
+
+def _killed(corpus: Path, tokenizer: str, out: Path, only: str) -> int:
+    command = [sys.executable, "-c", KILLED_AT_EVERY_WRITE, str(corpus), tokenizer, str(out), only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(("tokenizer", "stride"), [("bytes", 1), ("bpe:290", 4)])
+def test_a_preparation_killed_at_any_write_ends_with_the_same_bytes(tmp_path, small_units, tokenizer, stride):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents(60)])
+    source = tmp_path / "a.jsonl"
+    expected = tree(prepare(str(source), tokenizer, tmp_path / "whole").folder)
+    assert sum(name.startswith("train") for name in expected) >= 3
+    results = tmp_path / "results"
+    results.mkdir()
+    kills = _killed(source, tokenizer, results / "out", f"every {stride}")
+    assert kills >= 40 // stride
+    ended = sorted(results.iterdir())
+    assert len(ended) == kills + 1  # nothing else is left lying about
+    for folder in ended:
+        assert tree(folder) == expected, folder
+
+
+def test_a_preparation_killed_again_and_again_goes_on_where_it_stopped(corpus, tmp_path, small_units):
+    expected = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
+    kills = _killed(corpus, "bytes", tmp_path / "out", "17")
+    assert kills >= 3
+    assert tree(tmp_path / "out") == expected
+
+
+def test_the_command_and_its_workers_killed_at_random_times_end_with_the_same_bytes(tmp_path):
+    corpus = tmp_path / "in"
+    for number in range(6):
+        write_jsonl(
+            corpus / f"{number}.jsonl",
+            [{"text": prose(60, seed)} for seed in range(number * 400, number * 400 + 400)],
+        )
+    code = "from dcdm.data import planning; planning.UNIT_BYTES = (10**5, 10**5); from dcdm.cli import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "data",
+        "prepare",
+        str(corpus),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "3",
+        "--out",
+    ]
+    started = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    full = time.monotonic() - started
+    killed = 0
+    for number in range(8):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=full * (0.3 + 0.08 * number))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            killed += 1
+    done = subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True, text=True)
+    assert killed >= 3
+    assert "validation: " in done.stdout
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    PreparedData.open(tmp_path / "out", verify=True)
+
+
+def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path, small_units, monkeypatch):
+    out = tmp_path / "out"
+    whole = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
+    _stop_after(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(corpus), "bytes", out, settings=DataConfig(validation_share=0.2), workers=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+    assert len(list(tmp_path.glob("out.*.partial"))) == 1
+    said = Said()
+    prepare(str(corpus), "bytes", out, reporter=said)
+    assert "cannot be continued: validation_share was 0.2 and is 0.05" in said.words
+    assert tree(out) == whole
+    assert not list(tmp_path.glob("out.*.partial"))
+
+
+def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_path, small_units, monkeypatch):
+    whole = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
+    _stop_after(monkeypatch, 4)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(corpus), "bytes", tmp_path / "out", workers=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+    (work,) = tmp_path.glob("out.*.partial")
+    shard = next(work.glob("train-*.bin"))
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    said = Said()
+    prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
+    assert "continuing: 3 of" in said.words
+    assert tree(tmp_path / "out") == whole
+
+
+def _stop_after(monkeypatch, units):
+    from dcdm.data import workers
+
+    real, done = workers.write_unit, []
+
+    def stopping(*arguments):
+        if len(done) == units:
+            raise KeyboardInterrupt
+        done.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(workers, "write_unit", stopping)
+
+
+def test_two_processes_preparing_the_same_folder_wait_for_each_other(corpus, tmp_path):
+    code = "from dcdm.data import planning; planning.UNIT_BYTES = (2000, 2000); from dcdm.cli import main; main()"
+    command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
+    assert [process.wait(timeout=60) for process in running] == [0, 0, 0]
+    PreparedData.open(tmp_path / "out", verify=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path, small_units, monkeypatch):
+    whole = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
+    real, calls = os.fsync, []
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match="No space left on device; free some space"):
+        prepare(str(corpus), "bytes", tmp_path / "out", workers=1)
+    monkeypatch.setattr(os, "fsync", real)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+    said = Said()
+    prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
+    assert "continuing" in said.words
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_full_disk_in_a_worker_process_is_said_clearly_too(corpus, tmp_path):
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))\n"
+        "from dcdm.data import planning; planning.UNIT_BYTES = (8000, 8000); from dcdm.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dcdm: cannot write to")
+    assert "Traceback" not in done.stderr
+
+
+def test_folders_that_cannot_be_the_result_are_refused(corpus, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for out, reason in (("file", "is a file"), ("file/below", "cannot write"), ("full", "something else")):
+        with pytest.raises(DataError, match=reason):
+            prepare(str(corpus), out=tmp_path / out, overwrite=True)
+    assert (tmp_path / "full" / "thesis.tex").exists()
+    prepare(str(corpus), out=tmp_path / "empty")
+    PreparedData.open(tmp_path / "empty")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(corpus, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    with pytest.raises(DataError, match="Permission denied"):
+        prepare(str(corpus), out=tmp_path / "locked" / "out")
+
+
+def test_the_command_prepares_reports_and_explains_mistakes_without_a_trace(corpus, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    main(["data", "prepare", str(corpus), "--tokenizer", "bpe:300", "--out", out])
+    said = capsys.readouterr()
+    assert "vocabulary of 300" in said.out
+    assert "train: " in said.out
+    assert "learning bpe:300" in said.err
+    main(["data", "prepare", str(corpus), "--tokenizer", "bpe:300", "--out", out, "--json"])
+    manifest = json.loads(capsys.readouterr().out)
+    shard = manifest["splits"]["train"]["files"][0]
+    assert file_digest(f"{out}/{shard['file']}") == shard["sha256"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["data", "prepare", str(tmp_path / "*.parquet"), "--out", str(tmp_path / "other")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("dcdm: ")
+
+
+def test_an_interrupted_command_says_so_and_can_be_continued(corpus, tmp_path, small_units, monkeypatch, capsys):
+    command = ["data", "prepare", str(corpus), "--workers", "1", "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        _stop_after(patch, 3)
+        with pytest.raises(SystemExit) as stopped:
+            main(command)
+    assert stopped.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+    main(command)
+    assert "continuing: 3 of" in capsys.readouterr().err
+    PreparedData.open(tmp_path / "out", verify=True)
+
+
+def test_preparing_needs_no_torch(corpus, tmp_path):
+    code = "import sys; from dcdm.cli import main; main(); assert 'torch' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_bytes_are_prepared_at_more_than_two_million_tokens_a_second(tmp_path):
+    text = prose(60_000)
+    (tmp_path / "a.txt").write_text(text)
+    best = 0.0
+    for attempt in range(3):
+        started = time.perf_counter()
+        prepare(str(tmp_path / "a.txt"), out=tmp_path / f"out{attempt}", workers=1)
+        best = max(best, len(text.encode()) / (time.perf_counter() - started))
+    assert best > 2e6
+    shutil.rmtree(tmp_path / "out0")

@@ -1,0 +1,366 @@
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corpora import documents, prose, write_jsonl
+from dcdm.data.errors import DataError
+from dcdm.data.examples import ExampleMaker
+from dcdm.data.packing import pack
+from dcdm.data.planning import examine, units_of
+from dcdm.data.prepare import prepare
+from dcdm.data.reading import Bad, read_texts
+from dcdm.data.settings import DataConfig, held_out
+from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+
+BYTES = byte_tokenizer()
+ALL = DataConfig(validation_share=0)
+
+
+def texts_of(spec, settings=ALL, unit_bytes=None, bad=None):
+    """The documents of a source as workers read them, in order, whole."""
+    files, _ = examine(resolve(str(spec), settings), settings, {})
+    whole, open_text = [], ""
+    for unit in units_of(files, settings, cut_documents=True, unit_bytes=unit_bytes):
+        for part in unit.parts:
+            for text, ends in read_texts(part, settings, bad or Bad(settings.max_bad)):
+                open_text += text
+                if ends:
+                    whole.append(open_text)
+                    open_text = ""
+    assert not open_text
+    return whole
+
+
+def stored(prepared, split="train"):
+    """The documents of a prepared split, from its tokens."""
+    stream = prepared.stream(split)
+    tokens = stream.read(0, len(stream)).tolist()
+    parts, start = [], 0
+    for at, token in enumerate(tokens):
+        if token == prepared.tokenizer.eos_id:
+            parts.append(prepared.tokenizer.decode(tokens[start:at]))
+            start = at + 1
+    assert start == len(tokens)
+    return parts
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path):
+    texts = documents(60)
+    rows = [{"text": text, "n": n} for n, text in enumerate(texts)]
+    jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    for name in ("a.jsonl", "a.jsonl.gz", "a.parquet", "file.arrow", "stream.arrow"):
+        for unit_bytes in (None, 300):
+            assert texts_of(tmp_path / name, unit_bytes=unit_bytes) == texts, name
+
+
+def test_a_text_file_is_one_document_or_its_lines_or_what_blank_lines_separate(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n\n \n\nthree\nfour\n\n".encode())
+    for kind, expected in (
+        ("file", ["one\r\ntwo\n\n \n\nthree\nfour\n\n"]),
+        ("lines", ["one", "two", "three", "four"]),
+        ("blank-lines", ["one\r\ntwo", "three\nfour"]),
+    ):
+        assert texts_of(tmp_path / "a.txt", DataConfig(documents=kind, validation_share=0)) == expected
+
+
+@given(
+    st.lists(st.sampled_from(["one", " two", "\n", ".", " ", "\r\n", "東", "\n\n"]), max_size=60),
+    st.integers(1, 30),
+)
+def test_how_a_file_is_cut_into_units_never_changes_its_documents(tmp_path_factory, parts, unit_bytes):
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_bytes("".join(parts).encode())
+    for kind in ("file", "lines", "blank-lines"):
+        settings = DataConfig(documents=kind, validation_share=0)
+        assert texts_of(path, settings, unit_bytes) == texts_of(path, settings)
+
+
+def test_folders_and_patterns_give_their_files_in_order_of_name(tmp_path):
+    for name in ("b/x.txt", "a.txt", "b/.hidden.txt", "notes.md", ".git/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts_of(tmp_path) == ["a.txt", "b/x.txt"]
+    assert texts_of(tmp_path / "**" / "*.txt") == ["a.txt", "b/x.txt"]
+    assert [file.name for file in resolve(str(tmp_path / "b" / "*.txt"), ALL)] == ["x.txt"]
+
+
+def test_the_standard_library_splits_by_file_in_a_fixed_order():
+    train, held = stdlib_files("train"), stdlib_files("validation")
+    assert len(train) > 5 * len(held) > 0
+    assert not set(train) & set(held)
+    assert train == sorted(train)
+    assert len(next(stdlib_documents("train"))) > 0
+    with pytest.raises(DataError, match="split"):
+        stdlib_files("test")
+
+
+def test_documents_are_split_by_their_contents_so_that_duplicates_stay_together(tmp_path):
+    texts = documents(400)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*texts, *reversed(texts)]])
+    prepared = prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out", settings=DataConfig(validation_share=0.1))
+    train, held = stored(prepared), stored(prepared, "validation")
+    assert not set(train) & set(held)
+    assert sorted(train + held) == sorted(texts * 2)
+    assert 0.05 < len(held) / 800 < 0.16
+    assert held == [text for text in [*texts, *reversed(texts)] if held_out(text.encode(), 0.1)]
+
+
+def test_of_few_text_files_each_gives_its_last_lines_to_validation(tmp_path):
+    text = prose(300)
+    (tmp_path / "a.txt").write_text(text)
+    prepared = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out")
+    (train,), (held,) = stored(prepared), stored(prepared, "validation")
+    assert train + held == text
+    assert train.endswith("\n")
+    assert 0.03 < len(held.encode()) / len(text.encode()) <= 0.05
+
+
+def test_of_many_text_files_some_go_to_validation_whole(tmp_path):
+    for number, text in enumerate(documents(200)):
+        (tmp_path / f"{number}.txt").write_text(text)
+    prepared = prepare(str(tmp_path), out=tmp_path / "out")
+    assert sorted(stored(prepared) + stored(prepared, "validation")) == sorted(documents(200))
+    assert 2 <= prepared.documents("validation") <= 25
+
+
+def test_a_validation_source_is_taken_whole_and_nothing_else_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("train text")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "held"}, {"text": "out"}])
+    prepared = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out", validation=str(tmp_path / "b.jsonl"))
+    assert stored(prepared) == ["train text"]
+    assert stored(prepared, "validation") == ["held", "out"]
+
+
+def test_data_sets_saved_by_datasets_are_read_split_by_split(tmp_path):
+    both = datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_dict({"text": [f"{name} {i}" for i in range(5)]})
+            for name in ("train", "test")
+        }
+    )
+    both.save_to_disk(tmp_path / "both")
+    both["test"].save_to_disk(tmp_path / "one")
+    assert texts_of(tmp_path / "both") == [f"train {i}" for i in range(5)]
+    assert texts_of(f"{tmp_path}/both:test") == texts_of(tmp_path / "one") == [f"test {i}" for i in range(5)]
+    with pytest.raises(DataError, match="saved here: test, train"):
+        texts_of(f"{tmp_path}/both:validation")
+
+
+def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": f"row {i}"} for i in range(5)])
+    write_jsonl(tmp_path / "set" / "test.jsonl", [{"text": "other"}])
+    assert texts_of(f"hf:{tmp_path}/set") == [f"row {i}" for i in range(5)]
+    assert texts_of(f"hf:{tmp_path}/set:test") == ["other"]
+
+    local = datasets.load_dataset
+    asked = []
+
+    def load(*names, split):
+        asked.append((*names, split))
+        if names == ("org/name",):
+            raise datasets.exceptions.DatasetNotFoundError("not on the hub")
+        return local(str(tmp_path / "set"), split=split)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for name in ("name", "org/name:test", "org/name/config"):
+        assert texts_of(name)
+    expected = [("name", "train"), ("org/name", "test"), ("org", "name", "test"), ("org/name", "config", "train")]
+    assert asked == expected
+
+
+def test_prompt_and_response_become_an_example_that_ends_with_eos():
+    maker = ExampleMaker(DataConfig(prompt_field="q", response_field="a"), BYTES)
+    _, examples = maker.of({"q": "1+1?", "a": "2", "extra": None})
+    ((prompt, response),) = maker.encode(examples)
+    assert bytes(prompt.tolist()) == b"1+1?\n"
+    assert response.tolist() == [ord("2"), BYTES.eos_id]
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1?"},
+    {"role": "assistant", "content": "3"}, {"role": "user", "content": "thanks"},
+]  # fmt: skip
+OPENING = "System:\nBe brief.\n\nUser:\n1+1?\n\nAssistant:\n"
+
+
+def test_a_chat_learns_its_last_answer_or_each_in_a_plain_format_of_its_own():
+    def examples(turns):
+        return ExampleMaker(DataConfig(messages_field="m", turns=turns), BYTES).of({"m": CHAT})[1]
+
+    (last,) = examples("last")
+    assert (last.prompt, last.response) == (OPENING + "2\n\nUser:\n+1?\n\nAssistant:\n", "3")
+    first, second = examples("each")
+    assert (first.prompt, first.response) == (OPENING, "2")
+    assert second == last
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template=TEMPLATE):
+    base = train_bpe([prose(400)], 310)
+    backend = base.backend
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer.over(backend, "<|im_end|>", template)
+
+
+def test_a_chat_follows_the_tokenizers_template_and_ends_with_eos_once():
+    tokenizer = chat_tokenizer()
+    start, mask = (tokenizer.backend.token_to_id(t) for t in ("<|im_start|>", "<|mask_1|>"))
+    maker = ExampleMaker(DataConfig(messages_field="m"), tokenizer)
+    chat = [{"role": "user", "content": "say <|mask_1|>"}, {"role": "assistant", "content": "the tree"}]
+    _, examples = maker.of({"m": chat})
+    ((prompt, response),) = maker.encode(examples)
+    assert prompt.tolist().count(start) == 2
+    assert mask is not None
+    assert max(prompt.tolist()) < tokenizer.bos_id
+    assert tokenizer.decode(prompt) == "user\nsay <|mask_1|>\nassistant\n"
+    assert response.tolist() == [*tokenizer.encode("the tree"), tokenizer.eos_id]
+    assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
+
+
+def test_a_template_that_hides_where_the_response_begins_is_refused():
+    maker = ExampleMaker(DataConfig(messages_field="m"), chat_tokenizer("{{ messages | length }}"))
+    with pytest.raises(DataError, match="told apart"):
+        maker.of({"m": CHAT})
+
+
+def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": ',
+        b"",
+        b'{"text": "\xff"}',
+        b"[1]",
+        b'{"text": null}',
+        b'{"other": 1}',
+    ]
+    lines += [b'{"text": "\\ud800"}', b'{"text": "fine"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    for unit_bytes in (None, 20):
+        bad = Bad(limit=6)
+        assert texts_of(tmp_path / "a.jsonl", DataConfig(validation_share=0), unit_bytes, bad) == ["good", "fine"]
+        assert [(name, line) for name, line, _ in bad.first] == [("a.jsonl", n) for n in (2, 4, 5, 6, 7, 8)]
+        for (_, _, reason), word in zip(
+            bad.first, ("JSON", "UTF-8", "list", "null", "other", "surrogate"), strict=True
+        ):
+            assert word in reason
+
+
+def test_lines_that_are_not_utf8_are_left_out_of_text_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n" + "vier".encode("utf-16"))
+    bad = Bad(limit=2)
+    assert texts_of(tmp_path / "a.txt", bad=bad) == ["one\nthree"]
+    assert [(line, "UTF-8" in reason) for _, line, reason in bad.first] == [(2, True), (4, True)]
+
+
+def test_too_many_bad_lines_stop_the_preparation_and_name_the_setting(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents(50)])
+    path.write_bytes(path.read_bytes() + b"{\n{\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:51: not JSON.*--max-bad"):
+        prepare(str(path), out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"Bad lines or rows: 2, allowed by max_bad: 1"):
+        prepare(str(path), out=tmp_path / "out", settings=DataConfig(max_bad=1))
+    assert not (tmp_path / "out").exists()
+    prepared = prepare(str(path), out=tmp_path / "out", settings=DataConfig(max_bad=2))
+    assert prepared.manifest["bad"]["count"] == 2
+    assert "a.jsonl:51" in prepared.summary()
+    with pytest.raises(DataError, match="max_bad: 0"):
+        prepare(str(path), out=tmp_path / "out")
+
+
+def test_bad_rows_of_fine_tuning_data_are_named(tmp_path):
+    rows = [{"q": "a", "a": "b"}, {"q": 1, "a": "b"}, {"q": "a", "a": ""}, {"q": "only"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    settings = DataConfig(prompt_field="q", response_field="a", max_bad=3, validation_share=0)
+    bad = prepare(str(path), out=tmp_path / "out", settings=settings).manifest["bad"]
+    assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
+    chats = [{"m": CHAT}, {"m": "text"}, {"m": [{"role": "user"}]}, {"m": CHAT[:2]}]
+    path = write_jsonl(tmp_path / "b.jsonl", chats)
+    settings = DataConfig(messages_field="m", max_bad=3, validation_share=0)
+    bad = prepare(str(path), out=tmp_path / "chats", settings=settings).manifest["bad"]
+    assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
+
+
+def test_wrong_sources_are_refused_with_the_reason(tmp_path):
+    def write(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        return str(tmp_path / name)
+
+    (tmp_path / "nothing").mkdir()
+    row = json.dumps({"question": "q", "answer": "a"}).encode()
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "t.parquet")
+    cases = [
+        (str(tmp_path / "missing.txt"), {}, "no such file"),
+        ("missing.jsonl", {}, "no such file"),
+        (str(tmp_path / "*.txt"), {}, "no file matches"),
+        (str(tmp_path / "nothing"), {}, "holds no file"),
+        (write("a.md", b"x"), {}, r"\.jsonl\.gz"),
+        (write("empty.jsonl", b""), {}, "no text was found"),
+        (write("blank.jsonl", b"\n\n"), {}, "no text was found"),
+        (write("a.jsonl", row), {}, "no field 'text'; fields there: question, answer"),
+        (str(tmp_path / "t.parquet"), {}, "fields there: body"),
+        (write("b.jsonl", row), {"prompt_field": "question", "response_field": "x"}, "no field 'x'"),
+        (write("a.csv", b"x"), {"prompt_field": "q", "response_field": "a"}, "unknown kind"),
+        ("stdlib", {"messages_field": "m"}, "plain text"),
+        (write("broken.parquet", b"PAR1 no"), {}, "cannot read"),
+        (write("broken.arrow", b"ARROW1 no"), {}, "cannot read"),
+        (write("broken.jsonl.gz", b"\x1f\x8b no"), {}, "cannot read"),
+        (write("cut.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999)[:-20]), {}, "cannot read"),
+        ("no-such-name-anywhere", {}, "datasets cannot load it"),
+    ]
+    for number, (spec, settings, reason) in enumerate(cases):
+        with pytest.raises(DataError, match=reason):
+            prepare(spec, out=tmp_path / f"out{number}", settings=DataConfig(**settings))
+        assert not (tmp_path / f"out{number}").exists()
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(DataError, match="no source"):
+        prepare([], out=tmp_path / "out")
+
+
+def test_wrong_settings_are_refused_by_name():
+    for change in (
+        {"documents": "pages"}, {"turns": "first"}, {"validation_share": 1.0}, {"max_bad": -1},
+        {"prompt_field": "p"}, {"messages_field": "m", "prompt_field": "p", "response_field": "r"},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=next(iter(change))):
+            DataConfig(**change)
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
+    files, _ = examine(resolve(str(path), ALL), ALL, {})
+    (unit,) = units_of(files, ALL, cut_documents=True)
+    path.write_text(json.dumps({"text": "abcdef"}))
+    with pytest.raises(DataError, match="changed while"):
+        list(read_texts(unit.parts[0], ALL, Bad(0)))
+    Path(path).unlink()
+    with pytest.raises(DataError, match="cannot read"):
+        list(read_texts(unit.parts[0], ALL, Bad(0)))
+
+
+def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_with_bos():
+    windows = pack(["abcde", "fg", "hi"], BYTES, 5)
+    assert windows.tolist() == [[257, *b"abcd"], [257, *b"e", 256, *b"fg"], [257, 256, *b"hi", 256]]
+    with pytest.raises(DataError, match="fewer than one window"):
+        pack(["ab"], BYTES, 9)
