@@ -11,7 +11,7 @@ import torch
 
 import dcdm
 from dcdm.model.transformer import build
-from dcdm.training.loop import TrainConfig, train
+from dcdm.training.loop import TrainConfig, train_windows
 
 STORED = Path(__file__).parent / "data" / "curves.json"
 DEBUG = [name for name in dcdm.presets() if "debug" in name]
@@ -28,7 +28,7 @@ def curve(name: str) -> list[float]:
     losses: list[float] = []
     settings = TrainConfig(steps=20, batch_size=4, learning_rate=1e-3, warmup_steps=5)
     model = build(dcdm.preset(name), seed=0)
-    train(model, arithmetic_text(64, 64), settings, on_step=lambda report: losses.append(report.loss))
+    train_windows(model, arithmetic_text(64, 64), settings, on_step=lambda report: losses.append(report.loss))
     return losses
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import tiny
 from dcdm.config import ObjectiveConfig
-from dcdm.diffusion import objectives
-from dcdm.diffusion.objectives import Batch, Loss, loss
+from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
 from dcdm.keys import Key
+from dcdm.model import head
 from dcdm.model.chunking import update_bias
 from dcdm.model.transformer import Model
 from dcdm.training import parallel
@@ -49,33 +46,15 @@ def batch_of(step: int, rows: Tensor) -> Batch:
 # --- the loss, taken apart and weighted so that its sum over ranks is the loss of the global batch ----------------
 
 
-def expert_balance(logits: list[Tensor], experts_per_token: int, counted: Tensor | None = None, *, world: World):
-    """`load_balancing_loss` as this rank's share of the global batch: a product of means needs global shares."""
-    kept = [part if counted is None else part[counted] for part in logits]
-    probability = torch.cat(kept).softmax(dim=-1)
-    num_experts = probability.shape[-1]
-    chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).sum(0)
-    chosen = parallel.sum_over_ranks(chosen, world)
-    size = parallel.sum_over_ranks(torch.tensor(len(probability)), world)
-    return num_experts * (chosen / size * probability.sum(0) / size).sum()
-
-
 def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
-    result = loss(model, batch, key, OBJECTIVE)
-    share = result.total
-    for weight, part in ((0.1, result.chunk_loss), (0.1, result.moe_loss)):
-        share = share if part is None else share - weight * part
-    share = share * result.tokens / parallel.sum_over_ranks(result.tokens, world)
-    if result.chunk_loss is not None:  # a mean over sequences
-        share = share + 0.1 * result.chunk_loss * len(batch.rows) / ROWS
-    if result.moe_loss is not None:  # a share already
-        share = share + 0.1 * result.moe_loss
-    return replace(result, total=share)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return parallel.sum_over_ranks(x, world)
+
+    tokens = total(visibility(model, batch, key, OBJECTIVE)[0].sum())
+    return loss(model, batch, key, OBJECTIVE, Whole(tokens, ROWS, total=total))
 
 
 def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
-    if sharded_loss:
-        objectives.load_balancing_loss = functools.partial(expert_balance, world=world)
     model = parallel.shard(tiny.model(kind), world)
     optimizer = adamw(model, TRAIN)
     norms = []
@@ -139,7 +118,7 @@ def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[
 
 def backward_checks(world: World) -> dict[str, Any]:
     # ranks hold different numbers of masked tokens: let them compute their logits in different numbers of slices
-    objectives.HEAD_SLICE = 3
+    head.SLICE_BYTES = 3 * 4 * 23
     found: dict[str, Any] = {}
     for kind in ("ar", "mdlm", *KINDS):
         found[kind] = [backward_in_micro_batches(world, kind, sync_each) for sync_each in (True, False)]

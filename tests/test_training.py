@@ -9,7 +9,7 @@ from dcdm.config import ConfigError
 from dcdm.data.packing import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.model.transformer import build
-from dcdm.training.loop import TrainConfig, adamw, learning_rate, train
+from dcdm.training.loop import TrainConfig, adamw, learning_rate, train_windows
 
 
 def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
@@ -34,7 +34,7 @@ def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
     for name in ("dcdm-debug", "dcdm-debug-causal"):
         model = build(dcdm.preset(name), seed=0)
         reports = []
-        train(model, windows, TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5),
+        train_windows(model, windows, TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5),
               on_step=reports.append)  # fmt: skip
         assert sum(r.nll for r in reports[-5:]) < 0.75 * sum(r.nll for r in reports[:5])
         assert bool(model.chunking.balance_bias.any()) == (name == "dcdm-debug")
@@ -48,7 +48,7 @@ def test_training_repeats_bit_for_bit_from_its_seed():
     results = []
     for _ in range(2):
         model = build(dcdm.preset("dcdm-debug-causal"), seed=3)
-        train(model, windows, TrainConfig(steps=3, batch_size=4, seed=9))
+        train_windows(model, windows, TrainConfig(steps=3, batch_size=4, seed=9))
         results.append(model.state_dict())
     assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
 
@@ -58,7 +58,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_names_the_step():
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
     with pytest.raises(FloatingPointError, match="step 0"):
-        train(model, pack(["abc " * 200], byte_tokenizer(), 17), TrainConfig(steps=3, batch_size=4))
+        train_windows(model, pack(["abc " * 200], byte_tokenizer(), 17), TrainConfig(steps=3, batch_size=4))
 
 
 def test_wrong_training_settings_are_refused_by_name():

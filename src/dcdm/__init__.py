@@ -6,6 +6,9 @@ Settings and presets load at once; whatever needs PyTorch loads on first use, so
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from dcdm.diffusion.objectives import Batch, loss
     from dcdm.model import masks
     from dcdm.model.transformer import build
+    from dcdm.training.loading import load_model as load
 
 __version__ = "0.1.0"
 
@@ -26,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "build",
+    "load",
     "loss",
     "masks",
     "preset",
@@ -37,6 +42,7 @@ _HOMES = {
     "build": "dcdm.model.transformer",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
+    "load": "dcdm.training.loading",
     "loss": "dcdm.diffusion.objectives",
     "score": "dcdm.diffusion.likelihood",
 }
@@ -46,7 +52,34 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dcdm' has no attribute {name!r}")
     home = importlib.import_module(_HOMES[name])
-    return home if name == "masks" else getattr(home, name)
+    if name == "masks":
+        return home
+    return getattr(home, "load_model" if name == "load" else name)
+
+
+class _AfterTransformers(importlib.abc.MetaPathFinder):
+    """Registers the Auto classes as soon as `transformers` is there, without importing it for those who do not."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name == "transformers.models.auto.modeling_auto" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                load = spec.loader.exec_module
+
+                def load_and_register(module: Any) -> None:
+                    load(module)
+                    importlib.import_module("dcdm.hub")
+
+                spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+            return spec
+        return None
+
+
+if "transformers.models.auto.modeling_auto" in sys.modules:
+    importlib.import_module("dcdm.hub")
+else:
+    sys.meta_path.insert(0, _AfterTransformers())
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Union
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
 
 from tyro.conf import Positional
 
@@ -58,6 +60,116 @@ def presets(json: bool = False) -> None:
     Console().print(table)
 
 
+def train(
+    preset: str | None = None,
+    run: Path = Path("runs/default"),
+    data: tuple[str, ...] | None = None,
+    tokenizer: str | None = None,
+    validation: tuple[str, ...] | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    micro_batch: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    evaluate_every: int | None = None,
+    init: str | None = None,
+    config: Path | None = None,
+    set: tuple[str, ...] = (),
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dry_run: bool = False,
+) -> None:
+    """Train a model, or go on with the run in a folder.
+
+    Settings come from the preset, then the YAML file, then flags; the resolved ones are kept in the run folder
+    and start the same run again. Under torchrun, the same command runs on many devices:
+    torchrun --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 …
+
+    Args:
+        preset: A name that `dcdm presets` lists; not needed to go on with a run.
+        run: The run's folder; if there is a run in it, it goes on.
+        data: Text to train on: stdlib, files, patterns, a hub data set, or a folder of `dcdm data prepare`.
+        tokenizer: bytes, bpe:N, a folder, or a hub name.
+        validation: Sources of the validation split; without them a share is held out.
+        steps: Optimizer steps.
+        batch_size: Windows of one optimizer step, over all devices.
+        micro_batch: Windows of one pass on one device.
+        learning_rate: Peak learning rate.
+        seed: Seed of the weights, the data order and the noise.
+        checkpoint_every: Steps between checkpoints.
+        evaluate_every: Steps between evaluations on the validation split.
+        init: Start weights: a run, an exported folder, or a local Qwen3 folder of transformers.
+        config: A YAML file of settings.
+        set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
+        device: Where to compute.
+        dry_run: Print what the run would cost, without starting it.
+    """
+    from dcdm.training.command import run as start
+    from dcdm.viewing.pictures import chunk_picture
+
+    changes = {
+        "data.sources": data, "data.tokenizer": tokenizer, "data.validation": validation, "train.steps": steps,
+        "train.batch_size": batch_size, "train.micro_batch": micro_batch, "train.learning_rate": learning_rate,
+        "train.seed": seed, "checkpoint_every": checkpoint_every, "evaluate_every": evaluate_every, "init": init,
+    }  # fmt: skip
+    given = {name: value for name, value in changes.items() if value is not None} | _assignments(set)
+    code = start(preset, run, file=config, changes=given, device=device, dry_run=dry_run, picture=chunk_picture)
+    sys.exit(code)
+
+
+def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Values of name=value, read as YAML."""
+    import yaml
+
+    from dcdm.config import ConfigError
+
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write it as name=value")
+        values[name] = yaml.safe_load(value)
+    return values
+
+
+def export(source: Annotated[Path, Positional], folder: Annotated[Path, Positional], average: bool = True) -> None:
+    """Write a trained model as a folder that Hugging Face tools load.
+
+    Args:
+        source: A run folder or a checkpoint in it.
+        folder: The folder to write; it must not exist.
+        average: Take the averaged weights where the run kept any.
+    """
+    from dcdm.exporting import export as write
+
+    write(source, folder, average=average)
+    print(f"{folder}: written; `dcdm verify {folder}` checks it")
+
+
+def verify(path: Annotated[Path, Positional], json: bool = False) -> None:
+    """Check a run, a checkpoint or an exported folder: checksums, finite weights, leaks, reload equality.
+
+    Args:
+        path: The folder.
+        json: Print one JSON object.
+    """
+    from dcdm.exporting import verify as checks
+
+    found = {}
+    for check in checks(path):
+        found[check.name] = check.problems
+        if not json:
+            print("FAIL" if check.problems else "ok  ", check.name)
+            for problem in check.problems:
+                print("    ", problem)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found))
+    if any(found.values()):
+        sys.exit(1)
+
+
 def bench(
     subject: Annotated[str, Positional],
     repeats: int = 3,
@@ -66,6 +178,7 @@ def bench(
     compare: str | None = None,
     json: bool = False,
     out: str | None = None,
+    plot: Path | None = None,
 ) -> None:
     """Measure a part of the system against its literal version, in the same run.
 
@@ -80,10 +193,11 @@ def bench(
         compare: An earlier run's JSON file, to show its medians beside the new ones.
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
+        plot: Draw time and memory against length into this PNG.
     """
     from dcdm.bench.command import run
 
-    run(subject, repeats, threads, memory, compare, json, out)
+    run(subject, repeats, threads, memory, compare, json, out, plot)
 
 
 Commands = dict[str, Callable[..., None] | tuple[str, "Commands"]]
@@ -113,6 +227,9 @@ def main(arguments: list[str] | None = None) -> None:
     commands: Commands = {
         "demo": demo,
         "presets": presets,
+        "train": train,
+        "export": export,
+        "verify": verify,
         "bench": bench,
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
     }
@@ -129,3 +246,9 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("dcdm: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        # the package's own errors say what to do; anything else is a defect and shows where it happened
+        if not type(error).__module__.startswith("dcdm.") or "DCDM_DEBUG" in os.environ:
+            raise
+        print(f"dcdm: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -21,7 +21,7 @@ from dcdm.keys import Key
 from dcdm.model.chunking import max_violation
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
-from dcdm.training.loop import StepReport, TrainConfig, train
+from dcdm.training.loop import StepReport, TrainConfig, train_windows
 
 SNIPPET = "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
@@ -65,7 +65,7 @@ def _train(
             if not console.is_terminal and report.step % 50 == 0:
                 console.print(f"step {report.step:4d}  loss {report.nll:.3f}  MaxVio {report.max_violation:.2f}")
 
-        train(model, windows, settings, ObjectiveConfig(), on_step)
+        train_windows(model, windows, settings, ObjectiveConfig(), on_step)
     return reports, time.perf_counter() - started
 
 

@@ -17,8 +17,9 @@ TARGETS = ("attention", "chunking", "step", "routing", "draws")
 
 
 def run(
-    subject: str, repeats: int, threads: int, memory: bool | None, compare: str | None, json: bool, out: str | None
-) -> None:
+    subject: str, repeats: int, threads: int, memory: bool | None, compare: str | None, json: bool,
+    out: str | None, plot: Path | None,
+) -> None:  # fmt: skip
     """Measure a subject, or with `targets` all those that have a goal; table to the terminal, JSON on request."""
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
@@ -35,12 +36,19 @@ def run(
         for case in cases_of(name):
             with_memory = name in MEMORY_MATTERS if memory is None else memory
             rows += measure(name, case, repeats, with_memory, say)
+            if not sys.stderr.isatty():
+                said = ", ".join(f"{row.path} {row.median:.3g} s" for row in rows if row.case == case.name)
+                print(f"{name} {case.name}: {said}", file=sys.stderr, flush=True)
     say("")
     if not json:
         print_table(rows, earlier)
     line = to_json(rows)
     if json:
         print(line)
+    if plot:
+        from dcdm.bench.plot import scaling
+
+        scaling(rows, plot)
     if out:
         Path(out).write_text(line + "\n")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -78,13 +77,20 @@ def peak_memory(subject: str, case: str, path: str) -> float:
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+def forget_peak() -> float:
+    """Let the kernel measure the peak anew from here; megabytes resident now. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
 
 
 def peak_megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    """Largest resident size since `forget_peak`."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**10
 
 
 def environment() -> dict[str, object]:
@@ -124,7 +130,7 @@ def print_table(rows: list[Row], earlier: dict[tuple[str, str, str], float]) -> 
             before = earlier.get((row.subject, row.case, row.path))
             cells.append("" if before is None else f"{before:.4g}")
         table.add_row(*cells)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 
 def read_earlier(path: str) -> dict[tuple[str, str, str], float]:

@@ -6,16 +6,16 @@ import sys
 
 import torch
 
-from dcdm.bench.harness import peak_megabytes, resident_megabytes
+from dcdm.bench.harness import forget_peak, peak_megabytes
 from dcdm.bench.subjects import find_case
 
 
 def main(subject: str, case: str, path: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     run = find_case(subject, case).paths[path]()
-    before = resident_megabytes()
+    before = forget_peak()
     run()
-    print(max(0.0, peak_megabytes() - before))
+    print(peak_megabytes() - before)
 
 
 if __name__ == "__main__":

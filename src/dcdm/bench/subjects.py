@@ -74,7 +74,9 @@ def attention(length: int, target: float | None = None) -> Case:
 
         return make
 
-    paths = {"production": path("sdpa-tiled"), "dense SDPA": path("sdpa")}
+    paths = {"production": path("sdpa-tiled")}
+    if length <= 2 * LITERAL_FITS:
+        paths["dense SDPA"] = path("sdpa")
     if length <= LITERAL_FITS:
         paths["literal"] = path("reference")
     return Case(f"L={length}", paths, ("dense SDPA", "literal"), target)
@@ -260,9 +262,9 @@ SUBJECTS: dict[str, Callable[[], list[Case]]] = {
     "head": lambda: [head(1024)],
     "moe": lambda: [moe(2048)],
     "scaling": lambda: [
-        *(replace(step(n), name=f"step L={n}") for n in (512, 1024, 2048, 4096)),
+        *(replace(attention(n), name=f"attention L={n}") for n in (512, 1024, 2048, 4096, 8192)),
         *(replace(chunking(n), name=f"chunking L={n}") for n in (512, 1024, 2048, 4096, 8192)),
-        *(replace(attention(n), name=f"attention L={n}") for n in (512, 1024, 2048, 4096)),
+        *(replace(step(n), name=f"step L={n}") for n in (512, 1024, 2048, 4096)),
     ],
 }
 MEMORY_MATTERS = ("chunking", "step", "head", "scaling")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,3 +31,17 @@ def pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Tensor:
     windows = np.full((count, length), tokenizer.bos_id, dtype=np.int64)
     windows[:, 1:] = stream[: count * (length - 1)].reshape(count, length - 1)
     return torch.from_numpy(windows)
+
+
+class InMemory:
+    """Windows (N, L) as a data set for `dcdm.data.loading.loader`."""
+
+    def __init__(self, windows: Tensor, identity: str = "in memory") -> None:
+        self.windows, self.identity = windows, identity
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.windows[index]
+        return {"tokens": tokens, "prompt": torch.zeros_like(tokens, dtype=torch.bool), "index": index}

@@ -5,6 +5,7 @@ B batch   L positions   V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,14 +37,30 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The global batch that a micro-batch on one rank is a part of."""
+
+    tokens: Tensor
+    """Free tokens of the whole step, over all ranks and micro-batches."""
+    rows: int
+    """Sequences of the whole step."""
+    micro_steps: int = 1
+    total: Callable[[Tensor], Tensor] = lambda x: x
+    """Sums over ranks."""
+
+
+@dataclass(frozen=True)
 class Loss:
-    """`total` is what to minimise; the rest is for reports and for the balance bias."""
+    """`total` is what to minimise; the rest is for reports and for the balance bias.
+
+    For a part of a `Whole`, all losses are this part's share: they add up over ranks and micro-batches.
+    """
 
     total: Tensor
     nll: Tensor
     """Weighted cross-entropy per free token: a NELBO estimate where no chunk was set to t = 1."""
     tokens: Tensor
-    """Free tokens, the denominator of `nll`."""
+    """Free tokens of this batch."""
     chunk_loss: Tensor | None = None
     moe_loss: Tensor | None = None
     counts: Tensor | None = None
@@ -55,23 +72,43 @@ def loss(
     batch: Batch,
     generator: Key | torch.Generator | int,
     settings: ObjectiveConfig | None = None,
+    whole: Whole | None = None,
 ) -> Loss:
     """The kind's training loss on one batch.
 
     `generator` is the step's `Key`, a seed, or a `torch.Generator`; all randomness follows from it and from
-    `batch.rows`, so that splitting a batch over processes changes nothing.
+    `batch.rows`, so that splitting a batch over processes changes nothing. Without `whole` the batch is all
+    there is.
     """
     settings = settings or ObjectiveConfig()
-    if model.config.kind == "ar":
-        return _next_token(model, batch, settings)
     key = Key.of(generator)
-    sample = draw(model, batch, key, settings)
-    encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
-    where, tokens = sample.masked, sample.free.sum()
-    targets = batch.tokens.expand_as(where) if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
-    total = weighted_nll(encoded.states[where], model.head_weight(), targets[where], sample.weight[where])
-    nll = total / (settings.noise_draws * tokens.clamp(min=1))
-    return _with_balance(model, batch, key, settings, encoded, nll, tokens)
+    if model.config.kind == "ar":
+        free = visibility(model, batch, key, settings)[0][:, 1:]
+        encoded = model.encode(batch.tokens)
+        states, targets = encoded.states[:, :-1][free], batch.tokens[:, 1:][free]
+        weight = torch.ones_like(targets)
+    else:
+        sample = draw(model, batch, key, settings)
+        encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
+        where, free = sample.masked, sample.free
+        clean = batch.tokens if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
+        states, targets, weight = encoded.states[where], clean[where], sample.weight[where]
+    tokens = free.sum()
+    whole = whole or Whole(tokens, rows=len(batch.tokens))
+    summed = weighted_nll(states, model.head_weight(), targets, weight)
+    passes = 1 if model.config.kind == "ar" else settings.noise_draws
+    nll = summed / (passes * whole.tokens.clamp(min=1))
+    return _with_balance(model, batch, key, settings, encoded, nll, tokens, whole)
+
+
+def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+    """Free and visible positions of a training batch, random prompts included: two (B, L) bool."""
+    sets = model.sets(batch.tokens, batch.prompt)
+    if model.config.kind == "ar":
+        return sets.free, sets.visible
+    spans = noise.visible_spans(key, _rows(batch)[0], sets.free.cpu(), settings.prompt_share)
+    spans = spans.to(batch.tokens.device)
+    return sets.free & ~spans, sets.visible | spans
 
 
 @dataclass(frozen=True)
@@ -92,10 +129,7 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     """Which positions of `batch` are visible, masked and with what weight, and its partition."""
     tokens = batch.tokens
     rows, num_rows = _rows(batch)
-    sets = model.sets(tokens, batch.prompt)
-    spans = noise.visible_spans(key, rows, sets.free.cpu(), settings.prompt_share).to(tokens.device)
-    prompt = sets.visible | spans
-    free = sets.free & ~spans
+    free, prompt = visibility(model, batch, key, settings)
     if model.config.routes_from_noise:
         if settings.noise_draws > 1:
             raise ConfigError(
@@ -112,26 +146,15 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     return Sample(masked.to(tokens.device), weight.to(tokens.device), free, prompt, ids)
 
 
-def _next_token(model: Model, batch: Batch, settings: ObjectiveConfig) -> Loss:
-    sets = model.sets(batch.tokens, batch.prompt)
-    encoded = model.encode(batch.tokens)
-    counted = sets.free[:, 1:]
-    tokens = counted.sum()
-    targets = batch.tokens[:, 1:][counted]
-    total = weighted_nll(encoded.states[:, :-1][counted], model.head_weight(), targets, torch.ones_like(targets))
-    return _with_balance(model, batch, None, settings, encoded, total / tokens.clamp(min=1), tokens)
-
-
 def _with_balance(
-    model: Model, batch: Batch, key: Key | None, settings: ObjectiveConfig,
-    encoded: Encoded, nll: Tensor, tokens: Tensor,
+    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig,
+    encoded: Encoded, nll: Tensor, tokens: Tensor, whole: Whole,
 ) -> Loss:  # fmt: skip
     """Add the auxiliary losses to the cross-entropy and count the chunks."""
     config, total = model.config, nll
     counted = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id)
     chunk_loss = moe_loss = counts = None
     if config.kind == "dcdm":
-        assert key is not None
         assert config.num_chunks is not None
         assert encoded.chunk_ids is not None
         assert encoded.router_scores is not None
@@ -141,9 +164,11 @@ def _with_balance(
             r = encoded.router_scores
             gumbel = key.fold("gumbel").gumbel_rows(_rows(batch)[0], *r.shape[1:]).to(r)
             chunk_loss = sequence_balance_loss(r, counted, gumbel, settings.chunk_loss_eps)
+            chunk_loss = chunk_loss * (len(batch.tokens) / whole.rows)
             total = total + weight * chunk_loss
     if config.moe is not None:
-        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token)
+        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, whole.total)
+        moe_loss = moe_loss / whole.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
     return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)
 

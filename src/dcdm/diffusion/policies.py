@@ -108,6 +108,27 @@ def predict(model: Model, z: Tensor, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def current_ids(model: Model, z: Tensor, prompt: Tensor | None = None) -> Tensor:
+    """The order of the positions of a partly filled canvas, for `Model.denoise`: (B, L).
+
+    Chunks are formed one after the other from what is revealed; the first that holds a MASK is the active one,
+    and whatever is not yet routed comes after it.
+    """
+    config, sets = model.config, model.sets(z, prompt)
+    route_next = router_of(model, sets)
+    shown = z != config.mask_id
+    revealed = sets.real & ~sets.free if not config.routes_from_noise else sets.real & shown
+    route = Route(routing.label(sets.free, sets.real, torch.zeros_like(z)), torch.zeros_like(revealed))
+    while True:
+        seen = z.masked_fill(~revealed, config.mask_id)
+        route = route_next(seen if not config.routes_from_noise else z, revealed, route)
+        full = route.active.any(dim=-1) & (shown | ~route.active).all(dim=-1)
+        if config.kind == "ar" or config.routes_from_noise or not bool(full.any()):
+            return route.ids
+        revealed = revealed | (route.active & full[:, None])
+
+
+@torch.no_grad()
 def walk(
     model: Model,
     z: Tensor,

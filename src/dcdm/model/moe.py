@@ -7,6 +7,8 @@ Dropless matters beyond quality: dropping tokens by capacity would couple tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,19 +83,22 @@ class SparseMoE(nn.Module):
         weight_tk, expert_tk = logits_te.softmax(dim=-1, dtype=_at_least_fp32(x)).topk(self.experts_per_token)
         routed_td = self.experts(x_td, expert_tk, weight_tk.to(x.dtype))
         shared_td = self.shared_expert_gate(x_td).sigmoid() * self.shared_expert(x_td)[0]
-        return (routed_td + shared_td).view_as(x), logits_te.unflatten(0, x.shape[:-1])
+        return (routed_td + shared_td).view_as(x), logits_te.reshape(*x.shape[:-1], -1)
 
 
 def _at_least_fp32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def load_balancing_loss(logits: list[Tensor], experts_per_token: int) -> Tensor:
+def load_balancing_loss(
+    logits: list[Tensor], experts_per_token: int, total: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
     """E · Σ_{choice, e} (share of tokens whose choice-th expert is e) · (mean probability of e).
 
-    `logits` holds one (T, E) tensor per layer, padding left out; tokens of all layers count alike.
+    `logits` holds one (T, E) tensor per layer, padding left out; tokens of all layers count alike. `total` sums
+    over ranks; then this is the rank's share of the loss over all of their tokens.
     """
     probability = torch.cat(logits).softmax(dim=-1, dtype=_at_least_fp32(logits[0]))
-    num_experts = probability.shape[-1]
+    number, num_experts = total(probability.new_tensor(len(probability))), probability.shape[-1]
     chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).to(probability.dtype)
-    return num_experts * (chosen.mean(0) * probability.mean(0)).sum()
+    return num_experts * (total(chosen.sum(0)) / number * probability.sum(0) / number).sum()

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import layout, masks, routing
@@ -120,6 +121,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.backend = "auto"
+        self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.chunking = ChunkingAttention(config) if config.kind == "dcdm" else None
@@ -331,7 +333,11 @@ class Model(nn.Module):
         return self._block(0, h_bsd, plan, self._rotary(plan, h_bsd))
 
     def _block(self, number: int, h_bsd: Tensor, plan: Plan, rotary: Rotary) -> tuple[Tensor, list[Tensor]]:
-        h_bqd, gate_logits = self.layers[number](h_bsd, rotary, plan.ready(h_bsd.dtype))
+        arguments = (h_bsd, rotary, plan.ready(h_bsd.dtype))
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            h_bqd, gate_logits = checkpoint(self.layers[number], *arguments, use_reentrant=False)
+        else:
+            h_bqd, gate_logits = self.layers[number](*arguments)
         if gate_logits is None:
             return h_bqd, []
         return h_bqd, [gate_logits[plan.slots.chunk[:, : plan.num_queries] >= 0]]

@@ -1,98 +1,225 @@
-"""The training loop, top to bottom: batch, loss, backward, step, balance."""
+"""The training loop, top to bottom: batches, losses, gradients, step, balance, evaluation, checkpoint."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dcdm.config import ConfigError, ObjectiveConfig
-from dcdm.data.ordering import sample_indices
-from dcdm.diffusion.objectives import Batch, loss
+from dcdm.config import ObjectiveConfig
+from dcdm.data.loading import Loader
+from dcdm.data.loading import loader as make_loader
+from dcdm.data.packing import InMemory
+from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
+from dcdm.training.checkpoint import Checkpointer, TrainState
+from dcdm.training.parallel import World, any_true, clip_gradients, run, shard, sum_over_ranks, sync_gradients
+from dcdm.training.settings import TrainConfig
+
+Evaluate = Callable[[Model, int], Mapping[str, float]]
+"""(model, steps done) → figures; called by all ranks."""
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """How long and how fast to train; the defaults are the paper's."""
+class NotFinite(FloatingPointError):
+    """A loss or gradient is not finite; the optimizer has not moved."""
 
-    steps: int = 500_000
-    batch_size: int = 128
-    learning_rate: float = 3e-4
-    warmup_steps: int = 2_500
-    betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate={self.learning_rate} must be above 0")
+    def __init__(self, step: int, part: str, batches: list[Batch]) -> None:
+        super().__init__(f"step {step}: {part} is not finite; lower learning_rate, or look at the batch kept")
+        self.step, self.part, self.batches = step, part, batches
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step measured."""
+    """What one optimizer step measured, over all ranks."""
 
     step: int
     loss: float
     nll: float
     gradient_norm: float
     learning_rate: float
-    chunk_counts: Tensor | None
-    """N_k over the batch (K,), where the model has chunks."""
+    tokens: int
+    """Free tokens of the step."""
+    chunk_loss: float | None = None
+    moe_loss: float | None = None
+    chunk_counts: Tensor | None = None
+    """N_k over the step (K,), where the model has chunks."""
 
     @property
     def max_violation(self) -> float | None:
         return None if self.chunk_counts is None else float(max_violation(self.chunk_counts))
 
 
+@dataclass
+class Hooks:
+    """What the loop tells and asks; the defaults do nothing."""
+
+    on_resume: Callable[[int], None] = lambda step: None
+    on_step: Callable[[StepReport], None] = lambda report: None
+    on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, figures: None
+    should_stop: Callable[[], bool] = lambda: False
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Kept in every checkpoint."""
+
+
 def train(
+    model: Model,
+    loader: Loader,
+    settings: TrainConfig,
+    objective: ObjectiveConfig | None = None,
+    *,
+    world: World | None = None,
+    hooks: Hooks | None = None,
+    checkpointer: Checkpointer | None = None,
+    checkpoint_every: int = 1_000,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int = 1_000,
+) -> int:
+    """Train `model` in place, going on from the newest checkpoint if there is one; returns the steps done.
+
+    Every random choice follows from `settings.seed`. Fewer than `settings.steps` steps are returned when
+    `hooks.should_stop` said so on any rank; everything is saved then.
+    """
+    objective, world, hooks = objective or ObjectiveConfig(), world or World(), hooks or Hooks()
+    model = shard(model, world)
+    if settings.compile:
+        model.compile_blocks()
+    model.activation_checkpointing = settings.activation_checkpointing
+    optimizer = adamw(model, settings)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()} if settings.ema_decay else {}
+    state = TrainState(model, optimizer, {"ema": average} if average else {})
+    step = _resume(state, loader, checkpointer)
+    hooks.on_resume(step)
+    key, bias_rate = Key(settings.seed), objective.bias_rate_for(model.config)
+    batches = _batches(loader, world)
+    figures: Mapping[str, float] = {}
+
+    while step < settings.steps:
+        micro = next(batches)
+        report = _gradients(model, micro, key.fold("noise", step), objective, world, step, settings)
+        rate = learning_rate(step, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        if model.chunking is not None and bias_rate > 0:
+            assert report.chunk_counts is not None
+            update_bias(model.chunking.balance_bias, report.chunk_counts, bias_rate)
+        _update_average(average, model, settings.ema_decay)
+        step += 1
+        hooks.on_step(report)
+
+        stop = any_true(hooks.should_stop(), world)
+        last = stop or step == settings.steps
+        if evaluate is not None and not stop and (step % evaluate_every == 0 or last):
+            figures = evaluate(model, step)
+            hooks.on_evaluation(step, figures)
+        if checkpointer is not None and (step % checkpoint_every == 0 or last):
+            state.record = {"loader": loader.state_dict(), "settings": hooks.settings}
+            checkpointer.save(step, state, figures, wait=last)
+        if stop:
+            break
+    return step
+
+
+def train_windows(
     model: Model,
     windows: Tensor,
     settings: TrainConfig,
     objective: ObjectiveConfig | None = None,
     on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> None:
-    """Train `model` in place on `windows` (N, L); every random choice follows from `settings.seed`."""
-    objective = objective or ObjectiveConfig()
-    optimizer = adamw(model, settings)
-    key = Key(settings.seed)
-    bias_rate = objective.bias_rate_for(model.config)
-    for step in range(settings.steps):
-        index = sample_indices(key, step, settings.batch_size, len(windows))
-        result = loss(model, Batch(windows[index], index=index), key.fold("noise", step), objective)
-        if not bool(torch.isfinite(result.total)):
-            raise FloatingPointError(f"the loss of step {step} is {result.total.item()}; lower learning_rate")
+    """Train in place on windows (N, L) held in memory, in one process, without checkpoints."""
+    batches = make_loader(InMemory(windows), seed=settings.seed, global_batch=settings.batch_size)
+    train(model, batches, settings, objective, hooks=Hooks(on_step=on_step))
 
-        rate = learning_rate(step, settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        result.total.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
 
-        counts = None if result.counts is None else result.counts.sum(dim=0)
-        if model.chunking is not None and bias_rate > 0:
-            assert counts is not None
-            update_bias(model.chunking.balance_bias, counts, bias_rate)
-        on_step(StepReport(step, result.total.item(), result.nll.item(), float(norm), rate, counts))
+def _gradients(
+    model: Model, micro: list[Batch], key: Key, objective: ObjectiveConfig, world: World, step: int,
+    settings: TrainConfig,
+) -> StepReport:  # fmt: skip
+    """Leave the clipped gradient of the global batch in the model; raises before the optimizer moves."""
+
+    def total(x: Tensor) -> Tensor:
+        return sum_over_ranks(x, world)
+
+    free = [visibility(model, batch, key, objective)[0] for batch in micro]
+    counted = [f[:, 1:] if model.config.kind == "ar" else f for f in free]
+    tokens = total(torch.stack([f.sum() for f in counted]).sum())
+    whole = Whole(tokens, settings.batch_size, len(micro), total)
+    model.zero_grad(set_to_none=True)
+    parts: list[Loss] = []
+    for number, batch in enumerate(micro):
+        sync_gradients(model, number == len(micro) - 1)
+        with autocast(world):
+            part = run(model, loss, model, batch, key, objective, whole)
+        part.total.backward()
+        parts.append(part)
+    norm = clip_gradients(model, settings.clip)
+
+    names = ("total", "nll", "chunk_loss", "moe_loss")
+    sums = {n: total(torch.stack([getattr(p, n).detach() for p in parts]).sum()).item()
+            for n in names if getattr(parts[0], n) is not None}  # fmt: skip
+    for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
+        if not math.isfinite(value):
+            raise NotFinite(step, "the loss" if name == "total" else name, micro)
+    counts = None
+    if parts[0].counts is not None:
+        counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
+    rate = learning_rate(step, settings)
+    return StepReport(
+        step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
+        sums.get("chunk_loss"), sums.get("moe_loss"), counts,
+    )  # fmt: skip
+
+
+def _resume(state: TrainState, loader: Loader, checkpointer: Checkpointer | None) -> int:
+    resumed = checkpointer.resume(state) if checkpointer is not None else None
+    if resumed is None:
+        return 0
+    loader.load_state_dict(resumed.record["loader"])
+    return resumed.step
+
+
+def _batches(loader: Loader, world: World) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, on this rank's device."""
+    steps = iter(loader)
+    while True:
+        group = list(itertools.islice(steps, loader.micro_steps))
+        yield [_on_device(batch, world.device) for batch in group]
+
+
+def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
+    moved: dict[str, Any] = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
+    return Batch(**moved)
+
+
+def autocast(world: World) -> AbstractContextManager[Any]:
+    """bf16 on a single GPU; shards bring their own types, and the CPU computes in fp32."""
+    if world.device.type == "cuda" and world.size == 1:
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()
+
+
+@torch.no_grad()
+def _update_average(average: dict[str, Tensor], model: Model, decay: float) -> None:
+    for name, parameter in model.named_parameters() if average else ():
+        average[name].lerp_(parameter, 1 - decay)
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to 0."""
+    """Linear warm-up, then the schedule."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        decay = max(1, round(settings.decay_share * settings.steps))
+        return settings.learning_rate * min(1.0, (settings.steps - step) / decay)
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
@@ -104,8 +231,5 @@ def adamw(model: Model, settings: TrainConfig) -> torch.optim.AdamW:
     for name, parameter in model.named_parameters():
         is_plain = parameter.ndim < 2 or name.startswith("embed_tokens")
         (plain if is_plain else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.adam_eps)

@@ -1,0 +1,178 @@
+"""What a run shows and writes: a live line, metrics.jsonl, timing.jsonl, TensorBoard, and wandb where asked.
+
+metrics.jsonl holds what the run computes and is the same for a run that was interrupted and one that was not;
+timing.jsonl holds what the machine did.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dcdm.arithmetic import H800_BF16, bill
+from dcdm.config import ConfigError
+from dcdm.data.files import write_whole
+from dcdm.training.loop import StepReport
+from dcdm.training.settings import RunConfig
+
+Picture = Callable[[], Any]
+"""Gives an image (H, W, 3) of bytes."""
+
+
+class Recorder:
+    """Of the main process only. `on_resume` must come first: it drops what lies beyond the step resumed from."""
+
+    def __init__(self, folder: Path, config: RunConfig, console: Console, picture: Picture | None = None) -> None:
+        self.folder, self.config, self.console, self.picture = folder, config, console, picture
+        self.figures: dict[str, float] = {}
+        self._flops = bill(config.model).training
+        self._since = (time.perf_counter(), 0, 0)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("training", total=config.train.steps, shown="")
+        self._board = self._open_board() if config.tensorboard else None
+        self._wandb = self._open_wandb(config.wandb) if config.wandb else None
+
+    def __enter__(self) -> Recorder:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def on_resume(self, step: int) -> None:
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            _keep_until(self.folder / name, step)
+        self._progress.update(self._task, completed=step)
+        self._since = (time.perf_counter(), step, 0)
+
+    def on_step(self, report: StepReport) -> None:
+        step = report.step + 1
+        started, first, tokens = self._since
+        self._since = (started, first, tokens + report.tokens)
+        row: dict[str, Any] = {
+            "step": step, "loss": report.loss, "nll": report.nll, "gradient_norm": report.gradient_norm,
+            "learning_rate": report.learning_rate, "tokens": report.tokens,
+        }  # fmt: skip
+        for name in ("chunk_loss", "moe_loss", "max_violation"):
+            if getattr(report, name) is not None:
+                row[name] = getattr(report, name)
+        if report.chunk_counts is not None:
+            row["chunk_counts"] = report.chunk_counts.tolist()
+        _append(self.folder / "metrics.jsonl", row)
+        if step % self.config.log_every == 0 or step == self.config.train.steps:
+            self._log(step, row)
+        self._progress.update(self._task, completed=step, shown=self._line(row))
+
+    def on_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        self.figures = dict(figures)
+        _append(self.folder / "metrics.jsonl", {"step": step, "evaluation": self.figures})
+        self._write(step, {f"evaluation/{name}": value for name, value in figures.items()})
+        if self._board is not None and self.picture is not None:
+            self._board.add_image("chunks", self.picture(), step, dataformats="HWC")
+        parts = []
+        for name, value in figures.items():
+            if f"{name}_stderr" in figures:
+                label = "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
+                parts.append(f"{label} {value:.4f} ± {figures[f'{name}_stderr']:.4f}")
+        shown = ", ".join(parts)
+        self.console.print(f"step {step}: {shown} nats/token")
+
+    def _log(self, step: int, row: dict[str, Any]) -> None:
+        """Speed since the last log, to the files, the boards and, without a terminal, as a plain line."""
+        started, first, tokens = self._since
+        seconds, steps = time.perf_counter() - started, step - first
+        sequences = steps * self.config.train.batch_size
+        timing = {
+            "step": step,
+            "tokens_per_second": tokens / seconds,
+            "seconds_per_step": seconds / max(1, steps),
+            "flops_per_second": self._flops * sequences / seconds,
+            "peak_memory_gb": _peak_memory(),
+            "seconds_left": (self.config.train.steps - step) * seconds / max(1, steps),
+        }
+        if torch.cuda.is_available():
+            devices = max(1, torch.cuda.device_count())
+            timing["utilisation"] = timing["flops_per_second"] / (devices * H800_BF16)
+        _append(self.folder / "timing.jsonl", timing)
+        self._since = (time.perf_counter(), step, 0)
+        scalars = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
+        self._write(step, scalars | {f"speed/{name}": value for name, value in timing.items()})
+        if self._board is not None and "chunk_counts" in row:
+            counts = torch.tensor(row["chunk_counts"])
+            ids = torch.repeat_interleave(torch.arange(1, len(counts) + 1), counts)
+            self._board.add_histogram("chunks/ids", ids, step)
+        if not self.console.is_terminal:
+            left = time.strftime("%H:%M:%S", time.gmtime(timing["seconds_left"]))
+            self.console.print(
+                f"step {step}/{self.config.train.steps}  {self._line(row)}  "
+                f"{timing['tokens_per_second']:.0f} tokens/s  left {left}"
+            )
+
+    def _line(self, row: dict[str, Any]) -> str:
+        parts = [f"nll {row['nll']:.3f}", f"grad {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
+        if "max_violation" in row:
+            parts.append(f"MaxVio {row['max_violation']:.2f}")
+        if "valid_nll" in self.figures:
+            parts.append(f"valid {self.figures['valid_nll']:.3f}")
+        return "  ".join(parts)
+
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._board is not None:
+            for name, value in scalars.items():
+                if math.isfinite(value):
+                    self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(scalars), step=step)
+
+    def _open_board(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder / "tensorboard"))
+
+    def _open_wandb(self, project: str) -> Any:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("wandb is set, but the package is missing; pip install 'dcdm[wandb]'") from error
+        return wandb.init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines beyond `step`, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    write_whole(path, "".join(kept).encode())
+
+
+def _peak_memory() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

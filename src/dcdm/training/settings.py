@@ -1,0 +1,254 @@
+"""The settings of a run: from a preset, a YAML file and flags, in this order, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.data.settings import DataConfig
+from dcdm.presets import preset
+
+T = TypeVar("T")
+
+Schedule = Literal["cosine", "constant"]
+FREE_TO_CHANGE = {
+    "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
+    "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
+}  # fmt: skip
+"""Settings that may differ when a run goes on: they do not change what it computes."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how fast to train; the defaults are the paper's."""
+
+    steps: int = 500_000
+    batch_size: int = 128
+    """Sequences of one optimizer step, over all devices."""
+    micro_batch: int | None = None
+    """Sequences of one pass on one device; None means its whole share of the step."""
+    learning_rate: float = 3e-4
+    schedule: Schedule = "cosine"
+    """After warm-up a cosine to 0, or constant with a linear decay over the last `decay_share` of the steps."""
+    decay_share: float = 0.2
+    warmup_steps: int = 2_500
+    betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    ema_decay: float = 0.0
+    """Averaged weights beside the trained ones; 0 means none."""
+    compile: bool = False
+    activation_checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigError(f"micro_batch={self.micro_batch} must be at least 1")
+        for name in ("learning_rate", "clip", "adam_eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(
+                f"schedule={self.schedule!r} is not known; choose one of {', '.join(get_args(Schedule))}"
+            )
+        for name in ("decay_share", "ema_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.ema_decay == 1:
+            raise ConfigError("ema_decay=1 would never take up a trained weight; choose a value below 1")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={self.warmup_steps} must be 0 or more")
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """What to train on; see docs/data.md."""
+
+    sources: tuple[str, ...] = ("stdlib",)
+    """Sources of text, or one folder that `dcdm data prepare` wrote."""
+    tokenizer: str = "bytes"
+    validation: tuple[str, ...] = ()
+    reading: DataConfig = field(default_factory=DataConfig)
+    overlong: Literal["truncate", "drop"] = "truncate"
+    workers: int | None = None
+    """Processes of the preparation."""
+    loader_workers: int = 0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run follows from."""
+
+    model: ModelConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataChoice = field(default_factory=DataChoice)
+    init: str | None = None
+    """Start weights: a run, an exported folder, or a local Qwen3 folder of `transformers`."""
+    evaluate_every: int = 1_000
+    evaluate_sequences: int = 64
+    evaluate_samples: int = 4
+    checkpoint_every: int = 1_000
+    keep_last: int = 3
+    keep_best: int = 1
+    log_every: int = 10
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Project name; needs the package wandb."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def debug_defaults(name: str) -> dict[str, Any]:
+    """What suits a debug preset on a laptop better than the paper's settings."""
+    if "debug" not in name:
+        batch = 128 if "0.1b" in name else 512
+        return {"train.batch_size": batch}
+    return {
+        "train.steps": 1_000, "train.batch_size": 16, "train.learning_rate": 2e-3, "train.warmup_steps": 50,
+        "evaluate_every": 200, "evaluate_sequences": 32, "checkpoint_every": 200,
+    }  # fmt: skip
+
+
+def resolve(
+    preset_name: str | None, file: Path | str | None = None, changes: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run's settings. `changes` maps dotted names ("train.steps") to values and wins over the file."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = _read_yaml(Path(file))
+        preset_name = preset_name or values.pop("preset", None)
+        values.pop("preset", None)
+    if preset_name is None and "model" not in values:
+        raise ConfigError("--preset is missing; `dcdm presets` lists them")
+    merged: dict[str, Any] = {}
+    if preset_name is not None:
+        merged["model"] = preset(preset_name).to_dict()
+        for name, value in debug_defaults(preset_name).items():
+            _put(merged, name, value)
+    _merge(merged, values)
+    for name, value in (changes or {}).items():
+        _put(merged, name, value)
+    if "vocab_size" not in merged.get("model", {}):
+        _put(merged, "model.vocab_size", 4)
+    return _made(RunConfig, merged, "")
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain values, as written to a run's settings.yaml."""
+    return _plain(asdict(config))
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Dotted names of the settings that differ and may not, when a run is to go on."""
+    flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
+    names = sorted(set(flat) | set(flat_other))
+    return [n for n in names if flat.get(n) != flat_other.get(n) and n not in FREE_TO_CHANGE]
+
+
+def write(config: RunConfig, path: Path) -> None:
+    import yaml
+
+    from dcdm.data.files import write_whole
+
+    write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False).encode())
+
+
+def read(path: Path) -> RunConfig:
+    return _made(RunConfig, _read_yaml(path), "")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold settings by name, such as `train: {{steps: 100}}`")
+    return content
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    *folders, last = name.split(".")
+    for part in folders:
+        values = values.setdefault(part, {})
+    values[last] = value
+
+
+def _merge(base: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, Mapping) and isinstance(base.get(name), dict):
+            _merge(base[name], value)
+        else:
+            base[name] = value
+
+
+def _made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+    """A dataclass from nested plain values; unknown names and wrong types are refused with the nearest fix."""
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    ready = {}
+    for name, value in values.items():
+        where = f"{path}{name}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"unknown setting {where}; " + (f"did you mean {path}{near[0]}?" if near else
+                              f"known here: {', '.join(known)}"))  # fmt: skip
+        ready[name] = _value(hints[name], value, where)
+    try:
+        return cls(**ready)
+    except TypeError as error:
+        raise ConfigError(f"{path or 'settings'}: {error}") from error
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if is_dataclass(option) and isinstance(value, Mapping):
+            return _made(option, value, f"{where}.")  # type: ignore[arg-type]
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if option is float and isinstance(value, str):  # YAML reads 1e-3 as text
+            try:
+                return float(value)
+            except ValueError:
+                continue
+        if option in (int, str, bool) and type(value) is option:
+            return value
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+    names = " or ".join(str(getattr(o, "__name__", o)) for o in options)
+    raise ConfigError(f"{where}={value!r} is not of the right kind; expected {names}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
+    return found
