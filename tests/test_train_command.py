@@ -312,7 +312,7 @@ def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcdm",
-               "train", "--config", str(file), "--run", str(pair), "--device", "cpu"]  # fmt: skip
+               "train", "--config", str(file), "--run-folder", str(pair), "--device", "cpu"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 
 def demo(steps: int = 250, seed: int = 0) -> None:
@@ -62,7 +62,7 @@ def presets(json: bool = False) -> None:
 
 def train(
     preset: str | None = None,
-    run: Path = Path("runs/default"),
+    run: Annotated[Path, arg(aliases=["--run-folder"])] = Path("runs/default"),
     data: tuple[str, ...] | None = None,
     tokenizer: str | None = None,
     validation: tuple[str, ...] | None = None,
@@ -82,8 +82,9 @@ def train(
     """Train a model, or go on with the run in a folder.
 
     Settings come from the preset, then the YAML file, then flags; the resolved ones are kept in the run folder
-    and start the same run again. Under torchrun, the same command runs on many devices:
-    torchrun --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 …
+    and start the same run again. Under torchrun, the same command runs on many devices; there, write
+    --run-folder for --run, which torchrun would take for an option of its own:
+    torchrun --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 --run-folder runs/dcdm …
 
     Args:
         preset: A name that `dcdm presets` lists; not needed to go on with a run.
