@@ -5,7 +5,7 @@ the weights of a `Model` and shares with it the predicates of `masks.py` and the
 nothing that is there for speed.
 
     B batch   L positions   S slots (L, or 2L for z ⊕ x)   d hidden size   K chunks   h subspace dimension
-    H query heads   G key/value heads   D head size   V vocabulary   E experts
+    H query heads   G key/value heads   D head size   V vocabulary
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS
 from dcdm.model import masks, routing
 from dcdm.model.attention import rotary_tables, rotate
+from dcdm.model.blocks import Block
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Mask, Slots
-from dcdm.model.moe import SparseMoE
-from dcdm.model.transformer import Block, Encoded, Model, Output, substitute
+from dcdm.model.transformer import Encoded, Model, Output, substitute
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, allowed_bss: Tensor) -> Tens
 def block(
     layer: Block, h_bsd: Tensor, slots: Slots, allowed_bss: Tensor, theta: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Pre-norm attention and MLP; the mixture, if it is one, expert by expert."""
+    """Pre-norm attention and MLP."""
     attention, x_bsd = layer.self_attn, layer.input_layernorm(h_bsd)
     tables = rotary_tables(slots.position, attention.head_dim, theta, h_bsd.dtype)
 
@@ -66,22 +66,8 @@ def block(
     v_bgsd = heads(attention.v_proj(x_bsd)).transpose(1, 2)
     out_bhsd = attend(q_bhsd, k_bgsd, v_bgsd, allowed_bss)
     h_bsd = h_bsd + attention.o_proj(out_bhsd.transpose(1, 2).flatten(2))
-    y_bsd, gate_logits = mlp(layer, layer.post_attention_layernorm(h_bsd))
+    y_bsd, gate_logits = layer.mlp(layer.post_attention_layernorm(h_bsd))
     return h_bsd + y_bsd, gate_logits
-
-
-def mlp(layer: Block, x_bsd: Tensor) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(layer.mlp, SparseMoE):
-        return layer.mlp(x_bsd)
-    moe, x_td = layer.mlp, x_bsd.flatten(0, 1)
-    logits_te = moe.gate(x_td)
-    weight_tk, expert_tk = logits_te.softmax(dim=-1).topk(moe.experts_per_token)
-    out_td = moe.shared_expert_gate(x_td).sigmoid() * moe.shared_expert(x_td)[0]
-    for e in range(logits_te.shape[-1]):
-        gate_tf, up_tf = F.linear(x_td, moe.experts.gate_up_proj[e]).chunk(2, dim=-1)
-        y_td = F.linear(F.silu(gate_tf) * up_tf, moe.experts.down_proj[e])
-        out_td = out_td + y_td * (weight_tk * (expert_tk == e)).sum(dim=-1, keepdim=True)
-    return out_td.view_as(x_bsd), logits_te.view(*x_bsd.shape[:-1], -1)
 
 
 def chunking(layer: ChunkingAttention, h_bsd: Tensor, allowed_bss: Tensor) -> tuple[Tensor, Tensor]:

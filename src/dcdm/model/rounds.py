@@ -20,7 +20,8 @@ from torch import Tensor
 from dcdm.model.attention import rotary_tables, rotate
 
 if TYPE_CHECKING:
-    from dcdm.model.transformer import Block, Model, Sets
+    from dcdm.model.blocks import Block
+    from dcdm.model.transformer import Model, Sets
 
 
 class Rounds:
