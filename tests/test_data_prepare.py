@@ -15,7 +15,6 @@ from corpora import documents, gpt2_style_folder, prose, tree, write_jsonl
 from dcdm.cli import main
 from dcdm.data import planning
 from dcdm.data.errors import DataError
-from dcdm.data.files import file_digest
 from dcdm.data.packing import pack
 from dcdm.data.planning import examine
 from dcdm.data.prepare import prepare
@@ -24,6 +23,7 @@ from dcdm.data.settings import DataConfig
 from dcdm.data.sources import resolve
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
+from dcdm.files import file_digest
 
 
 class Said(Reporter):

@@ -116,5 +116,6 @@ def _print_sample(model: Model, tokenizer: Tokenizer, seed: int, console: Consol
         letter = tokenizer.decode([token])
         asked.append("░" if step else letter)
         answered.append(letter, style=COLOURS[(step - 1) % len(COLOURS)] if step else "")
-    console.print(asked, answered)
+    console.print(asked)
+    console.print(answered)
     console.print("A model this small, trained this briefly, spells badly: docs/method.md says what it does.")

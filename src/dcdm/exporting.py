@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dcdm.config import ConfigError
-from dcdm.data.files import file_digest, write_whole
 from dcdm.diffusion.likelihood import LABELS, default_estimator
+from dcdm.files import file_digest, write_whole
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import newest_whole

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dcdm.data.errors import DataError
-from dcdm.data.files import canonical
 from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import canonical
 
 
 class BadRow(Exception):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcdm.data.errors import DataError
-from dcdm.data.files import digest, file_digest
 from dcdm.data.reading import BLANK, Part, first_fields, missing_fields, parquet_groups, read_arrow
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import SourceFile
 from dcdm.data.tokenizers import BETWEEN_WORDS
+from dcdm.files import digest, file_digest
 
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard

@@ -13,7 +13,6 @@ from typing import Any
 
 from dcdm.data.errors import DataError
 from dcdm.data.examples import BadRow, ExampleMaker
-from dcdm.data.files import digest, file_digest, write_whole
 from dcdm.data.planning import Stamps, Unit, differences, examine, plan_digest, plan_of, sample_order, units_of
 from dcdm.data.reading import NAMED, Bad, read_rows, read_texts
 from dcdm.data.reporting import Reporter
@@ -24,6 +23,7 @@ from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifes
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
 from dcdm.data.workers import run_units
 from dcdm.data.workspace import STAMPS, Workspace, writing
+from dcdm.files import digest, file_digest, write_whole
 
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from dcdm.data.errors import DataError
 from dcdm.data.examples import BadRow, Example, ExampleMaker
-from dcdm.data.files import ArrayFile, file_digest, write_whole
 from dcdm.data.planning import Unit
 from dcdm.data.reading import Bad, read_rows, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer
+from dcdm.files import ArrayFile, file_digest, write_whole
 
 BATCH = 1 << 20  # characters that are tokenised at one time
 JOURNAL = "units"  # folder of the records of finished units

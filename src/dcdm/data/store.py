@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dcdm.data.errors import DataError
-from dcdm.data.files import digest, file_digest, write_whole
 from dcdm.data.settings import SPLITS, Split
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import digest, file_digest, write_whole
 
 if TYPE_CHECKING:
     from dcdm.data.loading import ExampleWindows, Windows

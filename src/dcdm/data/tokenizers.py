@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from dcdm.config import NUM_SPECIALS
 from dcdm.data.errors import DataError
-from dcdm.data.files import digest, write_whole
+from dcdm.files import digest, write_whole
 
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # text may be cut where a match ends

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.data.errors import DataError
-from dcdm.data.files import sync_folder, write_whole
 from dcdm.data.planning import differences, plan_digest
 from dcdm.data.shards import JOURNAL, writing_failed
+from dcdm.files import sync_folder, write_whole
 
 PLAN, LOCK, STAMPS = "plan.json", "lock", "source_stamps.json"
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy
 import torch
 
+from dcdm.files import file_digest
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -70,9 +72,7 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
 
 
 def record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(path.name, file.tell(), digest)
+    return FileRecord(path.name, path.stat().st_size, file_digest(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -85,15 +85,6 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (files made, renamed) survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _render(content: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dcdm.arithmetic import H800_BF16, bill
 from dcdm.config import ConfigError
-from dcdm.data.files import write_whole
+from dcdm.files import write_whole
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 

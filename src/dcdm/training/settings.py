@@ -161,7 +161,7 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
 def write(config: RunConfig, path: Path) -> None:
     import yaml
 
-    from dcdm.data.files import write_whole
+    from dcdm.files import write_whole
 
     write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False).encode())
 

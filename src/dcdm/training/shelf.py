@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Literal
 
-from dcdm.training.manifest import STEP_NAME, CheckpointError, Manifest, read_manifest, sync_folder
+from dcdm.files import sync_folder
+from dcdm.training.manifest import STEP_NAME, CheckpointError, Manifest, read_manifest
 
 try:
     import fcntl
