@@ -46,7 +46,7 @@ def run(
 ) -> int:
     """Start a run, or go on with the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
     config = _settle(preset, folder, file, changes or {})
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     if dry_run:
         print(describe(config))
         return 0
