@@ -493,7 +493,7 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
     sets = model.sets(clean)
     adablock = AdaBlock((1, 2), 3, least=0.0, window=8)
     seen, counts = walked(model, clean, sets, Afresh(model), "chunk", "adablock", adablock)
-    log_p, candidates, position = seen[0]
+    _, candidates, position = seen[0]
     whole = dcdm.build(model.config).eval()
     whole.load_state_dict(model.state_dict())
     z = clean.masked_fill(sets.free, model.config.mask_id)
@@ -511,8 +511,9 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
     [
         ({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p"),
         ({"top_k": 0}, "top_k"), ({"commit": "steps:0"}, "commit"), ({"cache": "frozen"}, "exact"),
-        ({"cache": "fast"}, "cache"), ({"routing": "paper-step"}, "does not fit"), ({"routing": "blocks:0"}, "blocks"),
-        ({"routing": "adablock"}, "adablock"), ({"prompts": []}, "at least one"), ({"prompts": [[99]]}, "vocabulary"),
+        ({"cache": "fast"}, "cache"), ({"routing": "paper-step"}, "does not fit"),
+        ({"routing": "blocks:0"}, "blocks"), ({"routing": "adablock"}, "adablock"),
+        ({"prompts": []}, "at least one"), ({"prompts": [[99]]}, "vocabulary"),
         ({"prompts": [[1] * 70]}, "does not fit"), ({"prompts": ["text"]}, "tokenizer"),
         ({"max_new_tokens": 0}, "nothing to do"), ({"max_new_tokens": -2}, "max_new_tokens"),
         ({"window": 1}, "window"), ({"overlap": 64}, "overlap"), ({"batch_size": 0}, "batch_size"),
