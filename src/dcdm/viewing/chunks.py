@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
 from dcdm.viewing.token_kinds import KINDS, counted, kinds_of
@@ -125,6 +126,22 @@ class Corpus:
     pieces: list[list[bytes]]
 
 
+def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[Window, str]:
+    """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise ConfigError("the text is empty; give one as an argument, with --file, or on standard input")
+    room = max(1, length - 1)
+    count = -(-len(ids) // room)
+    if not 1 <= number <= count:
+        raise ConfigError(f"--window {number}: this text has the windows 1 to {count}, of {room} tokens each")
+    row = [tokenizer.bos_id, *ids[(number - 1) * room : number * room]]
+    note = ""
+    if count > 1:
+        note = f"Window {number} of {count}: the text has {len(ids):,} tokens, the model's context holds {room:,}."
+    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row]), note
+
+
 def refuse_without_chunks(model: Model) -> None:
     if model.config.kind == "ar":
         raise ConfigError(
@@ -197,7 +214,9 @@ def rule(config: ModelConfig) -> str:
 
 def labels(window: Window) -> list[str]:
     """What to show for each token: its letters, its bytes where they are no whole letters, or its name."""
-    return [_label(piece) if name is None else name for piece, name in zip(window.pieces, window.names, strict=True)]
+    return [
+        _label(piece) if name is None else name for piece, name in zip(window.pieces, window.names, strict=True)
+    ]
 
 
 def _label(piece: bytes) -> str:

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
-    from dcdm.viewing.chunks import Corpus, Window
+    from dcdm.viewing.chunks import Corpus
 
 
 def chunks(
@@ -54,15 +54,14 @@ def chunks(
 
     from dcdm.training.loading import load_model
     from dcdm.training.parallel import choose_device
-    from dcdm.viewing.chunks import refuse_without_chunks, view
+    from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
 
     given = _given_text(text, file)
     loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
-    name = model.resolve().name
-    found = view(loaded, shown, name=name, noise=noise, round=round, seed=seed, corpus=counted, note=note)
+    found = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
     if html is not None:
         from dcdm.files import write_whole
         from dcdm.viewing.chunks_page import page
@@ -82,25 +81,10 @@ def chunks(
         show(found, Console())
 
 
-def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[Window, str]:
-    """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
-    import torch
-
-    from dcdm.config import ConfigError
-    from dcdm.viewing.chunks import Window
-
-    ids = tokenizer.encode(text)
-    if not ids:
-        raise ConfigError("the text is empty; give one as an argument, with --file, or on standard input")
-    room = length - 1
-    count = -(-len(ids) // room)
-    if not 1 <= number <= count:
-        raise ConfigError(f"--window {number}: this text has the windows 1 to {count}, of {room} tokens each")
-    row = [tokenizer.bos_id, *ids[(number - 1) * room : number * room]]
-    note = ""
-    if count > 1:
-        note = f"Window {number} of {count}: the text has {len(ids):,} tokens, the model's context holds {room:,}."
-    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row]), note
+def _name(model: Path) -> str:
+    """What to call a model: its folder, a checkpoint by its run and step."""
+    model = model.resolve()
+    return f"{model.parent.parent.name}, {model.name}" if model.parent.name == "checkpoints" else model.name
 
 
 def _given_text(text: str | None, file: Path | None) -> str:

@@ -12,6 +12,7 @@ from dcdm.keys import Key
 from dcdm.model.transformer import Model
 from dcdm.viewing import palette
 
+
 @torch.no_grad()
 def chunk_ids(model: Model, tokens: Tensor) -> Tensor | None:
     """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""

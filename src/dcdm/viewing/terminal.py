@@ -7,7 +7,6 @@ from itertools import islice
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -23,9 +22,9 @@ MOST_ROWS = 32
 def show(view: ChunkView, console: Console) -> None:
     """Print the view's frame: tokens, sizes and kinds of tokens."""
     coloured = console.is_terminal and not console.no_color
-    console.print(escape(headline(view)), soft_wrap=True)
+    console.print(headline(view), markup=False, highlight=False, soft_wrap=True)
     if view.note:
-        console.print(escape(view.note), soft_wrap=True)
+        console.print(view.note, markup=False, highlight=False, soft_wrap=True)
     console.print()
     if coloured:
         console.print(coloured_text(view), soft_wrap=True)
@@ -35,7 +34,8 @@ def show(view: ChunkView, console: Console) -> None:
     console.print(_key(view, coloured), style="dim", soft_wrap=True)
     console.print()
     console.print(_legend(view, coloured))
-    console.print(f"sizes: this text; kinds: {escape(view.kind_counts.source)}", style="dim", soft_wrap=True)
+    source = f"sizes: this text; kinds: {view.kind_counts.source}"
+    console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
     if view.num_chunks > MOST_ROWS:
         console.print(f"… {view.num_chunks - MOST_ROWS} further chunks; --json and --html have all")
 
@@ -43,8 +43,9 @@ def show(view: ChunkView, console: Console) -> None:
 def headline(view: ChunkView) -> str:
     """What is shown, in one line."""
     where = f"noise level {view.frame.at:g}" if view.axis == "noise" else f"round {view.frame.at:g}"
+    tokens = sum(token.free for token in view.tokens)
     routing = f", {view.routing} routing" if view.routing else ""
-    return f"{view.model}: {view.kind}{routing}, {len(view.tokens)} tokens, {view.num_chunks} chunks, {where}"
+    return f"{view.model}: {view.kind}{routing}, {tokens:,} tokens and BOS, {view.num_chunks} chunks, {where}"
 
 
 def coloured_text(view: ChunkView) -> Text:
@@ -107,7 +108,9 @@ def _legend(view: ChunkView, coloured: bool) -> Table:
     for kind in KINDS:
         table.add_column(kind, justify="right", no_wrap=True)
     most = max(1, *view.frame.sizes)
-    for k, size, row in islice(zip(range(1, view.num_chunks + 1), view.frame.sizes, counts, strict=False), MOST_ROWS):
+    for k, size, row in islice(
+        zip(range(1, view.num_chunks + 1), view.frame.sizes, counts, strict=False), MOST_ROWS
+    ):
         length = round(BAR * size / most)
         bar = Text("█" * length, style=colour(k)) if coloured else Text("#" * length)
         number = Text(f" {k} ", style=on_colour(k) if coloured else "")

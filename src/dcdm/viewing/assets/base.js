@@ -13,8 +13,10 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** The class that carries a chunk's colours; more than eight chunks share them in turn. */
-const chunkClass = (chunk) => `chunk-${chunk > 0 ? ((chunk - 1) % 8) + 1 : 0}`;
+/** Which of the palette's colours a chunk has; more than eight chunks share them in turn. */
+const colourNumber = (chunk) => (chunk > 0 ? ((chunk - 1) % 8) + 1 : 0);
+
+const chunkClass = (chunk) => `chunk-${colourNumber(chunk)}`;
 
 const swatch = (chunk) => make("span", { className: `swatch ${chunkClass(chunk)}` }, String(chunk));
 

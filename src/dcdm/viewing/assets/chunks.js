@@ -2,6 +2,7 @@ const { tokens, frames } = data;
 const byNoise = data.axis === "noise";
 const routed = frames.some((frame) => frame.scores);
 const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM" };
+const numFree = tokens.filter((token) => token.free).length;
 tokens.forEach((token, position) => (token.special = position === 0));
 
 let frame = frames[data.shown];
@@ -18,7 +19,7 @@ const text = tokenText(byId("tokens"), tokens, (chosen) => {
 function caption() {
   const masked = frame.hidden.reduce((sum, hidden) => sum + hidden, 0);
   if (byNoise) {
-    const share = `${masked} of ${tokens.filter((token) => token.free).length} tokens are masked.`;
+    const share = `${masked.toLocaleString("en")} of ${numFree.toLocaleString("en")} tokens are masked.`;
     return `${share} The router sees the others, and sends every token, masked or not, to a chunk. What is masked at one level stays masked at the next.`;
   }
   if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
@@ -96,12 +97,11 @@ function scoreNote(scores, chunk) {
 // --- sizes -------------------------------------------------------------------------------------------------------
 
 function showSizes() {
-  const total = tokens.filter((token) => token.free).length;
   const most = Math.max(1, ...frame.sizes);
   const rows = frame.sizes.map((size, k) => {
     const length = make("span", { className: `length ${chunkClass(k + 1)}` });
     length.style.width = `${(100 * size) / most}%`;
-    const row = make("button", { type: "button", className: "size" }, swatch(k + 1), length, String(size), make("span", { className: "quiet" }, percent(size, total)));
+    const row = make("button", { type: "button", className: "size" }, swatch(k + 1), length, String(size), make("span", { className: "quiet" }, percent(size, numFree)));
     row.setAttribute("aria-pressed", String(alone === k + 1));
     row.setAttribute("aria-label", `chunk ${k + 1}: ${size} tokens`);
     row.addEventListener("click", () => {
@@ -134,22 +134,22 @@ function maskOrder() {
   return order.sort((a, b) => (key(a) === key(b) ? a - b : key(a) - key(b)));
 }
 
-/** A CSS colour as bytes. */
-function bytesOf(colour) {
+/** A CSS colour as one number, as an image holds it. */
+function pixelOf(colour) {
   const canvas = make("canvas", { width: 1, height: 1 });
   const context = canvas.getContext("2d");
   context.fillStyle = colour;
   context.fillRect(0, 0, 1, 1);
-  return context.getImageData(0, 0, 1, 1).data;
+  return new Uint32Array(context.getImageData(0, 0, 1, 1).data.buffer)[0];
 }
 
 function maskColours() {
   const root = getComputedStyle(document.documentElement);
   const colours = { chunks: [] };
-  for (const name of ["accent", "accent-soft", "empty"]) colours[name] = bytesOf(root.getPropertyValue(`--${name}`));
+  for (const name of ["accent", "accent-soft", "empty"]) colours[name] = pixelOf(root.getPropertyValue(`--${name}`));
   for (let chunk = 0; chunk <= 8; chunk++) {
     const probe = byId("mask-note").appendChild(make("i", { className: chunkClass(chunk) }));
-    colours.chunks.push(bytesOf(getComputedStyle(probe).getPropertyValue("--chunk")));
+    colours.chunks.push(pixelOf(getComputedStyle(probe).getPropertyValue("--chunk")));
     probe.remove();
   }
   return colours;
@@ -165,8 +165,9 @@ function showMask() {
   const size = order.length + strip + 1;
   canvas.width = canvas.height = size;
   const image = canvas.getContext("2d").createImageData(size, size);
-  const paint = (x, y, colour) => image.data.set(colour, 4 * (y * size + x));
-  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[frame.ids[at] > 0 ? ((frame.ids[at] - 1) % 8) + 1 : 0]);
+  const pixels = new Uint32Array(image.data.buffer);
+  const paint = (x, y, colour) => (pixels[y * size + x] = colour);
+  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber(frame.ids[at])]);
   let live = 0;
   order.forEach((query, row) => {
     for (let depth = 0; depth < strip; depth++) {
@@ -224,7 +225,7 @@ function showKinds() {
 byId("title").textContent = `Chunks of ${data.model}`;
 byId("subtitle").textContent = [
   kindNames[data.kind] + (data.routing ? `, ${data.routing} routing` : ""),
-  `${tokens.length} tokens`,
+  `${numFree.toLocaleString("en")} tokens and BOS`,
   `${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`,
 ].join(" · ");
 byId("note").textContent = data.note;
