@@ -381,6 +381,9 @@ def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys
         main(["chunks", folder, *arguments, "--json"])
         told.append(json.loads(capsys.readouterr().out))
     assert told[0] == told[1] == told[2] == told[3]
+    main(["chunks", folder, "None", "--json"])
+    shown = json.loads(capsys.readouterr().out)["tokens"]
+    assert "".join(token["text"] for token in shown[1:]) == "None"
     model, _ = dcdm.load(folder)
     tokens = torch.tensor([[token["id"] for token in told[0]["tokens"]]])
     assert told[0]["frames"][-1]["ids"] == model.partition(tokens).ids[0].tolist()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def chunks(
-    model: Annotated[Path, Positional],
-    text: Annotated[str | None, Positional] = None,
+    model: Annotated[Path, Positional, arg(metavar="MODEL")],
+    text: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT]")] = (),
     file: Path | None = None,
     html: Path | None = None,
     json: bool = False,
@@ -56,7 +56,7 @@ def chunks(
     from dcdm.training.parallel import choose_device
     from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
 
-    given = _given_text(text, file)
+    given = _given_text(" ".join(text) if text else None, file)
     loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
