@@ -224,11 +224,13 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.config import ConfigError
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
+    from dcdm.viewing import command as viewing
 
     commands: Commands = {
         "demo": demo,
         "presets": presets,
         "train": train,
+        "chunks": viewing.chunks,
         "export": export,
         "verify": verify,
         "bench": bench,

@@ -22,9 +22,9 @@ from dcdm.model.chunking import max_violation
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 from dcdm.training.loop import StepReport, TrainConfig, train_windows
+from dcdm.viewing.palette import on_colour
 
 SNIPPET = "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n"
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 
 
 def run(steps: int = 250, seed: int = 0, console: Console | None = None) -> None:
@@ -106,7 +106,7 @@ def _print_sample(model: Model, tokenizer: Tokenizer, seed: int, console: Consol
     for token, step in zip(result.tokens[0, 1:].tolist(), order[0, 1:].tolist(), strict=True):
         letter = tokenizer.decode([token])
         asked.append("░" if step else letter)
-        answered.append(letter, style=COLOURS[(step - 1) % len(COLOURS)] if step else "")
+        answered.append(letter, style=on_colour(step) if step else "")
     console.print(asked)
     console.print(answered)
     console.print("A model this small, trained this briefly, spells badly: docs/method.md says what it does.")
