@@ -180,10 +180,15 @@ def bench(
     json: bool = False,
     out: str | None = None,
     plot: Path | None = None,
+    models: tuple[Path, ...] = (),
+    samples: int = 4,
+    windows: int = 16,
 ) -> None:
     """Measure a part of the system against its literal version, in the same run.
 
-    Subjects: attention, chunking, routing, step, draws, head, moe, scaling; targets runs all that have a goal;
+    Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
+    goal. generate compares the decoders of trained models, speed beside quality:
+    dcdm bench generate --models runs/first runs/second
     arithmetic measures nothing and prints what the presets cost on GPUs.
 
     Args:
@@ -194,11 +199,14 @@ def bench(
         compare: An earlier run's JSON file, to show its medians beside the new ones.
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
-        plot: Draw time and memory against length into this PNG.
+        plot: Draw time and memory against length (generate: quality against speed) into this PNG.
+        models: For generate: run folders, checkpoints or exported folders.
+        samples: For generate: texts that are sampled together.
+        windows: For generate: windows of held-out text that are scored.
     """
     from dcdm.bench.command import run
 
-    run(subject, repeats, threads, memory, compare, json, out, plot)
+    run(subject, repeats, threads, memory, compare, json, out, plot, models, samples, windows)
 
 
 Commands = dict[str, Callable[..., None] | tuple[str, "Commands"]]
@@ -224,6 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.config import ConfigError
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
+    from dcdm.decoding import command as sampling
     from dcdm.viewing import command as viewing
 
     commands: Commands = {
@@ -231,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         "presets": presets,
         "train": train,
         "chunks": viewing.chunks,
+        "sample": sampling.sample,
         "export": export,
         "verify": verify,
         "bench": bench,
@@ -246,6 +256,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (ConfigError, DataError) as error:
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("dcdm: interrupted", file=sys.stderr)
         sys.exit(130)
