@@ -17,6 +17,7 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS
 from dcdm.model import routing
 from dcdm.model.transformer import Model, Sets
+from dcdm.model.types import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def predict(model: Model, z: Tensor, ids: Tensor) -> Tensor:
     logits = model.token_logits(states)
     if model.config.kind == "ar":
         logits = logits[..., :-NUM_SPECIALS]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
 
 
 @torch.no_grad()

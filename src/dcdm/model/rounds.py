@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dcdm.model.attention import rotary_tables, rotate
+from dcdm.model.types import at_least_fp32
 
 if TYPE_CHECKING:
     from dcdm.model.blocks import Block
@@ -47,6 +48,7 @@ class Rounds:
         own_h = (attention.queries(mask_11d)[0, 0] * own_hd).sum(-1) * self.scale
         value_hd = attention.values(mask_11d)[0, 0].repeat_interleave(self.heads_per_key, dim=0)
         rows, length = tokens.shape
+        own_h, value_hd = own_h.to(at_least_fp32(own_h)), value_hd.to(at_least_fp32(value_hd))
         self.peak_blh = own_h.expand(rows, length, -1).clone()
         self.sum_blh = torch.ones_like(self.peak_blh)
         self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
@@ -80,7 +82,7 @@ class Rounds:
         if places.index.shape[1] == 0:
             return out
         attended = places.pick(self.mean_blhd) / places.pick(self.sum_blh)[..., None]
-        h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2))
+        h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2).to(self.v_blgd.dtype))
         h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
         places.put(out, self.model.chunking.scores(h_bxd))
         return out
@@ -101,4 +103,4 @@ class _Compact:
 
     def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
         row, place = self.valid.nonzero(as_tuple=True)
-        whole_bl[row, self.index[row, place]] = part_bx[row, place]
+        whole_bl[row, self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)

@@ -27,6 +27,7 @@ from dcdm.training.evaluation import MAIN, evaluate
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
 from dcdm.training.parallel import World, any_true, barrier, broadcast_object, init_distributed, shutdown
+from dcdm.training.precision import precision
 from dcdm.training.settings import RunConfig
 
 INTERRUPTED = 130
@@ -77,6 +78,7 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
 
 
 def _run(config: RunConfig, folder: Path, world: World, console: Console, picture: MakePicture | None) -> int:
+    types = precision(config.train.dtype, world.device)
     data = _open_data(config, world)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
     train_set = data.dataset("train", config.model.context_length, config.data.overlong)
@@ -86,7 +88,7 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip
-    model = build(config.model, seed=config.train.seed, device=world.device)
+    model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
     if config.init is not None:
         start_from(model, config.init)
     if world.is_main:
