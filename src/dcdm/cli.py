@@ -77,6 +77,7 @@ def train(
     config: Path | None = None,
     set: tuple[str, ...] = (),
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] | None = None,
     dry_run: bool = False,
 ) -> None:
     """Train a model, or go on with the run in a folder.
@@ -102,7 +103,8 @@ def train(
         init: Start weights: a run, an exported folder, or a local Qwen3 folder of transformers.
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
-        device: Where to compute.
+        device: Where to compute; auto is cuda where there is a GPU, else cpu.
+        dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         dry_run: Print what the run would cost, without starting it.
     """
     from dcdm.training.command import run as start
@@ -112,6 +114,7 @@ def train(
         "data.sources": data, "data.tokenizer": tokenizer, "data.validation": validation, "train.steps": steps,
         "train.batch_size": batch_size, "train.micro_batch": micro_batch, "train.learning_rate": learning_rate,
         "train.seed": seed, "checkpoint_every": checkpoint_every, "evaluate_every": evaluate_every, "init": init,
+        "train.dtype": dtype,
     }  # fmt: skip
     given = {name: value for name, value in changes.items() if value is not None} | _assignments(set)
     code = start(preset, run, file=config, changes=given, device=device, dry_run=dry_run, picture=chunk_picture)
