@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.config import ConfigError
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
+    from dcdm.evaluation import command as evaluation
 
     commands: Commands = {
         "demo": demo,
@@ -232,6 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         "export": export,
         "verify": verify,
         "bench": bench,
+        "eval": ("Measure a model.", {"ppl": evaluation.ppl}),
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
     }
     try:
