@@ -184,11 +184,12 @@ def bench(
     """Measure a part of the system against its literal version, in the same run.
 
     Subjects: attention, chunking, routing, step, draws, head, moe, scaling; targets runs all that have a goal;
-    arithmetic measures nothing and prints what the presets cost on GPUs.
+    estimator measures the Monte-Carlo error of likelihoods; arithmetic measures nothing and prints what the presets
+    cost on GPUs.
 
     Args:
         subject: What to measure.
-        repeats: Timed repetitions of each path, taking turns.
+        repeats: Timed repetitions of each path, taking turns; for estimator, blocks of 20 scores.
         threads: PyTorch threads.
         memory: Measure peak memory too, each path in a process of its own; by default where it matters.
         compare: An earlier run's JSON file, to show its medians beside the new ones.

@@ -24,6 +24,12 @@ def run(
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
         return
+    if subject == "estimator":
+        from dcdm.bench.estimator import run as run_estimator
+
+        torch.set_num_threads(threads)
+        run_estimator(20 * repeats, json, out)
+        return
     earlier = read_earlier(compare) if compare else {}
     torch.set_num_threads(threads)
     rows: list[Row] = []
