@@ -1,9 +1,9 @@
 """`dcdm bench estimator`: the Monte-Carlo error of a likelihood for a given number of forwards.
 
 Small models are trained for a moment, then a few held-out windows are scored many times with different seeds. The
-error is the spread of these scores, so it owes nothing to the standard errors that the estimator itself reports; how
-these compare is a column of its own. `plain` draws t uniformly from [0.001, 1] for every group and pass, masks each
-token with probability t and weighs it by 1/t, as training does.
+error is the spread of these scores, so it owes nothing to the standard errors that the estimator itself reports;
+how these compare is a column of its own. `plain` draws t uniformly from [0.001, 1] for every group and pass, masks
+each token with probability t and weighs it by 1/t, as training does.
 
     B windows   L positions   C groups   R repeats
 """

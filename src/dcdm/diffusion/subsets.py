@@ -149,15 +149,21 @@ def combine(draws: list[Draw], nlls: list[Tensor], groups: Tensor, samples: int)
 
 
 def _cost_in_other_passes(nll_sbl: Tensor, masked_sbl: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """What each position cost, beyond the mean of its group, in the passes that masked it, all but pass s.
+    """What each position can be expected to cost, from all passes but s: its group's mean cost, and its own excess
+    over that in the passes that masked it.
 
-    Being independent of the subset of pass s, it may stand in for the cost there without a bias.
+    Being independent of the subset of pass s, it may stand in for the cost there without a bias. The group's mean
+    cancels out of the group's total; it keeps the shares of the positions from depending on how often each of them
+    was masked.
     """
     count_sbc = summed(masked_sbl.long(), groups, num_groups).clamp(min=1)
     level_sbl = spread(summed(nll_sbl, groups, num_groups) / count_sbc, groups)
     excess_sbl = torch.where(masked_sbl, nll_sbl - level_sbl, 0.0)
     others = masked_sbl.sum(dim=0) - masked_sbl.long()
-    return (excess_sbl.sum(dim=0) - excess_sbl) / (others + SHRINKAGE)
+    excess = (excess_sbl.sum(dim=0) - excess_sbl) / (others + SHRINKAGE)
+    if len(nll_sbl) == 1:
+        return level_sbl + excess
+    return (level_sbl.sum(dim=0) - level_sbl) / (len(nll_sbl) - 1) + excess
 
 
 def _stratified_variance(f_sbc: Tensor, sampled_bc: Tensor, samples: int) -> Tensor:
