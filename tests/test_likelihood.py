@@ -164,11 +164,15 @@ def test_monte_carlo_scores_agree_with_the_enumerated_ones_within_their_error(ki
     model = tiny.model(kind, symbols=3, **larger)
     clean = tiny.tokens(6, 7, symbols=3)
     for estimator in ["surrogate", "sequential"] if kind in tiny.PAPER else ["bound"]:
-        exact = dcdm.score(model, clean, estimator, samples="all").nats
+        whole = dcdm.score(model, clean, estimator, samples="all")
+        exact = whole.nats
         runs = [dcdm.score(model, clean, estimator, samples=4, seed=seed) for seed in range(30)]
         estimates = torch.stack([r.nats for r in runs])
         spread = estimates.std(dim=0)
         assert ((estimates.mean(0) - exact).abs() <= 4.5 * spread / math.sqrt(30) + 1e-9).all()
+        shares = torch.stack([r.by_position for r in runs])
+        off = (shares.mean(0) - whole.by_position).abs()
+        assert (off <= 6 * shares.std(dim=0) / math.sqrt(30) + 1e-9).all(), "positions are charged what they cost"
         reported = torch.stack([r.stderr for r in runs]).square().mean(0).sqrt()
         noisy = spread > 1e-3
         assert noisy.any()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dcdm.config import ConfigError
 from dcdm.keys import Key
 
 MOST_SUBSETS = 4096  # enumerating more mask sets than this per sequence is refused
@@ -109,7 +110,7 @@ def all_subsets(groups: Tensor, num_groups: int) -> Iterator[Draw]:
     sizes = group_sizes(groups, num_groups)
     total = 2 ** int(sizes.max())
     if total > MOST_SUBSETS:
-        raise ValueError(
+        raise ConfigError(
             f"samples='all' would enumerate {total:,} mask sets per sequence (at most {MOST_SUBSETS:,}); "
             "give a number of samples instead"
         )
