@@ -81,18 +81,20 @@ def sampled_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int, sa
     different strata. Sequence i's draws follow from (key, i) alone.
     """
     sizes = group_sizes(groups, num_groups)
-    exact = enumerable(sizes, samples)
+    exact = enumerable(sizes, samples) & (sizes > 0)
     in_exact = spread(exact.long(), groups) == 1
+    place = _places(groups)
     within = _places_in_strata(key, index, groups, num_groups, samples)
     for s in range(int(passes_needed(sizes, samples).max()) if len(sizes) else 0):
         stratum = (s + torch.arange(num_groups)) % samples
         within_s = within.gather(1, stratum.expand(len(groups), 1, -1)).squeeze(1)
         n = torch.minimum(((stratum + within_s) / samples * sizes).long() + 1, sizes)
         rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]))
-        masked = (rank < spread(n, groups)) & (groups >= 1)
-        every = subset_draw(s + 1, groups, sizes)
-        weight = sizes / n.clamp(min=1).double() / samples
-        yield Draw(torch.where(in_exact, every.masked, masked), torch.where(exact, every.weight, weight))
+        drawn = Draw((rank < spread(n, groups)) & (groups >= 1), sizes / n.clamp(min=1).double() / samples)
+        every = subset_draw(s + 1, groups, sizes, place)
+        yield Draw(
+            torch.where(in_exact, every.masked, drawn.masked), torch.where(exact, every.weight, drawn.weight)
+        )
 
 
 def _places_in_strata(key: Key, index: Tensor, groups: Tensor, num_groups: int, samples: int) -> Tensor:
@@ -114,16 +116,21 @@ def all_subsets(groups: Tensor, num_groups: int) -> Iterator[Draw]:
             f"samples='all' would enumerate {total:,} mask sets per sequence (at most {MOST_SUBSETS:,}); "
             "give a number of samples instead"
         )
+    place = _places(groups)
     for number in range(1, total):
-        yield subset_draw(number, groups, sizes)
+        yield subset_draw(number, groups, sizes, place)
 
 
-def subset_draw(number: int, groups: Tensor, sizes: Tensor) -> Draw:
+def _places(groups: Tensor) -> Tensor:
+    """(B, L) how many members of its group stand before a position."""
+    return rank_in_group(groups, torch.arange(groups.shape[1]).expand_as(groups).double())
+
+
+def subset_draw(number: int, groups: Tensor, sizes: Tensor, place: Tensor) -> Draw:
     """Subset `number`, read as bits, of every group that has it; weight: its probability times |g|/n.
 
     That is (n−1)!(|g|−n)!/|g|!.
     """
-    rank = rank_in_group(groups, torch.arange(groups.shape[1]).expand_as(groups).double())
     n = number.bit_count()
     applies = number < 2 ** sizes.clamp(max=62)
     weight = torch.exp(
@@ -132,11 +139,13 @@ def subset_draw(number: int, groups: Tensor, sizes: Tensor) -> Draw:
         - torch.lgamma(sizes.double() + 1)
     )
     inside = (spread(applies.long(), groups) == 1) & (groups >= 1)
-    return Draw((((number >> rank) & 1) == 1) & inside, torch.where(applies, weight, 0.0))
+    return Draw((((number >> place.clamp(max=62)) & 1) == 1) & inside, torch.where(applies, weight, 0.0))
 
 
 def combine(draws: list[Draw], nlls: list[Tensor], groups: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     """The estimate by position (B, L) and the variance (B,) of its sum, from each draw's −log p (B, L)."""
+    if not draws:  # nothing is free
+        return torch.zeros(groups.shape, dtype=torch.float64), torch.zeros(len(groups), dtype=torch.float64)
     masked_sbl = torch.stack([draw.masked for draw in draws])
     weight_sbc = torch.stack([draw.weight for draw in draws])
     num_groups = weight_sbc.shape[-1]

@@ -172,11 +172,13 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
 
 def _encoded(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     waiting: list[str] = []
+    size = 0
     for text in texts:
         waiting.append(text)
-        if sum(map(len, waiting)) >= BATCH:
+        size += len(text)
+        if size >= BATCH:
             yield from tokenizer.encode_sized(waiting)
-            waiting = []
+            waiting, size = [], 0
     yield from tokenizer.encode_sized(waiting)
 
 
