@@ -190,13 +190,14 @@ def bench(
     """Measure a part of the system against its literal version, in the same run.
 
     Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
-    goal. generate compares the decoders of trained models, speed beside quality:
+    goal. estimator measures the Monte-Carlo error of likelihoods. generate compares the decoders of trained models,
+    speed beside quality:
     dcdm bench generate --models runs/first runs/second
     arithmetic measures nothing and prints what the presets cost on GPUs.
 
     Args:
         subject: What to measure.
-        repeats: Timed repetitions of each path, taking turns.
+        repeats: Timed repetitions of each path, taking turns; for estimator, blocks of 20 scores.
         threads: PyTorch threads.
         memory: Measure peak memory too, each path in a process of its own; by default where it matters.
         compare: An earlier run's JSON file, to show its medians beside the new ones.
@@ -236,6 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
     from dcdm.decoding import command as sampling
+    from dcdm.evaluation import command as evaluation
     from dcdm.viewing import command as viewing
 
     commands: Commands = {
@@ -247,6 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
         "export": export,
         "verify": verify,
         "bench": bench,
+        "eval": ("Measure a model.", {"ppl": evaluation.ppl}),
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
     }
     try:

@@ -30,6 +30,12 @@ def run(
         torch.set_num_threads(threads)
         generation.run(models, samples, windows, json, out, plot)
         return
+    if subject == "estimator":
+        from dcdm.bench.estimator import run as run_estimator
+
+        torch.set_num_threads(threads)
+        run_estimator(20 * repeats, json, out)
+        return
     earlier = read_earlier(compare) if compare else {}
     torch.set_num_threads(threads)
     rows: list[Row] = []
