@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.config import ConfigError
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
+    from dcdm.evaluation import quality_command, tasks_command
 
     commands: Commands = {
         "demo": demo,
@@ -233,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
         "verify": verify,
         "bench": bench,
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
+        "eval": ("Measure a model.", {"tasks": tasks_command.tasks, "quality": quality_command.quality}),
     }
     try:
         tyro.cli(

@@ -101,7 +101,7 @@ def score(
     randomness, so that neither the batch size nor a split over processes changes a score.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
-    _check(model, name, samples, commit)
+    check(model, name, samples, commit)
     if index is None:
         index = torch.arange(len(tokens))
     run = Scorer(model, samples, Key(seed).fold(name), commit)
@@ -114,7 +114,8 @@ def score(
     return Score(nats, stderr, count, forwards, name, samples, seed)
 
 
-def _check(model: Model, estimator: str, samples: int | str, commit: str) -> None:
+def check(model: Model, estimator: str, samples: int | str = 16, commit: str = "chunk") -> None:
+    """Refuse an estimator that does not fit the model's kind, and settings that no estimator takes."""
     kind = model.config.kind
     described = "DCDM with the paper's routing" if model.config.routes_from_noise else kind.upper()
     fits = {
@@ -285,10 +286,12 @@ def stratified_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int,
     """Per sample and group a size n, uniform on 1…|g|, and a uniform subset of that size, weight |g|/n.
 
     Over the samples each group visits every stratum of the sizes once; within a sample the groups lie in
-    different strata. Sequence i's draws follow from (key, i) alone.
+    different strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those
+    that may be masked, so that sequences of one number share their noise whatever stands before it.
     """
     groups = groups.cpu()
     sizes = group_sizes(groups, num_groups)
+    place = (groups >= 1).cumsum(dim=-1).sub(1).clamp(min=0)
     within = torch.zeros(len(groups), samples, num_groups, dtype=torch.float64)
     for row, number in enumerate(index.tolist()):
         used = max(1, int(groups[row].max()))
@@ -299,7 +302,7 @@ def stratified_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int,
         within_s = within.gather(1, stratum.expand(len(groups), 1, -1)).squeeze(1)
         n = ((stratum + within_s) / samples * sizes).long() + 1
         n = torch.minimum(n, sizes)
-        rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]))
+        rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]).gather(1, place))
         quota = torch.cat([torch.zeros_like(n[:, :1]), n], dim=1).gather(1, groups.clamp(min=0))
         yield Draw((rank < quota) & (groups >= 1), sizes / n.clamp(min=1))
 
