@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import tiny
 import torch
+
+import tiny
 
 pytest.importorskip("lm_eval", reason="needs dcdm[eval]")
 

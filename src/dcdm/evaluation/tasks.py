@@ -154,6 +154,8 @@ def _check_files(chosen: Chosen, folder: Path) -> None:
             f"{chosen.name}: its {chosen.shots} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
             f"which {folder} does not hold; add it, or set --num-fewshot {chosen.name}=0"
         )
+    for path in files.values():
+        read_rows(path, benchmark.fields)
 
 
 @cache

@@ -139,7 +139,7 @@ def _fingerprint(lm: HarnessModel) -> str:
     """A name for what decides an answer; the harness's cache knows a request only."""
     from dcdm.files import digest
 
-    sums = [float(parameter.double().sum()) for parameter in lm.model.parameters()]
+    sums = [float(parameter.detach().double().sum()) for parameter in lm.model.parameters()]
     return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm), lm.decoding])[:16]
 
 
