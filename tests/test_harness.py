@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import dcdm
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.diffusion import likelihood, policies
+from dcdm.diffusion import likelihood
 from dcdm.evaluation.harness import Estimate, HarnessModel
 from dcdm.evaluation.rows import is_greedy, largest_chunk
 from dcdm.keys import Key
@@ -187,14 +187,8 @@ def test_greedy_means_what_one_forward_per_chunk_fills_in(kind):
     model = tiny.model(kind, scale=6)
     tokens = tiny.tokens(3, 9)
     prompt = torch.arange(9).expand(3, 9) < 3
-    sets, index = model.sets(tokens, prompt), torch.arange(3)
-    filled = tokens.masked_fill(sets.free, model.config.mask_id)
-
-    def reveal(log_p, fill):
-        filled[fill] = log_p.argmax(-1)[fill]
-        return filled
-
-    policies.walk(model, filled.clone(), ~sets.free, sets, policies.whole_chunk, reveal, index)
+    blank = tokens.masked_fill(~prompt, model.config.mask_id)
+    filled, index = dcdm.generate(model, blank, temperature=0, commit="chunk").tokens, torch.arange(3)
     assert is_greedy(model, filled, prompt, index).all()
     filled[1, 5] = (filled[1, 5] + 1) % tiny.LETTERS
     assert is_greedy(model, filled, prompt, index).tolist() == [True, False, True]
@@ -313,7 +307,7 @@ class Echo:
         self.calls: list[dict] = []
 
     def __call__(self, model, prompts, *, max_new_tokens, stop, index, **settings):
-        self.calls.append({"prompts": prompts, "length": max_new_tokens, "index": index.tolist(), **settings})
+        self.calls.append({"prompts": prompts, "length": max_new_tokens, "index": index, **settings})
         text = byte_tokenizer()
         completions = [[*prompt[-2:], *text.encode("STOP and more")] for prompt in prompts]
         assert stop(0, completions[0])
@@ -331,12 +325,12 @@ def test_generation_keeps_the_order_cuts_at_stop_words_and_shortens_what_does_no
     lm = adapter(batch_size=2)
     requests = [asked("ab"), asked("abcdef" * 9, max_gen_toks=8), asked("xyz"), asked("long" * 20)]
     assert lm.generate_until(requests, True) == ["ab", "ef", "yz", "ng"]
-    assert lm.counts.shortened_generations == 3  # 256 tokens do not fit, 8 do
+    assert lm.counts.windowed_generations == 3  # 256 tokens do not fit beside a prompt, 8 do
     assert lm.counts.cut_contexts == 2
     for call in echo.calls:
         assert call["temperature"] == 0
         assert all(prompt[0] == lm.text.bos_id for prompt in call["prompts"])
-        assert all(len(prompt) + call["length"] <= WINDOW for prompt in call["prompts"])
+        assert all(len(prompt) + min(call["length"], WINDOW // 2) <= WINDOW for prompt in call["prompts"])
 
 
 def test_repeated_requests_are_sampled_with_numbers_of_their_own(monkeypatch):
@@ -346,3 +340,12 @@ def test_repeated_requests_are_sampled_with_numbers_of_their_own(monkeypatch):
     adapter().generate_until([request, request], True)
     assert len(set(echo.calls[0]["index"])) == 2
     assert (echo.calls[0]["temperature"], echo.calls[0]["top_p"]) == (0.7, 0.9)
+
+
+@pytest.mark.parametrize("kind", ["ar", "bdlm", "causal"])
+def test_generation_by_the_model_itself_does_not_depend_on_the_batch(kind):
+    lengths = {"ab": 6, "abcdef" * 9: 30, "xyz": 6}
+    requests = [asked(text, max_gen_toks=n, do_sample=True, temperature=1.0) for text, n in lengths.items()]
+    one, many = (adapter(kind, scale=1, batch_size=size).generate_until(requests, True) for size in (1, 3))
+    assert one == many
+    assert len(set(one)) == 3

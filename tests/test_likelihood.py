@@ -10,7 +10,10 @@ import torch
 import dcdm
 import tiny
 from dcdm.config import ObjectiveConfig
-from dcdm.diffusion import policies
+from dcdm.decoding import routes
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.loop import walk
+from dcdm.decoding.predictors import Afresh, predictable
 from dcdm.diffusion.likelihood import stratified_subsets
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
@@ -152,7 +155,7 @@ def test_enumerated_bound_equals_a_literal_sum_over_chunks_and_mask_sets(kind):
                 z = clean[row : row + 1].clone()
                 z[0, list(subset)] = model.config.mask_id
                 z[0, ids[row] > chunk] = model.config.mask_id
-                log_p = policies.predict(model, z, ids[row : row + 1])
+                log_p = predictable(model, model.denoise(z, ids[row : row + 1])).log_softmax(dim=-1)
                 expected[row] -= weight * sum(log_p[0, p, clean[row, p]].item() for p in subset)
     scored = dcdm.score(model, clean, "bound", samples="all")
     torch.testing.assert_close(scored.nats, expected)
@@ -210,37 +213,19 @@ def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
     sets = model.sets(clean, prompt)
     total = torch.zeros(3, dtype=torch.float64)
 
-    def reveal(log_p, fill):
-        known = clean.clamp(max=log_p.shape[-1] - 1)[..., None]
-        total.sub_(log_p.gather(-1, known).squeeze(-1).masked_fill(~fill, 0).sum(-1))
-        return clean
+    def reveal(view, fill):
+        true = clean.gather(1, view.position)
+        known = true.clamp(max=view.log_p.shape[-1] - 1)[..., None]
+        total.sub_(view.log_p.gather(-1, known).squeeze(-1).masked_fill(~fill, 0).sum(-1))
+        return true
 
     z = clean.masked_fill(sets.free, model.config.mask_id)
-    forwards = policies.walk(model, z, ~sets.free, sets, policies.whole_chunk, reveal, torch.arange(3))
+    router = routes.router_of(model, sets, torch.arange(3))
+    filled, counts = walk(z, sets, router, Afresh(model), commit_policy("chunk"), reveal)
+    assert torch.equal(filled, clean)
+    forwards = counts.forwards
     torch.testing.assert_close(fast.nats, total)
     assert torch.equal(fast.forwards, forwards)
-
-
-@pytest.mark.parametrize("kind", tiny.KINDS)
-def test_the_walk_never_reads_a_token_it_has_not_revealed(kind):
-    model = tiny.model(kind)
-    clean = tiny.tokens(2, 8)
-    sets = model.sets(clean)
-    shown = (~sets.free).clone()
-    original = model.denoise
-
-    def spy(z, ids):
-        assert torch.equal(z == model.config.mask_id, ~shown)
-        return original(z, ids)
-
-    def reveal(log_p, fill):
-        shown.logical_or_(fill)
-        return clean
-
-    model.denoise = spy
-    z = clean.masked_fill(sets.free, model.config.mask_id)
-    policies.walk(model, z, ~sets.free, sets, policies.most_confident, reveal)
-    assert shown.all()
 
 
 def test_subset_sizes_are_stratified_and_uniform():

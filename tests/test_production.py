@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
-from dcdm.diffusion import policies
+from dcdm.decoding import routes
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
 from dcdm.model import masks, reference, tiling
@@ -355,7 +355,7 @@ def test_a_partly_filled_canvas_predicts_its_next_chunk_as_the_training_pass_doe
     for active in range(1, int(ids.max()) + 1):
         hidden = (ids > active) | ((ids == active) & tiny.noise(model, clean, 0.6, seed=active))
         z = clean.masked_fill(hidden, model.config.mask_id)
-        states = model.denoise(z, policies.current_ids(model, z))
+        states = model.denoise(z, routes.current_ids(model, z))
         expected = model.encode(clean, hidden, chunk_ids=ids).states
         asked = hidden & (ids == active)
         torch.testing.assert_close(states[asked], expected[asked], **CLOSE)

@@ -88,8 +88,8 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
     (tmp_path / "texts.txt").write_text("the cat sat\n\na\n\n\n")
     assert quality.read_texts(tmp_path / "texts.txt") == ["the cat sat", "a"]
 
-    def generate(model, prompts, *, index, **_):
-        return type("Generation", (), {"completions": [byte_tokenizer().encode(TEXTS[i]) for i in index.tolist()]})
+    def generate(model, prompts, **_):
+        return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for text in TEXTS]})
 
     monkeypatch.setattr(dcdm, "generate", generate, raising=False)
     monkeypatch.setattr("dcdm.training.loading.load_model", lambda *_, **__: (None, byte_tokenizer()))

@@ -22,12 +22,11 @@ from dcdm.evaluation.harness import Estimate, HarnessModel
 from dcdm.evaluation.tasks import BENCHMARKS, Loader, choose, evaluate, read_rows
 from dcdm.evaluation.tasks_report import _leads_by_chance
 
-PROGRAM = {
-    "task_id": "t/0",
-    "prompt": "def one():\n",
-    "test": "def check(f):\n    assert f() == 1\n",
-    "entry_point": "one",
-}
+TEST = "def check(f):\n    assert f() == 1\n"
+PROGRAM = {"task_id": "t/0", "prompt": "def one():\n", "test": TEST, "entry_point": "one"}
+TWO = {"text": ["a", "b b"], "label": ["A", "B"]}
+HELLA = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": [*"abcd"], "label": "3"}
+WINO = {"sentence": "Ann met Eva and _ left.", "option1": "Ann", "option2": "Eva", "answer": "2"}
 MC = {"choices": ["Yes.", "No, not at all.", "Never."], "labels": [1, 0, 0]}
 
 
@@ -41,16 +40,13 @@ def solved(kind: str, problem: str, answer: int) -> dict:
 
 ROWS: dict[str, list[dict]] = {
     "arc_challenge_validation": [
-        {"id": str(n), "question": "Which?", "choices": {"text": ["a", "b b"], "label": ["A", "B"]}, "answerKey": "B"}
-        for n in range(3)
+        {"id": str(n), "question": "Which?", "choices": TWO, "answerKey": "B"} for n in range(3)
     ],
     "mmlu_test": [mmlu("anatomy", "Is it?"), mmlu("anatomy", "Was it?", 0), mmlu("virology", "Will it?")],
     "mmlu_dev": [mmlu(subject, f"Example {n}?") for subject in ("anatomy", "virology") for n in range(2)],
-    "hellaswag_validation": [
-        {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": ["up", "ran", "w", "x"], "label": "3"}
-    ],
+    "hellaswag_validation": [HELLA],
     "truthfulqa_mc": [{"question": "Is it so?", "mc1_targets": MC, "mc2_targets": {**MC, "labels": [1, 1, 0]}}],
-    "winogrande_validation": [{"sentence": "Ann met Eva and _ left.", "option1": "Ann", "option2": "Eva", "answer": "2"}],
+    "winogrande_validation": [WINO],
     "piqa_validation": [{"goal": "Cook?", "sol1": "Heat it.", "sol2": "Throw it.", "label": 0}],
     "math_test": [solved("Algebra", "1+1?", 2), solved("Counting & Probability", "2+2?", 4)],
     "gsm8k_train": [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(6)],

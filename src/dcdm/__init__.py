@@ -15,6 +15,7 @@ from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
 from dcdm.presets import preset, presets
 
 if TYPE_CHECKING:
+    from dcdm.decoding.engine import generate
     from dcdm.diffusion.likelihood import score
     from dcdm.diffusion.objectives import Batch, loss
     from dcdm.model import masks
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "build",
+    "generate",
     "load",
     "loss",
     "masks",
@@ -42,6 +44,7 @@ _HOMES = {
     "build": "dcdm.model.transformer",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
+    "generate": "dcdm.decoding.engine",
     "load": "dcdm.training.loading",
     "loss": "dcdm.diffusion.objectives",
     "score": "dcdm.diffusion.likelihood",

@@ -225,11 +225,13 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
     from dcdm.evaluation import quality_command, tasks_command
+    from dcdm.viewing import command as viewing
 
     commands: Commands = {
         "demo": demo,
         "presets": presets,
         "train": train,
+        "chunks": viewing.chunks,
         "export": export,
         "verify": verify,
         "bench": bench,

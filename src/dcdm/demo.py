@@ -15,16 +15,16 @@ from dcdm.config import ObjectiveConfig
 from dcdm.data.packing import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.diffusion import policies
+from dcdm.decoding.engine import generate
 from dcdm.diffusion.likelihood import score
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 from dcdm.training.loop import StepReport, TrainConfig, train_windows
+from dcdm.viewing.palette import on_colour
 
 SNIPPET = "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n"
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 
 
 def run(steps: int = 250, seed: int = 0, console: Console | None = None) -> None:
@@ -92,30 +92,21 @@ def _print_likelihoods(model: Model, held_out: Tensor, console: Console) -> None
 
 def _print_sample(model: Model, tokenizer: Tokenizer, seed: int, console: Console) -> None:
     """Blank out stretches of a line of code and let the model fill them, chunk by chunk."""
-    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(SNIPPET)]])
-    blank = torch.zeros_like(tokens, dtype=torch.bool)
+    text = SNIPPET
     for stretch in ("name, value", "self.value"):
-        start = SNIPPET.index(stretch) + 1
-        blank[0, start : start + len(stretch)] = True
-    order = torch.zeros_like(tokens)
-    filled = tokens.masked_fill(blank, tokenizer.mask_id)
-    generator = Key(seed).fold("sample").generator()
-
-    def reveal(log_p: Tensor, fill: Tensor) -> Tensor:
-        nonlocal filled, order
-        choice = torch.multinomial((log_p[0] / 0.7).softmax(dim=-1), 1, generator=generator).T
-        order = torch.where(fill, int(order.max()) + 1, order)
-        filled = torch.where(fill, choice, filled)
-        return filled
-
-    sets = model.sets(tokens, ~blank)
-    policies.walk(model, filled, ~blank, sets, policies.most_confident, reveal)
+        text = text.replace(stretch, f"[[{len(stretch)}]]", 1)
+    result = generate(
+        model, text, tokenizer=tokenizer, commit="position", temperature=0.7, seed=seed, window=len(SNIPPET) + 1
+    )
+    order = torch.zeros_like(result.tokens)
+    for step, event in enumerate(result.history, start=1):
+        order[0, event.positions] = step
     console.print("\nblanks (░), and what the model put there; colours follow the order of filling:")
     asked, answered = Text(), Text()
-    for token, step in zip(filled[0, 1:].tolist(), order[0, 1:].tolist(), strict=True):
+    for token, step in zip(result.tokens[0, 1:].tolist(), order[0, 1:].tolist(), strict=True):
         letter = tokenizer.decode([token])
         asked.append("░" if step else letter)
-        answered.append(letter, style=COLOURS[(step - 1) % len(COLOURS)] if step else "")
+        answered.append(letter, style=on_colour(step) if step else "")
     console.print(asked)
     console.print(answered)
     console.print("A model this small, trained this briefly, spells badly: docs/method.md says what it does.")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
 from dcdm.config import ModelConfig
-from dcdm.diffusion.policies import current_ids
+from dcdm.decoding.routes import current_ids
 from dcdm.model.transformer import Model
 
 IGNORED = -100  # label of a position that does not count, as everywhere in transformers

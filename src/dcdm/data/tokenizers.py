@@ -47,7 +47,9 @@ class Tokenizer:
         self._special = {eos_id, self.bos_id, self.pad_id, self.mask_id}
         self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True
-        self._is_bytes = _spells_bytes(json.loads(backend.to_str()))
+        spec = json.loads(backend.to_str())
+        self._is_bytes = _spells_bytes(spec)
+        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
 
     @classmethod
     def over(
@@ -97,6 +99,25 @@ class Tokenizer:
         """Text of the ids; specials and EOS are left out, broken UTF-8 shows as �."""
         kept = [i for i in map(int, ids) if i not in self._special]
         return self.backend.decode(kept, skip_special_tokens=True)
+
+    def pieces(self, ids: Iterable[int]) -> list[bytes]:
+        """The bytes of text that each token stands for, none for specials and EOS; joined they are the text.
+
+        Tokens of a byte-level tokenizer may be parts of letters. Of other tokenizers, a token is what it adds
+        behind a letter.
+        """
+        return [b"" if i in self._special else self._piece(i) for i in map(int, ids)]
+
+    def name(self, token: int) -> str | None:
+        """How a special token or EOS is called; None for ordinary ones."""
+        return str(self.backend.id_to_token(token)) if token in self._special else None
+
+    def _piece(self, token: int) -> bytes:
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[letter] for letter in str(self.backend.id_to_token(token)) if letter in _BYTE_OF)
+        before = self.encode("a")
+        text = self.backend.decode([*before, token], skip_special_tokens=True)
+        return text.removeprefix(self.backend.decode(before, skip_special_tokens=True)).encode()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -246,6 +267,9 @@ def _byte_letters() -> list[str]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+_BYTE_OF = {letter: byte for byte, letter in enumerate(_byte_letters())}
 
 
 def _spells_bytes(spec: dict[str, Any]) -> bool:

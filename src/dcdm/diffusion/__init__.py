@@ -1,1 +1,1 @@
-"""Noise, objectives, policies and likelihoods."""
+"""Noise, objectives and likelihoods."""

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from dcdm.diffusion import policies
+from dcdm.config import ConfigError
+from dcdm.decoding import routes
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.loop import walk
+from dcdm.decoding.predictors import predictor_of, resolve_cache
+from dcdm.decoding.routes import AdaBlock, check_routing, router_of
+from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.model.head import token_nll
 from dcdm.model.transformer import Model, Sets
@@ -90,21 +96,27 @@ def score(
     *,
     prompt: Tensor | None = None,
     commit: str = "chunk",
+    routing: str = "auto",
+    adablock: AdaBlock | None = None,
+    sampling: Sampling | None = None,
+    cache: str = "auto",
     index: Tensor | None = None,
     batch_size: int = 16,
 ) -> Score:
     """Score `tokens` (B, L), each row starting with BOS, PAD ignored, positions in `prompt` given.
 
     `estimator` "auto" takes the kind's valid one. `samples` "all" sums over every mask set instead of
-    drawing some (short chunks only). `commit` chooses the decoder of `trajectory`: "chunk" (one forward per
-    chunk) or "position" (one position per forward). `index` (B,) numbers the sequences and keys their
-    randomness, so that neither the batch size nor a split over processes changes a score.
+    drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
+    `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `index` (B,) numbers the sequences and
+    keys their randomness, so that neither the batch size nor a split over processes changes a score.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
-    check(model, name, samples, commit)
+    check(model, name, samples)
+    decoder = Decoder(commit, routing, adablock, sampling or Sampling(), cache)
+    decoder.check(model)
     if index is None:
         index = torch.arange(len(tokens))
-    run = Scorer(model, samples, Key(seed).fold(name), commit)
+    run = Scorer(model, samples, Key(seed).fold(name), decoder)
     parts = []
     for at in range(0, len(tokens), batch_size):
         rows = slice(at, at + batch_size)
@@ -114,8 +126,35 @@ def score(
     return Score(nats, stderr, count, forwards, name, samples, seed)
 
 
-def check(model: Model, estimator: str, samples: int | str = 16, commit: str = "chunk") -> None:
-    """Refuse an estimator that does not fit the model's kind, and settings that no estimator takes."""
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder whose likelihood `trajectory` is."""
+
+    commit: str = "chunk"
+    routing: str = "auto"
+    adablock: AdaBlock | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    cache: str = "auto"
+
+    def check(self, model: Model) -> None:
+        policy = commit_policy(self.commit)
+        if policy.random:
+            raise ConfigError(
+                f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "
+                "estimator='bound' bounds it, and policies that look at probabilities have a trajectory"
+            )
+        if self.sampling.greedy:
+            raise ConfigError("temperature=0 is greedy: such a decoder has no likelihood")
+        check_routing(model.config, self.routing)
+        resolve_cache(model.config, self.cache)
+
+    @property
+    def one_pass_per_chunk(self) -> bool:
+        return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
+
+
+def check(model: Model, estimator: str, samples: int | str = 16) -> None:
+    """Refuse an estimator that does not fit the model's kind, and a number of samples that none takes."""
     kind = model.config.kind
     described = "DCDM with the paper's routing" if model.config.routes_from_noise else kind.upper()
     fits = {
@@ -132,8 +171,6 @@ def check(model: Model, estimator: str, samples: int | str = 16, commit: str = "
         raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {good}")
     if samples != "all" and (not isinstance(samples, int) or samples < 1):
         raise ValueError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
-    if commit not in policies.COMMITS:
-        raise ValueError(f"unknown commit policy {commit!r}; choose one of {', '.join(policies.COMMITS)}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +188,7 @@ class Scorer:
     model: Model
     samples: int | Literal["all"]
     key: Key
-    commit: str
+    decoder: Decoder
 
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         states = self.model.encode(tokens).states[:, :-1]
@@ -172,13 +209,12 @@ class Scorer:
     def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
-        route_next = policies.router_of(model, sets)
-        route = policies.Route(torch.zeros_like(tokens), torch.zeros_like(sets.free))
+        router, route = router_of(model, sets), routes.start(sets)
         revealed = sets.visible
         nats, variance = torch.zeros(2, len(tokens), dtype=torch.float64)
         forwards, chunks = torch.zeros_like(index), 0
         while bool((sets.real & ~revealed).any()):
-            route = route_next(tokens.masked_fill(~revealed, mask_id), revealed, route)
+            route = router.next(tokens.masked_fill(~revealed, mask_id), revealed, route)
 
             def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active) -> Tensor:
                 z = tokens.masked_fill(masked | ~shown, mask_id)
@@ -193,19 +229,27 @@ class Scorer:
         return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
 
     def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        model = self.model
-        if self.commit == "chunk" and model.config.kind != "ar" and not model.config.routes_from_noise:
+        model, decoder = self.model, self.decoder
+        if decoder.one_pass_per_chunk and model.config.kind != "ar" and not model.config.routes_from_noise:
             return self._trajectory_in_one_pass(tokens, sets, index)
         total = torch.zeros(len(tokens), dtype=torch.float64)
 
-        def reveal(log_p: Tensor, fill: Tensor) -> Tensor:
-            known = tokens.clamp(max=log_p.shape[-1] - 1)[..., None]
-            total.sub_(log_p.gather(-1, known).squeeze(-1).masked_fill(~fill, 0).double().sum(dim=-1).cpu())
-            return tokens
+        def reveal(view: View, fill: Tensor) -> Tensor:
+            true = tokens.gather(1, view.position)
+            known = true.clamp(max=view.log_p.shape[-1] - 1)[..., None]
+            total.sub_(view.log_p.gather(-1, known).squeeze(-1).masked_fill(~fill, 0).double().sum(dim=-1).cpu())
+            return true
 
-        z = tokens.masked_fill(sets.free, model.config.mask_id)
-        forwards = policies.walk(model, z, ~sets.free, sets, policies.COMMITS[self.commit], reveal, index)
-        return _certain(total, sets.free.sum(dim=-1), forwards.cpu())
+        _, counts = walk(
+            tokens.masked_fill(sets.free, model.config.mask_id),
+            sets,
+            router_of(model, sets, index, decoder.routing, decoder.adablock),
+            predictor_of(model, sets, decoder.cache),
+            commit_policy(decoder.commit),
+            reveal,
+            sampling=decoder.sampling,
+        )
+        return _certain(total, sets.free.sum(dim=-1), counts.forwards)
 
     def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Every chunk fully masked given the clean earlier ones: what the walk sees, chunk by chunk."""

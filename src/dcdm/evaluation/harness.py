@@ -30,7 +30,7 @@ from dcdm.diffusion import likelihood
 from dcdm.evaluation.rows import Row, is_greedy, largest_chunk, padded
 from dcdm.model.transformer import Model
 from dcdm.training.loading import load_model
-from dcdm.training.parallel import init_distributed
+from dcdm.training.parallel import choose_device
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Counts:
     cut_contexts: int = 0
     cut_tokens: int = 0
     split_continuations: int = 0
-    shortened_generations: int = 0
+    windowed_generations: int = 0
     stderr_sum: float = 0.0
     stderr_max: float = 0.0
 
@@ -146,7 +146,7 @@ class HarnessModel(TemplateLM):
             "contexts_cut_on_the_left": counts.cut_contexts,
             "context_tokens_cut": counts.cut_tokens,
             "continuations_scored_in_pieces": counts.split_continuations,
-            "generations_with_less_room_than_asked": counts.shortened_generations,
+            "generations_over_several_windows": counts.windowed_generations,
             "monte_carlo_stderr_mean": counts.stderr_sum / max(1, counts.requests),
             "monte_carlo_stderr_max": counts.stderr_max,
         }
@@ -314,13 +314,13 @@ class HarnessModel(TemplateLM):
         wanted = asked.pop("max_gen_toks")
         if asked:
             log.warning("generation settings that have no meaning here: %s", ", ".join(sorted(asked)))
-        length = min(wanted, self.max_length // 2)
-        self.counts.shortened_generations += (length < wanted) * len(jobs)
-        prompts = [self._row(job.tokens, [0] * length, 0).tokens[:-length] for job in jobs]
+        room = min(wanted, self.max_length // 2)  # what does not fit beside the prompt comes in further windows
+        self.counts.windowed_generations += (room < wanted) * len(jobs)
+        prompts = [self._row(job.tokens, [0] * room, 0).tokens[:-room] for job in jobs]
         done = dcdm.generate(
-            self.model, prompts, max_new_tokens=length, seed=self.seed, eos_id=self.text.eos_id,
-            index=torch.tensor([job.index for job in jobs]), stop=_stops(self.text, until),
-            **sampling, **self.decoding,
+            self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
+            index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
+            **sampling, **{"window": self.max_length, **self.decoding},
         )  # fmt: skip
         texts = [self.text.decode(completion) for completion in done.completions]
         return [postprocess_generated_text(text, until, None) for text in texts]
@@ -344,7 +344,7 @@ def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
     kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
-    return load_model(path, device=init_distributed(device).device, dtype=kinds[dtype])
+    return load_model(path, device=choose_device(device), dtype=kinds[dtype])
 
 
 def _check(model: Model, estimator: str, samples: int) -> None:

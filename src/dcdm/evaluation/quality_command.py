@@ -15,6 +15,7 @@ def quality(
     num: int = 64,
     length: int = 128,
     temperature: float = 1.0,
+    commit: str = "auto",
     batch_size: int = 8,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
@@ -30,6 +31,7 @@ def quality(
         num: Texts to generate.
         length: Tokens of a generated text.
         temperature: Temperature of sampling.
+        commit: How tokens are filled in, as in dcdm sample.
         batch_size: Sequences of one pass; it changes no result.
         seed: Seed of sampling; text i follows from it and i.
         device: Where to compute.
@@ -38,48 +40,43 @@ def quality(
     """
     from dcdm.config import ConfigError
     from dcdm.evaluation.quality import Scorer, measure, read_texts
-    from dcdm.training.parallel import init_distributed
+    from dcdm.training.parallel import choose_device
 
     if (model is None) == (texts is None):
         raise ConfigError("give either a model or --texts")
-    place = init_distributed(device).device
+    place = choose_device(device)
     judge = Scorer.load(scorer, place)
     if texts is not None:
-        wanted = read_texts(texts)
+        wanted, settings = read_texts(texts), {}
     else:
-        wanted = _generated(str(model), num, length, temperature, batch_size, seed, str(place), dtype)
+        settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
+        wanted = _generated(str(model), num, batch_size, str(place), dtype, settings)
     result = measure(wanted, judge, batch_size)
     if json:
         import json as encoder
 
-        made = {} if model is None else {"length": length, "temperature": temperature, "seed": seed}
         source = {"source": str(model or texts), "scorer": str(scorer)}
-        print(encoder.dumps(source | made | result.to_dict()))
+        print(encoder.dumps(source | settings | result.to_dict()))
     else:
         _print(result)
 
 
 def _generated(
-    path: str, num: int, length: int, temperature: float, batch_size: int, seed: int, device: str, dtype: str
+    path: str, num: int, batch_size: int, device: str, dtype: str, settings: dict[str, Any]
 ) -> list[str]:
+    """Texts from nothing but BOS."""
     import torch
 
     import dcdm
     from dcdm.config import ConfigError
     from dcdm.training.loading import load_model
 
-    if num < 1 or length < 1:
-        raise ConfigError(f"--num {num} and --length {length} must be at least 1")
+    if num < 1 or settings["max_new_tokens"] < 1:
+        raise ConfigError(f"--num {num} and --length {settings['max_new_tokens']} must be at least 1")
     model, tokenizer = load_model(path, device=device, dtype=getattr(torch, dtype))
-    texts: list[str] = []
-    for at in range(0, num, batch_size):
-        rows = torch.arange(at, min(num, at + batch_size))
-        done = dcdm.generate(
-            model, [[tokenizer.bos_id]] * len(rows), max_new_tokens=length, temperature=temperature, seed=seed,
-            index=rows, eos_id=tokenizer.eos_id,
-        )  # fmt: skip
-        texts += [tokenizer.decode(completion) for completion in done.completions]
-    return texts
+    prompts = [[tokenizer.bos_id]] * num
+    done = dcdm.generate(model, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
+    return [tokenizer.decode(completion) for completion in done.completions]
 
 
 def _print(result: Any) -> None:

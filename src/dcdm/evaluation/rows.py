@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ModelConfig
-from dcdm.diffusion import policies
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.loop import walk
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.routes import router_of
 from dcdm.model.routing import chunk_sizes
 from dcdm.model.transformer import Model, Sets
 
@@ -77,10 +80,12 @@ def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor) -> Te
 def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Tensor:
     right = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
 
-    def reveal(log_p: Tensor, fill: Tensor) -> Tensor:
-        right.logical_and_(((log_p.argmax(dim=-1) == tokens) | ~fill).all(dim=-1))
-        return tokens
+    def reveal(view: View, fill: Tensor) -> Tensor:
+        true = tokens.gather(1, view.position)
+        right.logical_and_(((view.log_p.argmax(dim=-1) == true) | ~fill).all(dim=-1))
+        return true
 
     z = tokens.masked_fill(sets.free, model.config.mask_id)
-    policies.walk(model, z, ~sets.free, sets, policies.whole_chunk, reveal, index)
+    router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
+    walk(z, sets, router, predictor, commit_policy("chunk"), reveal)
     return right

@@ -29,6 +29,7 @@ def tasks(
     batch_size: int = 16,
     max_length: int | None = None,
     max_new_tokens: int = 256,
+    commit: str = "auto",
     allow_code_execution: bool = False,
     use_cache: Path | None = None,
     items: Path | None = None,
@@ -52,6 +53,7 @@ def tasks(
         batch_size: Sequences of one pass; it changes no result.
         max_length: Tokens of context and answer together (default: the window of training).
         max_new_tokens: Tokens of an answer where the task sets no limit.
+        commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and go on from it.
         items: Write one JSON line per question, with the Monte-Carlo errors of its choices.
@@ -72,7 +74,7 @@ def tasks(
     with _quiet():
         lm = _model(
             pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
-            max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
+            max_length=max_length, max_gen_toks=max_new_tokens, commit=commit, device=device, dtype=dtype,
         )  # fmt: skip
         cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
         reports = []
@@ -132,7 +134,7 @@ def _model(**settings: Any) -> HarnessModel:
 def _settings(lm: HarnessModel) -> dict[str, Any]:
     names = ("model_kind", "estimator", "estimator_label", "samples", "noise_seed", "max_length")
     info = lm.get_model_info()
-    return {name: info[name] for name in names}
+    return {name: info[name] for name in names} | lm.decoding
 
 
 def _fingerprint(lm: HarnessModel) -> str:
@@ -140,7 +142,7 @@ def _fingerprint(lm: HarnessModel) -> str:
     from dcdm.files import digest
 
     sums = [float(parameter.detach().double().sum()) for parameter in lm.model.parameters()]
-    return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm), lm.decoding])[:16]
+    return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm)])[:16]
 
 
 def _run(

@@ -115,6 +115,6 @@ def _remarks(counts: dict[str, Any]) -> list[str]:
     remarks = {
         "cut_contexts": "contexts cut on the left",
         "split_continuations": "answers longer than the window, scored in pieces",
-        "shortened_generations": "generations with less room than the task asks for",
+        "windowed_generations": "generations written over several windows",
     }
     return [f"{counts[name]} {text}" for name, text in remarks.items() if counts[name]]

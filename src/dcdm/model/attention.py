@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from dcdm.config import ConfigError
 from dcdm.model import blockmask
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
+
+if TYPE_CHECKING:
+    from dcdm.model.cache import LayerMemory
 
 Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
 
@@ -120,7 +123,7 @@ class Plan:
 
 
 class Ready(NamedTuple):
-    """A plan in the form that one backend takes."""
+    """A plan in the form that one backend takes, or what is remembered of earlier passes in a layer."""
 
     backend: Backend
     num_queries: int
@@ -128,11 +131,17 @@ class Ready(NamedTuple):
     masks: Tensor | None
     block_mask: Any
     dense: Tensor | None
+    memory: LayerMemory | None = None
 
 
 def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tensor:
     """Scaled dot-product attention under a plan, grouped queries included: (B, Q, H, D)."""
+    if ready.memory is not None:
+        k_bsgd, v_bsgd = ready.memory.extend(k_bsgd, v_bsgd)
     q, k, v = (x.transpose(1, 2) for x in (q_bqhd, k_bsgd, v_bsgd))
+    if ready.memory is not None:
+        mask = None if ready.dense is None else ready.dense[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     if ready.table is not None and ready.masks is not None:
         if q.device.type == "cpu":
             return tiled_attention(q, k, v, ready.table, ready.masks)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from dcdm.config import ModelConfig
 from dcdm.model.attention import Plan
 from dcdm.model.tiling import Tile
+
+if TYPE_CHECKING:
+    from dcdm.model.cache import LayerMemory
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
 
@@ -53,6 +56,23 @@ class ChunkingAttention(nn.Module):
         p_bksh = self.project(x_bsd)
         mixed_bsd = subspace_mixture(p_bksh, self.v_proj(x_bsd), plan)
         return h_bsd + self.o_proj(mixed_bsd), alignment(p_bksh)
+
+    def extend(self, h_bqd: Tensor, memory: LayerMemory, allowed: Tensor | None) -> Tensor:
+        """The updated hidden state of new slots, which see the remembered ones too: (B, Q, d)."""
+        x_bqd = self.normed(h_bqd)
+        p_bqkh = self.project(x_bqd).transpose(1, 2)
+        p_bskh, v_bsd = memory.extend(p_bqkh, self.v_proj(x_bqd))
+        chunks, size = p_bskh.shape[2:]
+        a_bksh = p_bskh.transpose(1, 2)
+        p_bkqh = p_bqkh.transpose(1, 2) / math.sqrt(size)
+        step = max(16, BLOCK_BYTES // (len(h_bqd) * chunks * p_bskh.shape[1] * p_bskh.element_size()))
+        parts = []
+        for at in range(0, h_bqd.shape[1], step):
+            a_bkqs = p_bkqh[:, :, at : at + step] @ a_bksh.transpose(2, 3)
+            if allowed is not None:
+                a_bkqs.masked_fill_(~allowed[:, None, at : at + step], -torch.inf)
+            parts.append(a_bkqs.softmax(dim=-1).sum(dim=1) @ v_bsd / math.sqrt(chunks))
+        return h_bqd + self.o_proj(torch.cat(parts, dim=1))
 
     def scores(self, h_bsd: Tensor) -> Tensor:
         """r alone, from a hidden state after block 0: (B, S, K). The soft path is not needed for it."""

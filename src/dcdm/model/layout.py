@@ -78,16 +78,16 @@ def dual_stream(ids: Tensor, masked_bnl: Tensor, compact: bool = True) -> Layout
     return Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, noisy_read.repeat(1, draws))
 
 
-def chunk_sorted(ids: Tensor, masked: Tensor) -> Layout:
-    """One stream sorted by chunk, padding last."""
-    order, kept = _sorted_stream(ids >= 0, ids, compact=False)
+def chunk_sorted(ids: Tensor, masked: Tensor, compact: bool = False) -> Layout:
+    """One stream sorted by chunk, padding last or, if `compact`, mostly left out."""
+    order, kept = _sorted_stream(ids >= 0, ids, compact)
     return _one_stream(_slots(ids, order, kept, NOISY, masked), order, ids >= 0)
 
 
-def visible_first(real: Tensor, masked: Tensor) -> Layout:
-    """One stream with its visible tokens before its masked ones, padding last."""
-    order, kept = _sorted_stream(real, masked.long(), compact=False)
-    return _one_stream(_slots(torch.zeros_like(order), order, kept, NOISY, masked), order, real)
+def visible_first(real: Tensor, masked: Tensor, compact: bool = False) -> Layout:
+    """One stream with its visible tokens before its masked ones, padding as in `chunk_sorted`."""
+    order, kept = _sorted_stream(real, masked.long(), compact)
+    return _one_stream(_slots(torch.zeros_like(real, dtype=torch.long), order, kept, NOISY, masked), order, real)
 
 
 def _one_stream(slots: Slots, order: Tensor, held: Tensor) -> Layout:
@@ -103,3 +103,23 @@ def _inverse(order: Tensor, length: int) -> Tensor:
     """(B, L): where each position stands in `order`; 0 for those it leaves out."""
     place = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.zeros(len(order), length, dtype=torch.long, device=order.device).scatter_(1, order, place)
+
+
+class Compact:
+    """The True positions of each row, padded to the longest row."""
+
+    def __init__(self, where: Tensor) -> None:
+        count = where.sum(dim=-1)
+        most = int(count.max())
+        self.index = where.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]
+        self.valid = torch.arange(most, device=where.device) < count[:, None]
+        self.rows = torch.arange(len(where), device=where.device)[:, None]
+
+    def pick(self, x_bl: Tensor) -> Tensor:
+        """(B, L, …) to (B, X, …); fillers repeat other positions."""
+        return x_bl[self.rows, self.index]
+
+    def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
+        """Write (B, X, …) back into (B, L, …), fillers left out."""
+        row, place = self.valid.nonzero(as_tuple=True)
+        whole_bl[row, self.index[row, place]] = part_bx[row, place]

@@ -18,47 +18,52 @@ import torch
 from torch import Tensor
 
 from dcdm.model.attention import rotary_tables, rotate
+from dcdm.model.layout import Compact
 
 if TYPE_CHECKING:
     from dcdm.model.blocks import Block
-    from dcdm.model.transformer import Model, Sets
+    from dcdm.model.transformer import Model
 
 
 class Rounds:
     """Router scores round by round; `reveal` before the first `scores` with what is visible from the start."""
 
-    def __init__(self, model: Model, tokens: Tensor, sets: Sets) -> None:
+    def __init__(self, model: Model, free: Tensor) -> None:
         self.model = model
         block: Block = model.layers[0]  # type: ignore[assignment]
         self.block, attention = block, block.self_attn
-        self.hidden = sets.free.clone()
-        position = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        clean_bld = block.input_layernorm(model.embed_tokens(tokens))
+        self.hidden = free.clone()
+        rows, length = free.shape
         self.mask_d = model.embed_tokens.weight[model.config.mask_id]
         mask_11d = block.input_layernorm(self.mask_d)[None, None]
-        tables = rotary_tables(position, attention.head_dim, model.config.rope_theta, clean_bld.dtype)
-        self.q_1lhd = rotate(attention.queries(mask_11d), tables)
-        self.k_blgd = rotate(attention.keys(clean_bld), tables)
-        self.v_blgd = attention.values(clean_bld)
-        self.heads_per_key = self.q_1lhd.shape[2] // self.k_blgd.shape[2]
+        self.q_1lhd = rotate(
+            attention.queries(mask_11d), self._tables(torch.arange(length, device=free.device)[None])
+        )
+        own_hd, value_hd = attention.keys(mask_11d)[0, 0], attention.values(mask_11d)[0, 0]
+        self.heads_per_key = self.q_1lhd.shape[2] // len(own_hd)
+        own_hd, value_hd = (x.repeat_interleave(self.heads_per_key, dim=0) for x in (own_hd, value_hd))
         self.scale = 1 / math.sqrt(attention.head_dim)
         # every sum starts with the position's own MASK; RoPE makes its score the same everywhere
-        own_hd = attention.keys(mask_11d)[0, 0].repeat_interleave(self.heads_per_key, dim=0)
         own_h = (attention.queries(mask_11d)[0, 0] * own_hd).sum(-1) * self.scale
-        value_hd = attention.values(mask_11d)[0, 0].repeat_interleave(self.heads_per_key, dim=0)
-        rows, length = tokens.shape
         self.peak_blh = own_h.expand(rows, length, -1).clone()
         self.sum_blh = torch.ones_like(self.peak_blh)
         self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
 
-    def reveal(self, members: Tensor) -> None:
-        """Positions (B, L) whose tokens later rounds may see."""
+    def _tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(
+            position, self.block.self_attn.head_dim, self.model.config.rope_theta, self.mask_d.dtype
+        )
+
+    def reveal(self, members: Tensor, tokens: Tensor) -> None:
+        """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once."""
         self.hidden = self.hidden & ~members
-        asked, asking = _Compact(members), _Compact(self.hidden)
+        asked, asking = Compact(members), Compact(self.hidden)
         if asked.index.shape[1] == 0 or asking.index.shape[1] == 0:
             return
-        k_byhd = asked.pick(self.k_blgd).repeat_interleave(self.heads_per_key, dim=2)
-        v_byhd = asked.pick(self.v_blgd).repeat_interleave(self.heads_per_key, dim=2)
+        clean_byd = self.block.input_layernorm(self.model.embed_tokens(asked.pick(tokens)))
+        k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(asked.index))
+        v_bygd = self.block.self_attn.values(clean_byd)
+        k_byhd, v_byhd = (x.repeat_interleave(self.heads_per_key, dim=2) for x in (k_bygd, v_bygd))
         q_bxhd = asking.pick(self.q_1lhd.expand(len(members), -1, -1, -1))
         score_bhxy = torch.einsum("bxhd,byhd->bhxy", q_bxhd, k_byhd) * self.scale
         score_bhxy.masked_fill_(~asked.valid[:, None, None, :], -torch.inf)
@@ -75,7 +80,7 @@ class Rounds:
     def scores(self) -> Tensor:
         """r (B, L, K) of the hidden positions, 0 elsewhere."""
         assert self.model.chunking is not None
-        places = _Compact(self.hidden)
+        places = Compact(self.hidden)
         out = self.mask_d.new_zeros(*self.hidden.shape, len(self.model.chunking.mu))
         if places.index.shape[1] == 0:
             return out
@@ -84,21 +89,3 @@ class Rounds:
         h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
         places.put(out, self.model.chunking.scores(h_bxd))
         return out
-
-
-class _Compact:
-    """The True positions of each row, padded to the longest row."""
-
-    def __init__(self, where: Tensor) -> None:
-        count = where.sum(dim=-1)
-        most = int(count.max())
-        self.index = where.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]
-        self.valid = torch.arange(most, device=where.device) < count[:, None]
-        self.rows = torch.arange(len(where), device=where.device)[:, None]
-
-    def pick(self, x_bl: Tensor) -> Tensor:
-        return x_bl[self.rows, self.index]
-
-    def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
-        row, place = self.valid.nonzero(as_tuple=True)
-        whole_bl[row, self.index[row, place]] = part_bx[row, place]

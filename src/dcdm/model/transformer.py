@@ -17,6 +17,7 @@ from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import layout, masks, routing
 from dcdm.model.attention import Backend, Plan, choose_backend, rotary_tables
 from dcdm.model.blocks import Block, Rotary
+from dcdm.model.cache import Memory
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Slots
 from dcdm.model.moe import Experts
@@ -170,14 +171,36 @@ class Model(nn.Module):
         if self.config.kind == "ar":
             return self.norm(self._run(self.embed_tokens(z), self._causal_plan(real))[0])
         masked = z == self.config.mask_id
-        place = layout.chunk_sorted(ids, masked)
+        place = layout.chunk_sorted(ids, masked, compact=self._backend() != "flex")
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            h_bld, _, _ = self._stage_1(z, masked, real)
+            h_bld, _, _ = self._stage_1(z, masked, real, compact=self._backend() != "flex")
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
         return place.restore(self.norm(h_bld))
+
+    def extend(self, tokens: Tensor, slots: Slots, keep: Tensor, memory: Memory, num_out: int) -> Tensor:
+        """New slots (B, Q) against what `memory` holds of earlier ones: final states of the first `num_out`.
+
+        Where the ids of `slots` order the positions as in `denoise`, so do the states equal those of `denoise`.
+        Slots in `keep` stay in the memory: only such belong there whose states cannot change any more. (With the
+        paper's routing there are none; keeping them anyway is the approximation named "frozen".)
+        """
+        memory.place(slots, keep)
+        routed = memory.allowed(masks.chunk_causal)
+        first = memory.allowed(masks.noise) if self.config.routes_from_noise else routed
+        h_bqd = self.embed_tokens(tokens)
+        rotary = rotary_tables(slots.position, self.config.head_dim, self.config.rope_theta, h_bqd.dtype)
+        for number, (layer, own) in enumerate(zip(self.layers, memory.layers, strict=True)):
+            is_last = number == len(self.layers) - 1
+            ready = own.ready(first if number == 0 else routed, num_out if is_last else tokens.shape[1])
+            h_bqd, _ = layer(h_bqd, rotary, ready)
+            if number == 0 and self.chunking is not None:
+                assert memory.chunking is not None
+                seen = first if first is None else first[:, : h_bqd.shape[1]]
+                h_bqd = self.chunking.extend(h_bqd, memory.chunking, seen)
+        return self.norm(h_bqd)
 
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
@@ -219,10 +242,10 @@ class Model(nn.Module):
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
             return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
         with torch.no_grad():
-            rounds = Rounds(self, tokens, sets)
+            rounds = Rounds(self, sets.free)
 
             def router(new: Tensor) -> Tensor:
-                rounds.reveal(new)
+                rounds.reveal(new, tokens)
                 return rounds.scores()
 
             return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
@@ -240,10 +263,12 @@ class Model(nn.Module):
         assert self.chunking is not None
         return torch.where(real, self.chunking.assign(r_blk), -1)
 
-    def _stage_1(self, z: Tensor, masked: Tensor, real: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _stage_1(
+        self, z: Tensor, masked: Tensor, real: Tensor, compact: bool = False
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Block 0 and the chunking attention on one stream under M^noise, in original order."""
         assert self.chunking is not None
-        place = layout.visible_first(real, masked)
+        place = layout.visible_first(real, masked, compact)
         plan = self._plan(masks.noise, place.slots)
         h_bld, gates = self._block_0(place.gather(z), plan)
         h_bld, r_blk = self.chunking(h_bld, plan)

@@ -79,13 +79,13 @@ def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta 
     env = os.environ
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if not ("RANK" in env or "WORLD_SIZE" in env):
-        return World(device=_device(device, 0))
+        return World(device=choose_device(device))
     if missing := [name for name in needed if name not in env]:
         raise ParallelError(f"{', '.join(missing)} not set, though RANK or WORLD_SIZE is; start with torchrun")
     rank, size, local_rank = (_number(env, name) for name in needed[:3])
     if not 0 <= rank < size:
         raise ParallelError(f"RANK={rank} must lie between 0 and WORLD_SIZE-1={size - 1}; start with torchrun")
-    place = _device(device, local_rank)
+    place = choose_device(device, local_rank)
     if size == 1:
         return World(device=place)
     if place.type == "cuda":
@@ -111,7 +111,8 @@ def _number(env: Mapping[str, str], name: str) -> int:
         raise ParallelError(f"{name}={env[name]!r} is not a whole number; start with torchrun") from None
 
 
-def _device(device: torch.device | str, local_rank: int) -> torch.device:
+def choose_device(device: torch.device | str = "auto", local_rank: int = 0) -> torch.device:
+    """`auto` is a GPU where PyTorch sees one; a device that is not there raises."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)

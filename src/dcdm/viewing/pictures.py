@@ -10,20 +10,7 @@ from torch import Tensor
 
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
-
-# Okabe and Ito's colours, told apart with any common colour vision; grey is chunk 0, white is padding
-PALETTE = (
-    "#ffffff",
-    "#bbbbbb",
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#d55e00",
-    "#f0e442",
-    "#000000",
-)
+from dcdm.viewing import palette
 
 
 @torch.no_grad()
@@ -41,8 +28,8 @@ def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
     """One row of cells per sequence, coloured by chunk; more than eight chunks share colours in turn."""
     ids = chunk_ids(model, tokens)
     shown = torch.zeros_like(tokens) if ids is None else ids
-    colours = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in PALETTE], dtype=np.uint8)
-    place = torch.where(shown > 0, (shown - 1) % 8 + 2, shown + 1).cpu().numpy()
-    rows = colours[place].repeat(cell, axis=1).repeat(2 * cell, axis=0)
+    names = [palette.colour(chunk) for chunk in range(-1, int(shown.max()) + 1)]
+    colours = np.array([[int(name[i : i + 2], 16) for i in (1, 3, 5)] for name in names], dtype=np.uint8)
+    rows = colours[(shown + 1).cpu().numpy()].repeat(cell, axis=1).repeat(2 * cell, axis=0)
     rows[:: 2 * cell] = 255  # a white line between sequences
     return rows

@@ -1,0 +1,203 @@
+"""`dcdm bench generate`: speed and quality of every decoder of trained models, side by side.
+
+Speed is that of unconditional samples; quality the exact trajectory likelihood of held-out text under the same
+decoder (or, where it fills in random order, the bound of it). A saving in forwards never stands without its cost.
+"""
+
+from __future__ import annotations
+
+import json as encoder
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dcdm.config import ConfigError
+from dcdm.data.packing import pack
+from dcdm.data.sources import stdlib_documents
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.engine import default_adablock, generate
+from dcdm.decoding.routes import AdaBlock
+from dcdm.diffusion.likelihood import default_estimator, score
+from dcdm.keys import Key
+from dcdm.model.transformer import Model
+from dcdm.training.loading import load_model
+
+COMMITS = (
+    "chunk", "steps:4", "position", "threshold:0.9", "threshold:0.7", "entropy:0.5", "factor:1", "ancestral:8",
+    "first-hitting",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoded:
+    model: str
+    kind: str
+    routing: str
+    commit: str
+    cache: str
+    tokens_per_second: float
+    forwards: float
+    """Per sample."""
+    tokens_per_forward: float
+    computed: float
+    """Positions through all blocks, per token."""
+    bits: float
+    """Per token of held-out text."""
+    bits_stderr: float
+    """Over windows."""
+    measure: str
+    """What `bits` is: trajectory (exact) or bound."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    routing: str
+    commit: str
+    cache: str
+    adablock: AdaBlock | None = None
+
+
+def choices(model: Model, tokenizer: Tokenizer) -> list[_Choice]:
+    """Every decoder that makes sense for the model."""
+    config = model.config
+    if config.kind == "ar":
+        return [_Choice("auto", "position", "exact"), _Choice("auto", "position", "none")]
+    caches = ("none", "frozen") if config.routes_from_noise else ("exact", "none")
+    found = [_Choice("auto", commit, caches[0]) for commit in COMMITS]
+    found += [_Choice("auto", commit, caches[1]) for commit in ("chunk", "position", "threshold:0.9")]
+    if config.routes_from_noise:
+        found += [_Choice(routing, "threshold:0.9", "none") for routing in ("paper-step", "appendix-b")]
+    if config.kind in ("bdlm", "mdlm"):
+        found.append(_Choice("adablock", "threshold:0.9", "exact", default_adablock(model, tokenizer)))
+    if config.kind == "mdlm":
+        found.append(_Choice("blocks:16", "threshold:0.9", "exact"))
+    return found
+
+
+def measure(
+    path: str, samples: int, windows: int, seed: int, say: Callable[[str], None], repeats: int = 1
+) -> list[Decoded]:
+    """All decoders of one model: `samples` texts of a window each, `windows` of held-out text."""
+    model, tokenizer = load_model(path)
+    held_out = _held_out(model, tokenizer, windows)
+    rows = []
+    generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
+    for choice in choices(model, tokenizer):
+        say(f"{path}: {choice.routing} {choice.commit} cache={choice.cache}")
+        runs = [
+            generate(
+                model, [[]] * samples, routing=choice.routing, commit=choice.commit, cache=choice.cache,
+                adablock=choice.adablock, seed=seed + turn, batch_size=samples,
+            )
+            for turn in range(repeats)
+        ]  # fmt: skip
+        costs = max((run.statistics for run in runs), key=lambda s: s.tokens_per_second)
+        bits, stderr, what = _quality(model, held_out, choice, seed)
+        config = model.config
+        rows.append(
+            Decoded(
+                Path(path).name, f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind, choice.routing,
+                choice.commit, choice.cache, costs.tokens_per_second, float(costs.forwards.double().mean()),
+                costs.tokens_per_forward, float(costs.computed.sum() / costs.new_tokens.sum()), bits, stderr, what,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
+    """Windows of the standard library's validation files, spread over all of them."""
+    packed = pack(stdlib_documents("validation"), tokenizer, model.config.context_length)
+    return packed[Key(0).permutation(len(packed))[:windows]]
+
+
+def _quality(model: Model, held_out: Tensor, choice: _Choice, seed: int) -> tuple[float, float, str]:
+    """Bits per token, their standard error over windows, and what they are."""
+    if commit_policy(choice.commit).random:
+        scored = score(model, held_out, default_estimator(model), samples=16, seed=seed)
+        what = "bound"
+    else:
+        scored = score(
+            model, held_out, "trajectory", commit=choice.commit, routing=choice.routing, adablock=choice.adablock,
+            cache=choice.cache,
+        )  # fmt: skip
+        what = "trajectory"
+    per_window = scored.nats / scored.tokens / math.log(2)
+    return float(per_window.mean()), float(per_window.std() / math.sqrt(len(per_window))), what
+
+
+def run(models: Sequence[Path], samples: int, windows: int, json: bool, out: str | None, plot: Path | None) -> None:
+    """Table to the terminal, JSON on request, the plot into a PNG."""
+    if not models:
+        raise ConfigError("dcdm bench generate needs trained models: --models runs/a runs/b …")
+    from rich.console import Console
+
+    from dcdm.bench.harness import environment
+
+    console = Console(stderr=True)
+    rows = [row for path in models for row in measure(str(path), samples, windows, 0, console.print)]
+    line = encoder.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]})
+    if json:
+        print(line)
+    else:
+        print_table(rows)
+    if out:
+        Path(out).write_text(line + "\n")
+    if plot:
+        draw(rows, plot)
+
+
+def print_table(rows: list[Decoded]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    names = ("kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token")
+    for name in (*names, "bits/token", "measure"):
+        table.add_column(name, justify="left" if name in names[:4] or name == "measure" else "right", no_wrap=True)
+    for r in rows:
+        table.add_row(
+            r.kind, r.routing, r.commit, r.cache, f"{r.tokens_per_second:.0f}", f"{r.forwards:.1f}",
+            f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", f"{r.bits:.3f} ± {r.bits_stderr:.3f}", r.measure,
+        )  # fmt: skip
+    Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def draw(rows: list[Decoded], path: Path) -> None:
+    """Bits per token against tokens per forward, one line per kind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    marks = dict(zip(("ar", "mdlm", "bdlm", "dcdm-paper", "dcdm-causal"), "sv^oD", strict=True))
+    named: dict[str, Any] = {}
+    for row in rows:
+        if row.cache in ("exact", "none") and row.routing == "auto" and (row.kind, row.commit) not in named:
+            named[row.kind, row.commit] = row
+    from dcdm.viewing.palette import CHUNKS
+
+    for number, kind in enumerate(dict.fromkeys(kind for kind, _ in named)):
+        points = sorted((r for (k, _), r in named.items() if k == kind), key=lambda r: r.tokens_per_forward)
+        x, y = [r.tokens_per_forward for r in points], [r.bits for r in points]
+        colour = CHUNKS[number % len(CHUNKS)]
+        axes.errorbar(
+            x, y, [r.bits_stderr for r in points], fmt=marks.get(kind, "o"), color=colour, label=kind, capsize=2
+        )
+        for r in points:
+            axes.annotate(
+                r.commit, (r.tokens_per_forward, r.bits), fontsize=6, xytext=(4, 3), textcoords="offset points"
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens per forward (samples)")
+    axes.set_ylabel("bits per token of held-out text (lower is better)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,236 @@
+"""`dcdm sample`: prompts from the command line, a file or a pipe; text, JSON or events out."""
+
+from __future__ import annotations
+
+import json as encoder
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.decoding.engine import Event, Generation
+
+
+def sample(
+    model: Annotated[Path, Positional],
+    prompt: tuple[str, ...] = (),
+    file: Path | None = None,
+    jsonl: Path | None = None,
+    field: str = "prompt",
+    length: int | None = None,
+    num: int = 1,
+    window: int | None = None,
+    routing: str = "auto",
+    commit: str = "auto",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    delimiters: tuple[str, ...] = ("\n",),
+    delimiter_threshold: float = 0.3,
+    cache: Literal["auto", "exact", "frozen", "none"] = "auto",
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    stream: bool = False,
+    batch_size: int = 16,
+    json: bool = False,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+) -> None:
+    """Complete prompts, or fill the blanks in them.
+
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe.
+    Examples:
+    dcdm sample runs/first --prompt "def main(" --length 64
+    dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream
+    dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9
+
+    Args:
+        model: A run folder, a checkpoint in it, or an exported folder.
+        prompt: The text to go on from; several are completed in one batch.
+        file: A text file that is the prompt.
+        jsonl: A file with one JSON object per line, each a prompt.
+        field: The name of the prompt in those objects.
+        length: New tokens behind each prompt; by default the rest of the window, or none if there are blanks.
+        num: Samples of each prompt.
+        window: Positions of a canvas; by default the model's context length. Longer texts take several.
+        routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
+        commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
+        temperature: 0 takes the most probable token.
+        top_k: Draw from the k most probable tokens.
+        top_p: Draw from the most probable tokens that together reach this probability.
+        delimiters: Where adablock may end a block: tokens of the tokenizer.
+        delimiter_threshold: The confidence that such a token needs.
+        cache: exact where it is exact; frozen is an approximation for the paper's routing.
+        seed: Seed of the draws.
+        stop_at_eos: End a text at the tokenizer's end-of-text token.
+        stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
+        batch_size: Prompts that are completed together.
+        json: Print one JSON object per sample, statistics included.
+        device: Where to compute.
+        dtype: Type of the weights.
+    """
+    import torch
+
+    from dcdm.config import ConfigError
+    from dcdm.decoding.engine import generate
+    from dcdm.decoding.routes import AdaBlock
+    from dcdm.training.loading import load_model
+    from dcdm.training.parallel import choose_device
+
+    prompts = _prompts(prompt, file, jsonl, field)
+    if num < 1:
+        raise ConfigError(f"--num {num}: must be at least 1")
+    prompts = [text for text in prompts for _ in range(num)]
+    loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    adablock = None
+    if routing == "adablock":
+        ends = _token_ids(tokenizer, delimiters)
+        adablock = AdaBlock(ends, loaded.config.block_size or 8, least=delimiter_threshold)
+    with _Stream(tokenizer, prompts, stream) as on_event:
+        result = generate(
+            loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
+            commit=commit, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
+            eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
+            on_event=on_event,
+        )  # fmt: skip
+    if json:
+        for row in range(len(prompts)):
+            print(encoder.dumps(_record(row, prompts[row], result)))
+    elif not stream:
+        _print(prompts, result)
+    print(_costs(result), file=sys.stderr)
+
+
+def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str) -> list[str]:
+    from dcdm.config import ConfigError
+
+    if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
+        raise ConfigError("--prompt, --file and --jsonl exclude each other")
+    if prompt:
+        return list(prompt)
+    if jsonl is not None:
+        return _json_lines(jsonl, field)
+    if file is not None:
+        if not file.is_file():
+            raise ConfigError(f"--file {file}: no such file")
+        return [file.read_text(encoding="utf-8")]
+    if sys.stdin.isatty():
+        raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
+    return [sys.stdin.read()]
+
+
+def _json_lines(path: Path, field: str) -> list[str]:
+    from dcdm.config import ConfigError
+
+    if not path.is_file():
+        raise ConfigError(f"--jsonl {path}: no such file")
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = encoder.loads(line)[field]
+        except (encoder.JSONDecodeError, KeyError, TypeError):
+            raise ConfigError(
+                f"{path}:{number} is no JSON object with a {field!r}; --field names another"
+            ) from None
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}:{number}: {field!r} is no text")
+        prompts.append(value)
+    if not prompts:
+        raise ConfigError(f"--jsonl {path} holds no prompt")
+    return prompts
+
+
+def _token_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
+    from dcdm.config import ConfigError
+
+    ids = {}
+    for text in texts:
+        text = text.encode().decode("unicode_escape")
+        ids[text] = tokenizer.encode(text)
+        if len(ids[text]) != 1:
+            raise ConfigError(f"--delimiters {text!r} is {len(ids[text])} tokens of this tokenizer, not one")
+    return tuple(token for (token,) in ids.values())
+
+
+def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
+    costs = result.statistics
+    return {
+        "prompt": prompt, "completion": result.texts[row], "finished": result.finished[row],
+        "tokens": result.completions[row], "new_tokens": int(costs.new_tokens[row]),
+        "forwards": int(costs.forwards[row]), "rounds": int(costs.rounds[row]),
+        "computed": int(costs.computed[row]), "reused": int(costs.reused[row]),
+        "reencoded": int(costs.reencoded[row]), "batch_seconds": costs.seconds,
+    }  # fmt: skip
+
+
+def _print(prompts: list[str], result: Generation) -> None:
+    from dcdm.decoding.prompts import BLANK
+
+    for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
+        if len(prompts) > 1:
+            print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
+        print(text if BLANK.search(prompt) else prompt + text)
+
+
+def _costs(result: Generation) -> str:
+    costs = result.statistics
+    total = costs.summary()
+    return (
+        f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} per forward), "
+        f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s; {total['computed']} positions computed, "
+        f"{total['reused']} from the cache, {total['rounds']} routing rounds, {total['reencoded']} encoded again"
+    )
+
+
+class _Stream:
+    """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool) -> None:
+        self.tokenizer, self.on = tokenizer, on
+        self.live: Any = None
+        self.known: dict[int, int] = {}
+        self.chunk: dict[int, int] = {}
+        if prompts:
+            from dcdm.decoding.prompts import with_blanks
+
+            self.known = dict(enumerate(with_blanks(tokenizer, prompts[0]), start=1))
+
+    def __enter__(self) -> Any:
+        if not self.on:
+            return None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(auto_refresh=False)
+            self.live.start()
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def _show(self, event: Event) -> None:
+        if self.live is None:
+            text = [self.tokenizer.decode([token]) for token in event.tokens]
+            print(encoder.dumps({**vars(event), "text": text}), flush=True)
+        elif event.row == 0:
+            self.known.update(zip(event.positions, event.tokens, strict=True))
+            self.chunk.update(dict.fromkeys(event.positions, event.chunk))
+            self.live.update(self._canvas(), refresh=True)
+
+    def _canvas(self) -> Any:
+        from rich.text import Text
+
+        from dcdm.viewing.palette import on_colour
+
+        text = Text()
+        for position in range(1, max(self.known) + 1):
+            token = self.known.get(position, self.tokenizer.mask_id)
+            shown = "░" if token == self.tokenizer.mask_id else self.tokenizer.decode([token])
+            text.append(shown, style=on_colour(self.chunk[position]) if position in self.chunk else "dim")
+        return text

@@ -1,0 +1,189 @@
+"""Which of the asked positions are filled after a forward.
+
+A policy is a pure function of predicted distributions (and, for the random orders, of noise drawn beforehand),
+never of sampled values: that is what makes the likelihood of a decoder computable.
+
+    B batch   A asked positions   V the tokens that can be predicted
+
+To add one: write a `Rule` and enter it in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dcdm.config import ConfigError
+
+
+@dataclass(frozen=True)
+class View:
+    """What a commit policy may look at."""
+
+    log_p: Tensor
+    """(B, A, V): the distributions that tokens will be drawn from."""
+    candidates: Tensor
+    """(B, A) bool: the masked positions of the active chunk; the rest are fillers."""
+    position: Tensor
+    """(B, A)."""
+    step: Tensor
+    """(B,): forwards that the active chunk has had before this one."""
+    order: Tensor
+    """(B, A): uniform noise, one number per position for the whole canvas."""
+
+    def confidence(self) -> Tensor:
+        """(B, A): the probability of the best token; −1 for fillers."""
+        return self.log_p.amax(dim=-1).exp().masked_fill(~self.candidates, -1.0)
+
+    def entropy(self) -> Tensor:
+        """(B, A) in nats; inf for fillers."""
+        surprise = self.log_p.masked_fill(self.log_p == -torch.inf, 0)
+        return (-self.log_p.exp() * surprise).sum(dim=-1).masked_fill(~self.candidates, torch.inf)
+
+
+Rule = Callable[[View], Tensor]
+"""View → (B, A) bool: at least one candidate of every row that has any."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    name: str
+    rule: Rule
+    random: bool = False
+    """Its order depends on noise: such a decoder's likelihood is a sum over orders."""
+
+    def __call__(self, view: View) -> Tensor:
+        return self.rule(view) & view.candidates
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def whole_chunk(view: View) -> Tensor:
+    """One forward per chunk: fill all of it."""
+    return view.candidates
+
+
+def best(score: Tensor) -> Tensor:
+    """The largest score of each row, the first among equals: (B, A) bool."""
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.argmax(dim=-1, keepdim=True), True)
+
+
+def most_confident(view: View) -> Tensor:
+    """One position per forward: the one whose best token is most probable."""
+    return best(view.confidence())
+
+
+def fixed_steps(steps: int) -> Rule:
+    """The chunk in `steps` forwards, each filling an equal share of what is left, most confident first."""
+
+    def rule(view: View) -> Tensor:
+        left = view.candidates.sum(dim=-1)
+        share = (steps - view.step).clamp(min=1)
+        return _rank(view.confidence()) < ((left + share - 1) // share)[:, None]
+
+    return rule
+
+
+def threshold(least: float) -> Rule:
+    """Every position whose best token has at least this probability; failing that, the best one."""
+
+    def rule(view: View) -> Tensor:
+        confidence = view.confidence()
+        return (confidence >= least) | best(confidence)
+
+    return rule
+
+
+def entropy(most: float) -> Rule:
+    """Every position with at most this entropy in nats; failing that, the lowest."""
+
+    def rule(view: View) -> Tensor:
+        value = view.entropy()
+        return (value <= most) | best(-value)
+
+    return rule
+
+
+def factor(limit: float) -> Rule:
+    """The n most confident ones, n the largest with (n+1)·(1 − confidence of the n-th) < limit; at least one."""
+
+    def rule(view: View) -> Tensor:
+        confidence = view.confidence()
+        rank = _rank(confidence)
+        passes = ((rank + 2) * (1 - confidence) < limit) & view.candidates
+        count = torch.where(passes, rank + 1, 0).amax(dim=-1).clamp(min=1)
+        return rank < count[:, None]
+
+    return rule
+
+
+def ancestral(steps: int) -> Rule:
+    """The diffusion's own reverse process in `steps` equal intervals of time per chunk.
+
+    A masked token's moment is uniform over the intervals, whatever the others do; intervals in which nothing
+    happens need no forward.
+    """
+
+    def rule(view: View) -> Tensor:
+        moment = (view.order * steps).long().masked_fill(~view.candidates, steps)
+        return moment == moment.amin(dim=-1, keepdim=True)
+
+    return rule
+
+
+def first_hitting(view: View) -> Tensor:
+    """The reverse process in continuous time: one position per forward, in random order."""
+    return best(-view.order.masked_fill(~view.candidates, 2.0))
+
+
+def _rank(score: Tensor) -> Tensor:
+    """0 for the largest of each row; the first among equals comes first."""
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(score.shape[-1]).to(order).expand_as(order))
+
+
+@dataclass(frozen=True)
+class _Policy:
+    make: Callable[[float], Rule]
+    default: float | None = None
+    least: float = 0.0
+    most: float = float("inf")
+    whole: bool = False
+    random: bool = False
+
+
+POLICIES: dict[str, _Policy] = {
+    "chunk": _Policy(lambda _: whole_chunk),
+    "position": _Policy(lambda _: most_confident),
+    "steps": _Policy(lambda n: fixed_steps(int(n)), 4, least=1, whole=True),
+    "threshold": _Policy(threshold, 0.9, most=1.0),
+    "entropy": _Policy(entropy, 0.5),
+    "factor": _Policy(factor, 1.0),
+    "ancestral": _Policy(lambda n: ancestral(int(n)), 16, least=1, whole=True, random=True),
+    "first-hitting": _Policy(lambda _: first_hitting, random=True),
+}
+
+
+def commit_policy(text: str) -> Commit:
+    """A policy by its name, with its number behind a colon: "chunk", "threshold:0.9", "steps:4", …"""
+    name, colon, number = text.partition(":")
+    policy = POLICIES.get(name)
+    if policy is None:
+        raise ConfigError(f"commit={text!r} is not known; choose one of {', '.join(POLICIES)}")
+    if policy.default is None:
+        if colon:
+            raise ConfigError(f"commit={text!r}: {name} takes no number")
+        return Commit(name, policy.make(0.0), policy.random)
+    try:
+        value = float(number) if colon else policy.default
+    except ValueError:
+        raise ConfigError(f"commit={text!r}: write it as {name}:{policy.default:g}") from None
+    if not policy.least <= value <= policy.most or (policy.whole and value != int(value)):
+        kind = "a whole number" if policy.whole else "a number"
+        limits = f"of at least {policy.least:g}" + (f", at most {policy.most:g}" if policy.most < 1e9 else "")
+        raise ConfigError(f"commit={text!r}: {name} takes {kind} {limits}")
+    return Commit(f"{name}:{value:g}", policy.make(value), policy.random)

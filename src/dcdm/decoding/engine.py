@@ -1,0 +1,346 @@
+"""`dcdm.generate`: prompts in, completed text out, for every kind.
+
+A canvas is BOS, the prompt and MASKs. Text that does not fit into one canvas is written window by window: the
+end of what is there is the prompt of the next canvas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import Commit, View, commit_policy
+from dcdm.decoding.loop import Committed, Counts, walk
+from dcdm.decoding.predictors import predictor_of, resolve_cache
+from dcdm.decoding.prompts import Prompts, read_prompts
+from dcdm.decoding.routes import AdaBlock, check_routing, router_of
+from dcdm.decoding.sampling import Sampling
+from dcdm.keys import Key
+from dcdm.model.transformer import Model
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tokens that one forward committed in one row."""
+
+    row: int
+    window: int
+    forward: int
+    """Number of the row's forward within its window, from 1."""
+    chunk: int
+    """Number of the chunk within its window, from 1 in the order of filling."""
+    positions: list[int]
+    """In the row's whole text, BOS at 0."""
+    tokens: list[int]
+
+
+@dataclass
+class Statistics:
+    """What a generation cost. Tensors are (B,)."""
+
+    forwards: Tensor
+    """Passes through all blocks, cache writes included."""
+    rounds: Tensor
+    """Routing passes through block 0."""
+    computed: Tensor
+    """Positions that went through all blocks, summed over the forwards."""
+    reused: Tensor
+    """Positions read from the cache instead, summed over the forwards."""
+    reencoded: Tensor
+    """Positions of earlier text that later windows had to encode again."""
+    new_tokens: Tensor
+    """Tokens that the model committed; prompts do not count."""
+    seconds: float = 0.0
+
+    @classmethod
+    def zero(cls, rows: int) -> Statistics:
+        return cls(*torch.zeros(6, rows, dtype=torch.long))
+
+    def add(self, rows: list[int], counts: Counts) -> None:
+        for name in ("forwards", "rounds", "computed", "reused"):
+            getattr(self, name)[rows] += getattr(counts, name)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return float(self.new_tokens.sum() / self.forwards.sum().clamp(min=1))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.new_tokens.sum()) / max(self.seconds, 1e-9)
+
+    def summary(self) -> dict[str, float]:
+        """Totals over the rows, for printing."""
+        names = ("new_tokens", "forwards", "rounds", "computed", "reused", "reencoded")
+        totals: dict[str, float] = {name: int(getattr(self, name).sum()) for name in names}
+        per_token = self.seconds / max(1, totals["new_tokens"])
+        more = {
+            "seconds": self.seconds,
+            "seconds_per_token": per_token,
+            "tokens_per_forward": self.tokens_per_forward,
+        }
+        return totals | more
+
+
+@dataclass
+class Generation:
+    tokens: Tensor
+    """(B, L): whole rows, BOS first, PAD behind the shorter ones; MASK where a cancelled row was not filled."""
+    completions: list[list[int]]
+    """What follows each prompt, without EOS; for a prompt with blanks its own text with the blanks filled."""
+    finished: list[str]
+    """Why each row ended: "eos", "length", "stop" or "cancelled"."""
+    statistics: Statistics
+    history: list[Event] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The completions as text, if there was a tokenizer."""
+
+    @property
+    def forwards(self) -> Tensor:
+        """(B,)."""
+        return self.statistics.forwards
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int | None = None,
+    window: int | None = None,
+    overlap: int | None = None,
+    routing: str = "auto",
+    commit: str = "auto",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    cache: str = "auto",
+    seed: int = 0,
+    index: Sequence[int] | Tensor | None = None,
+    eos_id: int | None = None,
+    adablock: AdaBlock | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
+    cancel: Callable[[int], bool] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    batch_size: int = 16,
+) -> Generation:
+    """Complete prompts, or fill their blanks.
+
+    `prompts` are token ids, or texts if there is a `tokenizer`; MASK in them (in texts `[[n]]`, n tokens) is a
+    blank to fill. `max_new_tokens` come behind the prompt: by default none if there are blanks, else as many as
+    the `window` (the model's context length) has room for. Longer texts are written window by window, the last
+    `overlap` tokens (default: half a window) being the prompt of the next one.
+
+    `routing` and `commit` choose the decoder (docs/decoding.md), `cache` is "exact", "none", "frozen" (an
+    approximation for the paper's routing) or "auto". A row's result follows from its prompt, `seed` and its
+    `index` alone: neither the batch nor the padding changes it.
+
+    `on_event` receives tokens as they are committed, out of order; `cancel(row)` is asked between forwards;
+    `stop(row, completion)` after each window.
+    """
+    config = model.config
+    sampling = Sampling(temperature, top_k, top_p)
+    policy = commit_policy(default_commit(model) if commit == "auto" else commit)
+    check_routing(config, routing)
+    cache = resolve_cache(config, cache)
+    if routing == "adablock" and adablock is None:
+        adablock = default_adablock(model, tokenizer)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+    if eos_id is None and tokenizer is not None:
+        eos_id = tokenizer.eos_id
+    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window or config.context_length, overlap)
+    numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
+    if len(numbers) != len(given.rows):
+        raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
+    run = _Run(
+        model, given, sampling, policy, routing, adablock, cache, Key(seed).fold("generate"), numbers, eos_id,
+        stop, cancel, on_event,
+    )  # fmt: skip
+    started = time.perf_counter()
+    for at in range(0, len(given.rows), batch_size):
+        run.fill(list(range(at, min(at + batch_size, len(given.rows)))))
+    result = run.result()
+    result.statistics.seconds = time.perf_counter() - started
+    if tokenizer is not None:
+        result.texts = [tokenizer.decode(ids) for ids in result.completions]
+    return result
+
+
+def default_commit(model: Model) -> str:
+    return "position" if model.config.kind == "ar" else "threshold:0.9"
+
+
+def default_adablock(model: Model, tokenizer: Tokenizer | None) -> AdaBlock:
+    """Blocks end at line ends."""
+    if tokenizer is None:
+        raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
+    ends = {ids[0] for text in ("\n", "\n\n") if len(ids := tokenizer.encode(text)) == 1}
+    return AdaBlock(tuple(sorted(ends)), model.config.block_size or 8)
+
+
+@dataclass
+class _Run:
+    """The state of one call: rows grow window by window."""
+
+    model: Model
+    given: Prompts
+    sampling: Sampling
+    commit: Commit
+    routing: str
+    adablock: AdaBlock | None
+    cache: str
+    key: Key
+    numbers: list[int]
+    eos_id: int | None
+    stop: Callable[[int, list[int]], bool] | None
+    cancel: Callable[[int], bool] | None
+    on_event: Callable[[Event], None] | None
+    history: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts = [list(row) for row in self.given.rows]
+        self.left = [self.given.max_new_tokens] * len(self.texts)
+        self.finished = [""] * len(self.texts)
+        self.statistics = Statistics.zero(len(self.texts))
+
+    def fill(self, rows: list[int]) -> None:
+        """Windows until every one of these rows has ended."""
+        number = 0
+        while rows:
+            self._window(rows, number)
+            rows = [row for row in rows if not self.finished[row]]
+            number += 1
+
+    def _window(self, rows: list[int], number: int) -> None:
+        contexts = [self._context(row, number) for row in rows]
+        sizes = [min(self.left[row], self.given.window - len(c)) for row, c in zip(rows, contexts, strict=True)]
+        canvas = self._canvas(contexts, sizes)
+        sets = self.model.sets(canvas, canvas != self.model.config.mask_id)
+        offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
+        if number:
+            self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
+        z, counts = walk(
+            canvas,
+            sets,
+            router_of(self.model, sets, torch.tensor([self.numbers[r] for r in rows]), self.routing, self.adablock),
+            predictor_of(self.model, sets, self.cache),
+            self.commit,
+            self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
+            sampling=self.sampling,
+            order=self._noise("order", rows, number, canvas.shape[1]),
+            stopped=self._stopped(rows, contexts, sets.real),
+            on_commit=self._recorder(rows, offsets, number),
+        )
+        self.statistics.add(rows, counts)
+        for row, context, size, line in zip(rows, contexts, sizes, z.tolist(), strict=True):
+            self._accept(row, context, size, line)
+
+    def _context(self, row: int, number: int) -> list[int]:
+        if number == 0:
+            return self.texts[row]
+        return [self.model.config.bos_id, *self.texts[row][1:][-self.given.overlap :]]
+
+    def _canvas(self, contexts: list[list[int]], sizes: list[int]) -> Tensor:
+        config = self.model.config
+        length = max(len(c) + size for c, size in zip(contexts, sizes, strict=True))
+        rows = [
+            c + [config.mask_id] * size + [config.pad_id] * (length - len(c) - size)
+            for c, size in zip(contexts, sizes, strict=True)
+        ]
+        return torch.tensor(rows, device=self.model.embed_tokens.weight.device)
+
+    def _noise(self, use: str, rows: list[int], number: int, length: int) -> Tensor:
+        """(B, L) uniform: one number per position, whatever the batch and its padding."""
+        drawn = torch.zeros(len(rows), length, dtype=torch.float64)
+        for at, row in enumerate(rows):
+            drawn[at] = self.key.fold(use, self.numbers[row], number).uniform(self.given.window)[:length]
+        return drawn
+
+    def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
+        def reveal(view: View, fill: Tensor) -> Tensor:
+            tokens = torch.zeros_like(view.position)
+            tokens[fill] = self.sampling.draw(view.log_p[fill], uniform.gather(1, view.position)[fill])
+            return tokens
+
+        return reveal
+
+    def _stopped(
+        self, rows: list[int], contexts: list[list[int]], real: Tensor
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Rows whose text is complete up to an EOS, and cancelled ones."""
+        place = torch.arange(real.shape[1], device=real.device)
+        behind = place >= torch.tensor([len(c) for c in contexts], device=real.device)[:, None]
+
+        def stopped(z: Tensor, revealed: Tensor) -> Tensor:
+            done = torch.zeros(len(rows), dtype=torch.bool, device=z.device)
+            if self.eos_id is not None:
+                ends = (z == self.eos_id) & revealed & behind
+                first = torch.where(ends, place, real.shape[1]).amin(dim=-1, keepdim=True)
+                done = ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
+            if self.cancel is not None:
+                for row in rows:
+                    if not self.finished[row] and self.cancel(row):
+                        self.finished[row] = "cancelled"
+                done = done | torch.tensor([self.finished[r] == "cancelled" for r in rows], device=z.device)
+            return done
+
+        return stopped
+
+    def _recorder(self, rows: list[int], offsets: list[int], number: int) -> Callable[[Committed], None]:
+        def record(committed: Committed) -> None:
+            for at, row in enumerate(rows):
+                fill = committed.fill[at]
+                if not bool(fill.any()):
+                    continue
+                positions = (committed.position[at][fill] + offsets[at]).tolist()
+                event = Event(
+                    row, number, int(committed.forward[at]), int(committed.chunk[at]), positions,
+                    committed.tokens[at][fill].tolist(),
+                )  # fmt: skip
+                self.statistics.new_tokens[row] += len(positions)
+                self.history.append(event)
+                if self.on_event is not None:
+                    self.on_event(event)
+
+        return record
+
+    def _accept(self, row: int, context: list[int], size: int, line: list[int]) -> None:
+        """Take over what a window wrote."""
+        start = len(context)
+        new = line[start : start + size]
+        if context is self.texts[row]:  # the first window, whose prompt may have had blanks
+            self.texts[row] = line[:start]
+        self.texts[row] = self.texts[row] + new
+        self.left[row] -= size
+        if self.finished[row]:
+            return
+        if self.eos_id is not None and self.eos_id in new:
+            cut = len(new) - new.index(self.eos_id) - 1
+            self.texts[row] = self.texts[row][: len(self.texts[row]) - cut]
+            self.finished[row] = "eos"
+        elif self.stop is not None and self.stop(row, self._completion(row)):
+            self.finished[row] = "stop"
+        elif self.left[row] <= 0:
+            self.finished[row] = "length"
+
+    def _completion(self, row: int) -> list[int]:
+        start = 1 if self.given.has_blanks[row] else len(self.given.rows[row])
+        ids = self.texts[row][start:]
+        if self.finished[row] == "eos":
+            ids = ids[:-1]
+        if self.finished[row] == "cancelled" and self.model.config.mask_id in ids:
+            ids = ids[: ids.index(self.model.config.mask_id)]
+        return ids
+
+    def result(self) -> Generation:
+        pad, length = self.model.config.pad_id, max(len(text) for text in self.texts)
+        tokens = torch.tensor([text + [pad] * (length - len(text)) for text in self.texts])
+        completions = [self._completion(row) for row in range(len(self.texts))]
+        return Generation(tokens, completions, self.finished, self.statistics, self.history)

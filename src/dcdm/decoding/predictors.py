@@ -1,0 +1,109 @@
+"""How the distributions of the asked positions are computed: afresh, or with the help of what is remembered.
+
+B batch   L positions   A asked positions   V the tokens that can be predicted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
+from dcdm.decoding.routes import Route, without_later
+from dcdm.model.cache import Memory
+from dcdm.model.layout import Compact
+from dcdm.model.masks import Slots
+from dcdm.model.transformer import Model, Sets
+
+Cache = Literal["auto", "exact", "frozen", "none"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    logits: Tensor
+    """(B, A, V)."""
+    asked: Compact
+    """The A positions of each row."""
+    computed: Tensor
+    """(B,): positions that went through all blocks."""
+    reused: Tensor
+    """(B,): positions whose keys and values were remembered instead."""
+
+
+def resolve_cache(config: ModelConfig, cache: str) -> str:
+    """The cache that "auto" means, or a refusal of what does not fit the kind."""
+    if cache not in ("auto", "exact", "frozen", "none"):
+        raise ConfigError(f"cache={cache!r} is not known; choose one of auto, exact, frozen, none")
+    if config.routes_from_noise and cache == "exact":
+        raise ConfigError(
+            "cache='exact' is impossible with the paper's routing: every revealed token changes all states; "
+            "use cache='none', or ask for the approximation by its name, cache='frozen'"
+        )
+    if not config.routes_from_noise and cache == "frozen":
+        raise ConfigError("cache='frozen' is an approximation for the paper's routing; here use cache='exact'")
+    if cache == "auto":
+        return "none" if config.routes_from_noise else "exact"
+    return cache
+
+
+def predictor_of(model: Model, sets: Sets, cache: str) -> Afresh | Remembering:
+    if resolve_cache(model.config, cache) == "none":
+        return Afresh(model)
+    return Remembering(model, sets)
+
+
+class Afresh:
+    """Every forward computes all that the active chunk can see."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route, asked: Tensor) -> Predicted:
+        route = without_later(route)
+        states = self.model.denoise(z, route.ids)
+        if self.model.config.kind == "ar":
+            states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
+        where = Compact(asked)
+        computed = (route.ids >= 0).sum(dim=-1)
+        return Predicted(predictable(self.model, where.pick(states)), where, computed, torch.zeros_like(computed))
+
+
+class Remembering:
+    """A forward computes the active chunk, and beside it writes what has been finished since the last one."""
+
+    def __init__(self, model: Model, sets: Sets) -> None:
+        self.model = model
+        self.memory = Memory(model, *sets.real.shape)
+        self.written = torch.zeros_like(sets.real)
+
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route, asked: Tensor) -> Predicted:
+        level, is_ar = route.level(), self.model.config.kind == "ar"
+        real = route.ids >= 0
+        own = real & (route.ids == (level - 1 if is_ar else level))  # AR asks the token before
+        finished = real & (route.ids < level) & ~own & ~self.written
+        first, second = Compact(own), Compact(finished)
+        slots = Slots.cat(self._slots(z, route, first), self._slots(z, route, second))
+        keep = torch.cat([first.valid & is_ar, second.valid], dim=1)
+        tokens = torch.cat([first.pick(z), second.pick(z)], dim=1)
+        states = self.model.extend(tokens, slots, keep, self.memory, first.index.shape[1])
+        self.written |= finished | (own & is_ar)
+        where = Compact(asked)
+        home = torch.zeros_like(z)
+        first.put(home, torch.arange(first.index.shape[1], device=z.device).expand_as(first.index))
+        at = where.pick(home) if not is_ar else torch.zeros_like(where.index)
+        computed = (slots.chunk >= 0).sum(dim=-1)
+        rows = torch.arange(len(z), device=z.device)[:, None]
+        return Predicted(predictable(self.model, states[rows, at]), where, computed, self.memory.length)
+
+    def _slots(self, z: Tensor, route: Route, where: Compact) -> Slots:
+        chunk = torch.where(where.valid, where.pick(route.ids), -1)
+        return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, position=where.index)
+
+
+def predictable(model: Model, states: Tensor) -> Tensor:
+    """Logits (…, V−3) of the tokens that can be predicted; specials are excluded for AR too."""
+    logits = model.token_logits(states)
+    return logits[..., :-NUM_SPECIALS] if model.config.kind == "ar" else logits

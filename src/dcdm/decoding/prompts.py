@@ -1,0 +1,116 @@
+"""Prompts in every form that users have them, checked before anything is computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.model.transformer import Model
+
+BLANK = re.compile(r"\[\[(\d+)\]\]")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    rows: list[list[int]]
+    """Token ids, BOS first, MASK where there is a blank."""
+    has_blanks: list[bool]
+    max_new_tokens: int
+    window: int
+    overlap: int
+
+
+def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text in which `[[n]]` stands for a blank of n tokens."""
+    ids: list[int] = []
+    for at, part in enumerate(BLANK.split(text)):
+        if at % 2:
+            ids += [tokenizer.mask_id] * int(part)
+        elif part:
+            ids += tokenizer.encode(part)
+    return ids
+
+
+def read_prompts(
+    model: Model,
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    tokenizer: Tokenizer | None,
+    max_new_tokens: int | None,
+    window: int,
+    overlap: int | None,
+) -> Prompts:
+    """Rows of token ids and the sizes that hold for all of them."""
+    config = model.config
+    rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id)]
+    if not rows:
+        raise ConfigError("prompts is empty; give at least one prompt (an empty text is one)")
+    if not 2 <= window <= config.max_position:
+        raise ConfigError(f"window={window} must lie between 2 and max_position={config.max_position}")
+    for number, row in enumerate(rows):
+        bad = next((t for t in row if not 0 <= t < config.vocab_size), None)
+        if bad is not None:
+            raise ConfigError(
+                f"prompts[{number}] holds the token {bad}, outside the vocabulary of {config.vocab_size}"
+            )
+        if config.bos_id in row[1:]:
+            raise ConfigError(f"prompts[{number}] holds BOS ({config.bos_id}) inside; it may only come first")
+    blanks = [config.mask_id in row for row in rows]
+    room = window - max(len(row) for row in rows)
+    if max_new_tokens is None:
+        max_new_tokens = 0 if any(blanks) else max(room, 0)
+    if max_new_tokens < 0 or (max_new_tokens == 0 and not all(blanks)):
+        if room < 1:
+            raise ConfigError(_too_long(max(len(row) for row in rows), window))
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens} leaves nothing to do; give at least 1, or prompts with blanks"
+        )
+    if room < (1 if max_new_tokens else 0):
+        raise ConfigError(_too_long(max(len(row) for row in rows), window))
+    overlap = window // 2 - 1 if overlap is None else overlap
+    if not 0 <= overlap <= window - 2:
+        raise ConfigError(f"overlap={overlap} must lie between 0 and window − 2 = {window - 2}")
+    return Prompts(rows, blanks, max_new_tokens, window, overlap)
+
+
+def _too_long(length: int, window: int) -> str:
+    return (
+        f"a prompt of {length} tokens (BOS counted) does not fit into window={window} with room for one more; "
+        "shorten the prompt or choose a larger window"
+    )
+
+
+def _rows(
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    tokenizer: Tokenizer | None,
+    pad_id: int,
+) -> list[list[int]]:
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        items = [items]
+    rows = []
+    for number, item in enumerate(items):
+        if isinstance(item, str):
+            if tokenizer is None:
+                raise ConfigError(f"prompts[{number}] is text; give tokenizer=, or token ids")
+            rows.append(with_blanks(tokenizer, item))
+        elif isinstance(item, Tensor | Sequence):
+            ids = [int(t) for t in item]
+            while ids and ids[-1] == pad_id:
+                ids.pop()
+            rows.append(ids)
+        else:
+            raise ConfigError(f"prompts[{number}] must be text or token ids, got {type(item).__name__}")
+    return rows
+
+
+def _with_bos(row: list[int], bos_id: int) -> list[int]:
+    return row if row and row[0] == bos_id else [bos_id, *row]

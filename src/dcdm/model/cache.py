@@ -1,0 +1,90 @@
+"""What decoding remembers: keys and values of finished tokens, preallocated.
+
+A pass through `Model.extend` brings new slots. Each layer writes their keys and values behind the remembered
+ones and attends to both. Some of the new ones stay; the rest (the tokens of the chunk that is still being
+filled) is overwritten by the next pass. Slots stand in the order in which they came, so rows of a batch may
+hold different numbers of them.
+
+    B batch   Q new slots   C capacity   G key/value heads   D head size   K chunks   h chunk dimension
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dcdm.model.attention import Ready
+from dcdm.model.masks import Mask, Slots
+
+if TYPE_CHECKING:
+    from dcdm.model.transformer import Model
+
+
+class Memory:
+    """Keys and values of every block, and the chunking attention's projections and values."""
+
+    def __init__(self, model: Model, rows: int, capacity: int) -> None:
+        config = model.config
+        weight = model.embed_tokens.weight
+        # one slot more: fillers of shorter rows are written there, and nobody reads it
+        shape = (rows, capacity + 1, config.num_kv_heads, config.head_dim)
+        self.layers = [LayerMemory(self, weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.layers]
+        self.chunking: LayerMemory | None = None
+        if model.chunking is not None:
+            chunks, _, size = model.chunking.mu.shape
+            p_bckh = weight.new_zeros(rows, capacity + 1, chunks, size)
+            self.chunking = LayerMemory(self, p_bckh, weight.new_zeros(rows, capacity + 1, config.hidden_size))
+        self._slots = Slots(*torch.full((4, rows, capacity + 1), -1, device=weight.device))
+        self._rows = torch.arange(rows, device=weight.device)[:, None]
+        self.length = torch.zeros(rows, dtype=torch.long, device=weight.device)
+        """(B,): remembered slots."""
+        self._kept = self._new = self.length
+        self._index = self._rows
+        self._num_keys = 0
+
+    def place(self, slots: Slots, keep: Tensor) -> None:
+        """Give each new slot (B, Q) its place, those to `keep` first; slots of chunk −1 are fillers."""
+        real = slots.chunk >= 0
+        self.length = self.length + self._kept
+        self._kept, self._new = (keep & real).sum(dim=-1), real.sum(dim=-1)
+        passing = self._kept[:, None] + (real & ~keep).long().cumsum(dim=-1)
+        order = torch.where(keep, keep.long().cumsum(dim=-1), passing) - 1
+        self._index = torch.where(real, self.length[:, None] + order, self._slots.chunk.shape[1] - 1)
+        self._num_keys = max(1, int((self.length + self._new).max()))
+        for field in fields(Slots):
+            held = getattr(self._slots, field.name)
+            held[self._rows, self._index] = getattr(slots, field.name).to(held.dtype)
+        self._queries = slots
+
+    def allowed(self, mask: Mask) -> Tensor | None:
+        """(B, Q, keys) bool, or None if every query sees every key. Fillers see slot 0, so that no row is empty."""
+        keys = self._slots[:, : self._num_keys]
+        held = torch.arange(self._num_keys, device=keys.chunk.device) < (self.length + self._new)[:, None]
+        keys = Slots(keys.position, torch.where(held, keys.chunk, -1), keys.stream, keys.masked == 1)
+        allowed = mask.dense(self._queries, keys)
+        allowed[..., 0] |= self._queries.chunk < 0
+        return None if bool(allowed.all()) else allowed
+
+
+class LayerMemory:
+    """Two tensors (B, C+1, …) that grow together."""
+
+    def __init__(self, memory: Memory, keys: Tensor, values: Tensor) -> None:
+        self.memory, self.keys, self.values = memory, keys, values
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write those of the new slots (B, Q, …); all that there are, (B, keys, …), without a copy."""
+        memory = self.memory
+        self.keys[memory._rows, memory._index] = keys
+        self.values[memory._rows, memory._index] = values
+        return self.keys[:, : memory._num_keys], self.values[:, : memory._num_keys]
+
+    def ready(self, allowed: Tensor | None, num_queries: int) -> Ready:
+        """What `attend` takes."""
+        bias = None
+        if allowed is not None:
+            bias = self.keys.new_zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)[:, :num_queries]
+        return Ready("sdpa", num_queries, None, None, None, bias, self)

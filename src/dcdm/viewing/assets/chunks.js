@@ -1,0 +1,246 @@
+const { tokens, frames } = data;
+const byNoise = data.axis === "noise";
+const routed = frames.some((frame) => frame.scores);
+const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM" };
+const numFree = tokens.filter((token) => token.free).length;
+tokens.forEach((token, position) => (token.special = position === 0));
+
+let frame = frames[data.shown];
+let position = 0;
+let alone = null;
+
+const text = tokenText(byId("tokens"), tokens, (chosen) => {
+  position = chosen;
+  showToken();
+});
+
+// --- the slider and what it means --------------------------------------------------------------------------------
+
+function caption() {
+  const masked = frame.hidden.reduce((sum, hidden) => sum + hidden, 0);
+  if (byNoise) {
+    const share = `${masked.toLocaleString("en")} of ${numFree.toLocaleString("en")} tokens are masked.`;
+    return `${share} The router sees the others, and sends every token, masked or not, to a chunk. What is masked at one level stays masked at the next.`;
+  }
+  if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
+  const size = frame.sizes[frame.at - 1];
+  const many = `${size} token${size === 1 ? "" : "s"}`;
+  if (routed) return `Chunk ${frame.at} takes ${many}. The router chose them seeing chunks 0 to ${frame.at - 1} only: all others were MASK.`;
+  return `Chunk ${frame.at}, of ${many}, is filled in, seeing chunks 0 to ${frame.at - 1}. ${data.rule}`;
+}
+
+function show(number) {
+  frame = frames[number];
+  byId("slider").value = number;
+  byId("slider-value").textContent = byNoise ? frame.at.toFixed(frame.at * 10 % 1 ? 2 : 1) : `${frame.at} of ${frames.length}`;
+  byId("slider").setAttribute("aria-valuetext", byId("slider-value").textContent);
+  byId("caption").textContent = caption();
+  byId("unrouted-key").hidden = !frame.ids.includes(-1);
+  text.draw(frame.ids, frame.hidden);
+  text.single(alone);
+  showToken();
+  showSizes();
+  showMask();
+  showKinds();
+}
+
+// --- one token ---------------------------------------------------------------------------------------------------
+
+/** r of a token, one bar for each chunk: how far it lies above or below the token's mean. */
+function scoreBars(scores, own) {
+  const decides = scores.map((score, k) => score + (data.bias[k] ?? 0));
+  const mean = decides.reduce((sum, value) => sum + value, 0) / decides.length;
+  const most = Math.max(1e-12, ...decides.map((value) => Math.abs(value - mean)));
+  const grid = make("div", { className: "scores scroll" });
+  scores.forEach((score, k) => {
+    const chunk = k + 1;
+    const length = (50 * Math.abs(decides[k] - mean)) / most;
+    const bar = make("i");
+    bar.style.width = `${length}%`;
+    bar.style.left = `${decides[k] < mean ? 50 - length : 50}%`;
+    const name = `value${chunk === own ? " own" : ""}`;
+    grid.append(
+      swatch(chunk),
+      make("span", { className: `track ${chunkClass(chunk)}` }, bar),
+      make("span", { className: name }, score.toFixed(3)),
+      make("span", { className: name }, data.bias.length ? signed(data.bias[k]) : ""),
+    );
+  });
+  return grid;
+}
+
+const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3);
+
+function showToken() {
+  const token = tokens[position];
+  const chunk = frame.ids[position];
+  const where = chunk < 0 ? "in no chunk yet" : chunk === 0 ? "always visible" : "in chunk ";
+  const name = [make("code", {}, JSON.stringify(token.text)), ` at ${position}, ${where}`];
+  if (chunk > 0) name.push(swatch(chunk));
+  name.push(`${frame.hidden[position] ? ", MASK" : ""} · ${token.free ? token.kind : "not counted"}`);
+  byId("token-name").replaceChildren(...name);
+  const scores = frame.scores ? frame.scores[position] : [];
+  byId("token-scores").replaceChildren(...(scores.length ? [scoreBars(scores, chunk)] : []));
+  byId("token-note").textContent = scoreNote(scores, chunk);
+}
+
+function scoreNote(scores, chunk) {
+  if (!routed) return `${data.rule} There are no scores.`;
+  if (!scores.length) return "Always visible: the router is not asked.";
+  const bars = `Bars: how far ${data.bias.length ? "r + b" : "r"} lies above (right) or below the token’s mean.`;
+  if (byNoise) return `r of each chunk, and the bias b. ${data.rule} ${bars}`;
+  const round = chunk > 0 ? chunk : frame.at;
+  const mean = scores.reduce((sum, score) => sum + score, 0) / scores.length;
+  return `r of each chunk, as round ${round} saw it; r of chunk ${round} less the mean is ${signed(scores[round - 1] - mean)}. ${data.rule} ${bars}`;
+}
+
+// --- sizes -------------------------------------------------------------------------------------------------------
+
+function showSizes() {
+  const most = Math.max(1, ...frame.sizes);
+  const rows = frame.sizes.map((size, k) => {
+    const length = make("span", { className: `length ${chunkClass(k + 1)}` });
+    length.style.width = `${(100 * size) / most}%`;
+    const row = make("button", { type: "button", className: "size" }, swatch(k + 1), length, String(size), make("span", { className: "quiet" }, percent(size, numFree)));
+    row.setAttribute("aria-pressed", String(alone === k + 1));
+    row.setAttribute("aria-label", `chunk ${k + 1}: ${size} tokens`);
+    row.addEventListener("click", () => {
+      alone = alone === k + 1 ? null : k + 1;
+      text.single(alone);
+      showSizes();
+      byId("sizes").children[k].focus();
+    });
+    return row;
+  });
+  byId("sizes").replaceChildren(...rows);
+}
+
+// --- the mask ----------------------------------------------------------------------------------------------------
+
+/** Whether query q may attend to key k, as `dcdm.masks` defines it. */
+const mayAttend = {
+  chunk: ({ ids }, q, k) => ids[k] >= 0 && ids[k] <= ids[q],
+  noise: ({ hidden }, q, k) => !hidden[k] || q === k,
+};
+
+const chosenMask = () => document.querySelector("input[name=mask]:checked").value;
+
+/** Positions in the order in which the mask is drawn: by chunk, or what the router sees before what is MASK. */
+function maskOrder() {
+  const order = tokens.map((_, at) => at);
+  if (!byId("sorted").checked) return order;
+  const last = (chunk) => (chunk < 0 ? Infinity : chunk);
+  const key = chosenMask() === "chunk" ? (at) => last(frame.ids[at]) : (at) => frame.hidden[at];
+  return order.sort((a, b) => (key(a) === key(b) ? a - b : key(a) - key(b)));
+}
+
+/** A CSS colour as one number, as an image holds it. */
+function pixelOf(colour) {
+  const canvas = make("canvas", { width: 1, height: 1 });
+  const context = canvas.getContext("2d");
+  context.fillStyle = colour;
+  context.fillRect(0, 0, 1, 1);
+  return new Uint32Array(context.getImageData(0, 0, 1, 1).data.buffer)[0];
+}
+
+function maskColours() {
+  const root = getComputedStyle(document.documentElement);
+  const colours = { chunks: [] };
+  for (const name of ["accent", "accent-soft", "empty"]) colours[name] = pixelOf(root.getPropertyValue(`--${name}`));
+  for (let chunk = 0; chunk <= 8; chunk++) {
+    const probe = byId("mask-note").appendChild(make("i", { className: chunkClass(chunk) }));
+    colours.chunks.push(pixelOf(getComputedStyle(probe).getPropertyValue("--chunk")));
+    probe.remove();
+  }
+  return colours;
+}
+
+const strip = Math.max(2, Math.round(tokens.length / 24));
+
+function showMask() {
+  const canvas = byId("mask");
+  const order = maskOrder();
+  const rule = mayAttend[chosenMask()];
+  const colours = maskColours();
+  const size = order.length + strip + 1;
+  canvas.width = canvas.height = size;
+  const image = canvas.getContext("2d").createImageData(size, size);
+  const pixels = new Uint32Array(image.data.buffer);
+  const paint = (x, y, colour) => (pixels[y * size + x] = colour);
+  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber(frame.ids[at])]);
+  let live = 0;
+  order.forEach((query, row) => {
+    for (let depth = 0; depth < strip; depth++) {
+      paint(depth, row + strip + 1, chunkColour(query));
+      paint(row + strip + 1, depth, chunkColour(query));
+    }
+    order.forEach((key, column) => {
+      const allowed = rule(frame, query, key);
+      live += allowed;
+      const within = allowed && frame.ids[query] === frame.ids[key];
+      paint(column + strip + 1, row + strip + 1, within ? colours.accent : allowed ? colours["accent-soft"] : colours.empty);
+    });
+  });
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  const pairs = order.length ** 2;
+  const which = chosenMask() === "chunk" ? "A token sees its own chunk (dark) and earlier ones (light)." : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
+  byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the chunks. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
+  canvas.setAttribute("aria-label", byId("mask-note").textContent);
+}
+
+function pointAtMask(event) {
+  const box = byId("mask").getBoundingClientRect();
+  const size = tokens.length + strip + 1;
+  const [column, row] = [event.clientX - box.left, event.clientY - box.top].map((far) => Math.floor((far / box.width) * size) - strip - 1);
+  const order = maskOrder();
+  if (!(row in order) || !(column in order)) return;
+  const [query, key] = [order[row], order[column]];
+  const called = (at) => `${JSON.stringify(tokens[at].text)} at ${at} (${frame.ids[at] < 0 ? "no chunk yet" : `chunk ${frame.ids[at]}`})`;
+  const verb = mayAttend[chosenMask()](frame, query, key) ? "sees" : "does not see";
+  byId("mask-cell").textContent = `${called(query)} ${verb} ${called(key)}`;
+}
+
+// --- kinds of tokens ---------------------------------------------------------------------------------------------
+
+function showKinds() {
+  const { source, tokens: total, table } = data.kind_counts;
+  const rows = table.length > 1 ? table[frames.indexOf(frame)] : table[0];
+  const sum = (row) => row.reduce((a, b) => a + b, 0);
+  const cells = (row) => row.map((count) => {
+    const cell = make("td", { className: count ? "share" : "share none", title: `${count} tokens` }, percent(count, sum(row)));
+    cell.style.setProperty("--share", sum(row) ? count / sum(row) : 0);
+    return cell;
+  });
+  const head = make("tr", {}, make("th", {}, "chunk"), ...data.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"));
+  const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en"))));
+  const all = data.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
+  body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
+  byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
+  const level = table.length > 1 ? ` at noise level ${frame.at}` : "";
+  byId("kinds-source").textContent = `Shares of each chunk over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
+}
+
+// --- begin -------------------------------------------------------------------------------------------------------
+
+byId("title").textContent = `Chunks of ${data.model}`;
+byId("subtitle").textContent = [
+  kindNames[data.kind] + (data.routing ? `, ${data.routing} routing` : ""),
+  `${numFree.toLocaleString("en")} tokens and BOS`,
+  `${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`,
+].join(" · ");
+byId("note").textContent = data.note;
+byId("note").hidden = !data.note;
+byId("slider-name").textContent = byNoise ? "Noise level" : "Round";
+byId("slider").max = frames.length - 1;
+byId("slider").disabled = frames.length === 1;
+byId("blind").textContent = routed ? "router" : "model";
+byId("noise-choice").hidden = !routed;
+byId("slider").addEventListener("input", (event) => show(Number(event.target.value)));
+for (const name of ["numbers", "patterns", "covered"]) {
+  byId(name).addEventListener("change", (event) => byId("tokens").classList.toggle(name, event.target.checked));
+}
+byId("mask-choice").addEventListener("change", showMask);
+byId("mask").addEventListener("pointermove", pointAtMask);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showMask);
+show(data.shown);
+text.choose(Math.min(tokens.length - 1, 1 + Math.floor(tokens.length / 3)));

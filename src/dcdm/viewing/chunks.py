@@ -1,0 +1,351 @@
+"""Which chunk every token of a text goes to, and why: the data behind `dcdm chunks`.
+
+A view is a row of *frames*. With the paper's routing ids depend on noise, and a frame is a noise level; each
+level's masked tokens are among the next one's. With every other partition a frame is a round: the chunks are
+formed (or, where they are fixed, filled) one after the other.
+
+    L positions   K chunks   N windows of a corpus   F frames
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.keys import Key
+from dcdm.model.transformer import Model
+from dcdm.viewing.token_kinds import KINDS, counted, kinds_of
+
+LEVELS = tuple(number / 10 for number in range(11))
+DEFAULT_LEVEL = 0.5
+UNROUTED = -1
+
+
+@dataclass(frozen=True)
+class Token:
+    """One position of the text."""
+
+    id: int
+    text: str
+    """What it stands for: letters, a byte as \\xNN, or the name of a special token."""
+    kind: str
+    """One of `KINDS`."""
+    free: bool
+    """Whether it may be masked and is counted; BOS is not."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The chunks at one noise level, or after one round."""
+
+    at: float
+    """The noise level, or the number of the round."""
+    ids: list[int]
+    """(L): 1…K, 0 always visible, −1 not in a chunk yet."""
+    hidden: list[bool]
+    """(L): where the router saw MASK; for fixed partitions, what is MASK when this round's chunk is filled."""
+    scores: list[list[float]]
+    """(L, K): r of each position, of the round that decided its chunk; [] where no router was asked."""
+    sizes: list[int]
+    """(K): free positions in each chunk."""
+
+
+@dataclass(frozen=True)
+class KindCounts:
+    """Kinds of tokens in each chunk, over a corpus."""
+
+    source: str
+    tokens: int
+    table: list[list[list[int]]]
+    """(F or 1, K, kinds): for each noise level; one table where ids do not depend on noise."""
+
+
+@dataclass(frozen=True)
+class ChunkView:
+    """Everything that terminal, page and JSON show."""
+
+    model: str
+    kind: str
+    routing: str
+    rule: str
+    """How a token's chunk is decided, in a sentence."""
+    axis: Literal["noise", "round"]
+    num_chunks: int
+    tokens: list[Token]
+    frames: list[Frame]
+    shown: int
+    """The frame to begin with."""
+    bias: list[float]
+    """b (K), which the paper's routing adds to r before it takes the largest; else []."""
+    kind_counts: KindCounts
+    note: str = ""
+    """What a reader must know about the text, such as that it was cut."""
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[self.shown]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ChunkView:
+        built = {
+            "tokens": [Token(**token) for token in values["tokens"]],
+            "frames": [Frame(**frame) for frame in values["frames"]],
+            "kind_counts": KindCounts(**values["kind_counts"]),
+        }
+        return cls(**{**values, **built})
+
+
+@dataclass(frozen=True)
+class Window:
+    """A row of tokens (L), BOS first, with the bytes and the names of its tokens."""
+
+    tokens: Tensor
+    pieces: list[bytes]
+    names: list[str | None]
+    """What special tokens are called; None for ordinary ones."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Windows (N, L) that kinds of tokens are counted over."""
+
+    source: str
+    tokens: Tensor
+    prompt: Tensor
+    index: Tensor
+    pieces: list[list[bytes]]
+
+
+def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[Window, str]:
+    """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise ConfigError("the text is empty; give one as an argument, with --file, or on standard input")
+    room = max(1, length - 1)
+    count = -(-len(ids) // room)
+    if not 1 <= number <= count:
+        raise ConfigError(f"--window {number}: this text has the windows 1 to {count}, of {room} tokens each")
+    row = [tokenizer.bos_id, *ids[(number - 1) * room : number * room]]
+    note = ""
+    if count > 1:
+        note = f"Window {number} of {count}: the text has {len(ids):,} tokens, the model's context holds {room:,}."
+    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row]), note
+
+
+def refuse_without_chunks(model: Model) -> None:
+    if model.config.kind == "ar":
+        raise ConfigError(
+            "this is an AR model, which predicts tokens from left to right and has no chunks; "
+            "choose a model of kind mdlm, bdlm or dcdm"
+        )
+
+
+@torch.no_grad()
+def view(
+    model: Model,
+    window: Window,
+    *,
+    name: str = "model",
+    noise: float | None = None,
+    round: int | None = None,
+    seed: int = 0,
+    corpus: Corpus | None = None,
+    note: str = "",
+) -> ChunkView:
+    """The chunks of a window, beginning at the noise level or round asked for.
+
+    Kinds of tokens are counted over `corpus`, or over the window itself.
+    """
+    refuse_without_chunks(model)
+    config = model.config
+    tokens = window.tokens[None].to(model.embed_tokens.weight.device)
+    free = model.sets(tokens).free[0].tolist()
+    num_chunks = config.num_groups(sum(free))
+    levels = _levels(model, noise, round)
+    frames = _noise_frames(model, tokens, levels, seed) if levels else _round_frames(model, tokens, num_chunks)
+    kinds = kinds_of(window.pieces)
+    if corpus is None:
+        per_frame = frames if levels else frames[-1:]
+        table = [counted(_where(frame.ids, free), kinds, num_chunks) for frame in per_frame]
+        kind_counts = KindCounts("this text", sum(free), table)
+    else:
+        kind_counts = _count_kinds(model, corpus, levels, num_chunks, seed)
+    return ChunkView(
+        model=name,
+        kind=config.kind,
+        routing=config.routing if config.kind == "dcdm" else "",
+        rule=rule(config),
+        axis="noise" if levels else "round",
+        num_chunks=num_chunks,
+        tokens=[Token(*row) for row in zip(tokens[0].tolist(), labels(window), kinds, free, strict=True)],
+        frames=frames,
+        shown=_shown(frames, levels, noise, round),
+        bias=_bias(model),
+        kind_counts=kind_counts,
+        note=note,
+    )
+
+
+def rule(config: ModelConfig) -> str:
+    """How the chunk of a token is decided."""
+    if config.kind == "mdlm":
+        return "All tokens form one chunk."
+    if config.kind == "bdlm":
+        return f"Every {config.block_size} tokens in a row form a chunk."
+    if config.routes_from_noise:
+        return "The chunk with the largest r + b takes the token."
+    if config.routing == "random":
+        return "Chunks are drawn at random."
+    if config.routing != "causal" or config.prior_decides:
+        return "A token's chunk follows from its position."
+    prior = f" + {config.prior_weight:g} × the {config.prior} prior" if config.prior != "none" else ""
+    return f"Round k takes the tokens whose r of chunk k − mean r{prior} is largest."
+
+
+def labels(window: Window) -> list[str]:
+    """What to show for each token: its letters, its bytes where they are no whole letters, or its name."""
+    return [
+        _label(piece) if name is None else name for piece, name in zip(window.pieces, window.names, strict=True)
+    ]
+
+
+def _label(piece: bytes) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+# --- frames ------------------------------------------------------------------------------------------------------
+
+
+def nested_masks(index: Tensor, free: Tensor, levels: Sequence[float], seed: int) -> Tensor:
+    """(F, N, L) bool: every free position is masked from some level on, window by window of `index` (N,)."""
+    uniform = Key(seed).fold("chunks").rows(index, free.shape[-1]).to(free.device)
+    return torch.stack([(uniform < level) & free for level in levels])
+
+
+def _levels(model: Model, noise: float | None, round: int | None) -> list[float]:
+    """The noise levels to compute, none for partitions that do not depend on noise."""
+    if not model.config.routes_from_noise:
+        if noise is not None:
+            raise ConfigError(
+                "--noise: the chunks of this model do not depend on noise (only those of DCDM with the paper's "
+                "routing do); leave it out, or choose a --round"
+            )
+        return []
+    if round is not None:
+        raise ConfigError(
+            "--round: the paper's routing forms all chunks at once, from a noisy text; choose a --noise level"
+        )
+    if noise is not None and not 0 <= noise <= 1:
+        raise ConfigError(f"--noise {noise}: a noise level is the share of masked tokens, between 0 and 1")
+    return sorted({*LEVELS, *([] if noise is None else [noise])})
+
+
+def _shown(frames: list[Frame], levels: list[float], noise: float | None, round: int | None) -> int:
+    if levels:
+        return levels.index(DEFAULT_LEVEL if noise is None else noise)
+    if round is not None and not 1 <= round <= len(frames):
+        raise ConfigError(f"--round {round}: this text has the rounds 1 to {len(frames)}")
+    return len(frames) - 1 if round is None else round - 1
+
+
+def _noise_frames(model: Model, tokens: Tensor, levels: list[float], seed: int) -> list[Frame]:
+    sets = model.sets(tokens)
+    masked_fl = nested_masks(torch.zeros(1, dtype=torch.long), sets.free, levels, seed)[:, 0]
+    ids_fl, scores_flk = _routed(model, tokens.expand(len(levels), -1), masked_fl)
+    free = sets.free[0].tolist()
+    return [
+        _frame(level, ids.tolist(), masked.tolist(), scores.tolist(), free, scores.shape[-1])
+        for level, ids, masked, scores in zip(levels, ids_fl, masked_fl, scores_flk, strict=True)
+    ]
+
+
+def _routed(model: Model, tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids (B, L) and scores (B, L, K) of the paper's routing; block 0 is all they need."""
+    assert model.chunking is not None
+    real = tokens != model.config.pad_id
+    scores = model.router_scores(tokens.masked_fill(masked, model.config.mask_id), real)
+    return torch.where(real, model.chunking.assign(scores), -1), scores
+
+
+def _round_frames(model: Model, tokens: Tensor, num_chunks: int) -> list[Frame]:
+    partition = model.partition(tokens)
+    ids = partition.ids[0]
+    rounds_k1 = torch.arange(1, num_chunks + 1, device=ids.device)[:, None]
+    hidden_kl = ids >= rounds_k1
+    scores_kl: list[list[list[float]]] = [[[] for _ in ids] for _ in range(num_chunks)]
+    if partition.scores is not None:
+        scores_kl = _scores_by_round(model, tokens, hidden_kl)
+    known_kl = torch.where(ids <= rounds_k1, ids, UNROUTED)
+    free = model.sets(tokens).free[0].tolist()
+    return [
+        _frame(k, known.tolist(), hidden.tolist(), scores, free, num_chunks)
+        for k, (known, hidden, scores) in enumerate(zip(known_kl, hidden_kl, scores_kl, strict=True), start=1)
+    ]
+
+
+def _scores_by_round(model: Model, tokens: Tensor, hidden_kl: Tensor) -> list[list[list[float]]]:
+    """Each round's scores of what was hidden in it; a position keeps those of the round that took it."""
+    z_kl = tokens.expand(len(hidden_kl), -1).masked_fill(hidden_kl, model.config.mask_id)
+    scores_klk = model.router_scores(z_kl, z_kl != model.config.pad_id).tolist()
+    kept: list[list[float]] = [[] for _ in hidden_kl[0]]
+    by_round = []
+    for scores, hidden in zip(scores_klk, hidden_kl.tolist(), strict=True):
+        kept = [now if asked else before for before, now, asked in zip(kept, scores, hidden, strict=True)]
+        by_round.append(kept)
+    return by_round
+
+
+def _frame(
+    at: float, ids: list[int], hidden: list[bool], scores: list[list[float]], free: list[bool], num_chunks: int
+) -> Frame:
+    counted_ids = _where(ids, free)
+    return Frame(at, ids, hidden, scores, [counted_ids.count(k) for k in range(1, num_chunks + 1)])
+
+
+def _where(ids: Iterable[int], free: Iterable[bool]) -> list[int]:
+    """Ids of the positions that are counted, 0 elsewhere."""
+    return [chunk if counts else 0 for chunk, counts in zip(ids, free, strict=True)]
+
+
+def _bias(model: Model) -> list[float]:
+    return model.chunking.balance_bias.tolist() if model.config.routes_from_noise and model.chunking else []
+
+
+# --- kinds of tokens over a corpus -------------------------------------------------------------------------------
+
+
+def _count_kinds(model: Model, corpus: Corpus, levels: list[float], num_chunks: int, seed: int) -> KindCounts:
+    device = model.embed_tokens.weight.device
+    num_frames = max(1, len(levels))
+    width = model.config.num_groups(corpus.tokens.shape[1])
+    total = torch.zeros(num_frames, max(num_chunks, width), len(KINDS), dtype=torch.long)
+    seen = 0
+    for at in range(0, len(corpus.tokens), 8):
+        rows = slice(at, at + 8)
+        tokens, prompt = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device)
+        free = model.sets(tokens, prompt).free
+        if levels:
+            masks = nested_masks(corpus.index[rows], free, levels, seed)
+            ids_fnl = torch.stack([_routed(model, tokens, masked)[0] for masked in masks])
+        else:
+            ids_fnl = model.partition(tokens, prompt, corpus.index[rows]).ids[None]
+        ids_fnl = torch.where(free, ids_fnl, 0)
+        seen += int(free.sum())
+        for row, pieces in enumerate(corpus.pieces[rows]):
+            kinds = kinds_of(pieces)
+            for number in range(num_frames):
+                total[number] += torch.tensor(counted(ids_fnl[number, row].tolist(), kinds, total.shape[1]))
+    return KindCounts(corpus.source, seen, total.tolist())

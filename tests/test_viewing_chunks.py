@@ -1,0 +1,416 @@
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+import dcdm
+import tiny
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from dcdm.viewing import palette
+from dcdm.viewing.chunks import LEVELS, ChunkView, Corpus, Window, labels, view, window_of
+from dcdm.viewing.chunks_page import page, page_data
+from dcdm.viewing.terminal import coloured_text, numbered_lines, show
+from dcdm.viewing.token_kinds import counted, kinds_of
+
+LENGTH = 14
+NASTY = "</script><script>alert('&')</script> <b>x</b> \u2028"
+
+
+def window(length: int = LENGTH, seed: int = 0) -> Window:
+    tokens = tiny.tokens(1, length, seed=seed)[0]
+    pieces = [b"" if token == tiny.LETTERS else bytes([ord("a") + token]) for token in tokens.tolist()]
+    return Window(tokens, pieces, ["<bos>"] + [None] * (length - 1))
+
+
+def byte_window(text: str) -> Window:
+    return window_of(text, byte_tokenizer(), 128)[0]
+
+
+def byte_model(name: str, **changes):
+    return tiny.model(name, symbols=257, **changes)
+
+
+# --- the data ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.VALID)
+def test_rounds_end_with_the_models_own_partition_and_its_scores(name):
+    model, row = tiny.model(name), window()
+    found = view(model, row)
+    partition = model.partition(row.tokens[None])
+    ids = partition.ids[0]
+    assert found.axis == "round"
+    assert found.frames[-1].ids == ids.tolist()
+    for k, frame in enumerate(found.frames, start=1):
+        assert frame.ids == torch.where(ids <= k, ids, -1).tolist()
+        assert frame.hidden == (ids >= k).tolist()
+        assert frame.sizes == [int((ids == j).sum()) if j <= k else 0 for j in range(1, found.num_chunks + 1)]
+    if partition.scores is None:
+        assert not any(any(frame.scores) for frame in found.frames)
+    else:
+        assert found.frames[-1].scores[0] == []
+        scores = torch.tensor(found.frames[-1].scores[1:], dtype=torch.float64)
+        torch.testing.assert_close(scores, partition.scores[0, 1:])
+
+
+@pytest.mark.parametrize("name", tiny.PAPER)
+def test_noise_frames_are_what_the_model_decides_under_that_noise(name):
+    model, row = tiny.model(name), window()
+    found = view(model, row, noise=0.35)
+    assert [frame.at for frame in found.frames] == sorted({*LEVELS, 0.35})
+    assert found.frame.at == 0.35
+    assert len({tuple(frame.ids) for frame in found.frames}) > 1
+    for frame in found.frames:
+        out = model(row.tokens[None], torch.tensor([frame.hidden]))
+        assert frame.ids == out.chunk_ids[0].tolist()
+        torch.testing.assert_close(torch.tensor([frame.scores], dtype=torch.float64), out.router_scores)
+        assert sum(frame.sizes) == LENGTH - 1
+
+
+def test_masks_are_nested_over_noise_levels_and_follow_the_seed():
+    model = tiny.model("paper")
+    hidden = torch.tensor([frame.hidden for frame in view(model, window(60)).frames])
+    assert not bool((hidden[:-1] & ~hidden[1:]).any())
+    assert not bool(hidden[0].any())
+    assert bool(hidden[-1, 1:].all())
+    assert not bool(hidden[:, 0].any())
+    other = torch.tensor([frame.hidden for frame in view(model, window(60), seed=1).frames])
+    assert not torch.equal(hidden, other)
+
+
+@pytest.mark.parametrize("name", tiny.DIFFUSION)
+def test_a_view_survives_json(name):
+    found = view(tiny.model(name), window())
+    assert ChunkView.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_text_shorter_than_the_number_of_chunks_has_empty_chunks():
+    for name in ("paper", "causal", "strided"):
+        found = view(tiny.model(name, num_chunks=5), window(3))
+        assert sum(found.frames[-1].sizes) == 2
+        assert len(found.frames[-1].sizes) == 5
+
+
+def test_ar_and_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="has no chunks"):
+        view(tiny.model("ar"), window())
+    with pytest.raises(ConfigError, match="do not depend on noise"):
+        view(tiny.model("causal"), window(), noise=0.5)
+    with pytest.raises(ConfigError, match="all chunks at once"):
+        view(tiny.model("paper"), window(), round=1)
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        view(tiny.model("paper"), window(), noise=1.5)
+    with pytest.raises(ConfigError, match="rounds 1 to 7"):
+        view(tiny.model("bdlm"), window(), round=8)
+
+
+@pytest.mark.parametrize("name", ["paper", "causal", "bdlm", "mdlm", "random"])
+def test_kinds_over_a_corpus_are_those_of_its_windows_together(name):
+    model, rows = tiny.model(name), [window(seed=seed) for seed in range(11)]
+    tokens = torch.stack([row.tokens for row in rows])
+    index = torch.arange(len(rows))
+    corpus = Corpus("rows", tokens, torch.zeros_like(tokens, dtype=torch.bool), index, [row.pieces for row in rows])
+    counts = view(model, rows[0], corpus=corpus).kind_counts
+    assert counts.tokens == 11 * (LENGTH - 1)
+    assert all(sum(map(sum, table)) == counts.tokens for table in counts.table)
+    assert len(counts.table) == (len(LEVELS) if name == "paper" else 1)
+    if name != "paper":
+        ids = model.partition(tokens, index=index).ids.flatten().tolist()
+        kinds = [kind for row in rows for kind in kinds_of(row.pieces)]
+        assert counts.table == [counted(ids, kinds, len(counts.table[0]))]
+
+
+# --- tokens as text ----------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_byte_level_tokens_join_to_the_text():
+    text = "def naïve(x): return '→🙂'\n"
+    for tokenizer in (byte_tokenizer(), train_bpe([text * 4, "the other text, to learn from"], 290)):
+        ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        pieces = tokenizer.pieces(ids)
+        assert b"".join(pieces) == text.encode()
+        assert pieces[0] == pieces[-1] == b""
+        assert [tokenizer.name(token) is None for token in ids] == [False, *([True] * (len(ids) - 2)), False]
+
+
+def test_pieces_of_other_tokenizers_keep_the_space_before_a_word():
+    backend = Backend(models.WordLevel({"▁a": 0, "▁two": 1, "▁words": 2, "?": 3}, unk_token="?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = Tokenizer.over(backend)
+    assert tokenizer.pieces(tokenizer.encode("two words")) == [b" two", b" words"]
+
+
+def test_labels_name_specials_and_write_parts_of_letters_as_bytes():
+    assert labels(byte_window("aé\n")) == ["<|bos|>", "a", "\\xc3", "\\xa9", "\n"]
+
+
+def test_a_long_text_is_shown_in_windows_and_an_empty_one_is_refused():
+    tokenizer = byte_tokenizer()
+    first, note = window_of("abcdefg", tokenizer, 4)
+    assert b"".join(first.pieces) == b"abc"
+    assert note == "Window 1 of 3: the text has 7 tokens, the model's context holds 3."
+    assert b"".join(window_of("abcdefg", tokenizer, 4, 3)[0].pieces) == b"g"
+    assert window_of("abc", tokenizer, 4)[1] == ""
+    with pytest.raises(ConfigError, match="windows 1 to 3"):
+        window_of("abcdefg", tokenizer, 4, 4)
+    with pytest.raises(ConfigError, match="empty"):
+        window_of("", tokenizer, 4)
+
+
+# --- the terminal ------------------------------------------------------------------------------------------------
+
+
+def test_numbers_stand_under_their_tokens():
+    found = view(byte_model("paper"), byte_window("if x:\n    y = [1]\n"), noise=0.3)
+    lines = list(numbered_lines(found, width=80))
+    text, chunk, mask = (
+        "".join(line[7:].ljust(width) for line, width in zip(rows, (13, 12), strict=True))
+        for rows in ((lines[0], lines[4]), (lines[1], lines[5]), (lines[2], lines[6]))
+    )
+    assert text == "<|bos|>if x:↵    y = [1]↵"
+    assert [int(number) for number in chunk.replace(" ", "")] == found.frame.ids
+    assert mask.count("#") == sum(found.frame.hidden)
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_long_lines_are_wrapped_and_nothing_is_lost(width):
+    found = view(byte_model("bdlm"), byte_window("x" * 100))
+    lines = list(numbered_lines(found, width))
+    assert max(map(len, lines)) <= width
+    numbers = " ".join(line[7:] for line in lines if line.startswith("chunk")).split()
+    assert list(map(int, numbers)) == found.frame.ids
+
+
+def test_colours_need_a_terminal_and_control_characters_do_not_reach_it():
+    found = view(byte_model("causal"), byte_window("a\x1b[31m [red]\n"), round=1)
+    piped = Console(file=io.StringIO(), width=80, force_terminal=False)
+    terminal = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor", no_color=False)
+    show(found, piped)
+    show(found, terminal)
+    assert "\x1b" not in piped.file.getvalue()
+    assert "[red]" in piped.file.getvalue()
+    assert "\x1b[31m" not in terminal.file.getvalue()
+    assert "48;2;0;114;178" in terminal.file.getvalue()
+    assert coloured_text(found).plain == "<|bos|>a␛[31m [red]↵\n"
+
+
+def test_inks_are_readable_on_every_colour():
+    for ground in (*palette.CHUNKS, palette.VISIBLE):
+        low, high = sorted((palette.luminance(ground), palette.luminance(palette.ink(ground))))
+        assert (high + 0.05) / (low + 0.05) > 4.5
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.data = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.found and self.found[-1][1].get("id") == "data":
+            self.data += data
+
+
+@pytest.mark.parametrize("name", tiny.DIFFUSION)
+def test_the_page_holds_the_views_data_whatever_the_text(name):
+    found = view(byte_model(name), byte_window(NASTY), name="<img src=x onerror=alert(1)>")
+    elements = Elements()
+    elements.feed(page(found))
+    assert json.loads(elements.data) == json.loads(json.dumps(page_data(found)))
+    assert [tag for tag, _ in elements.found].count("script") == 2
+    assert not {"img", "b"} & {tag for tag, _ in elements.found}
+
+
+def test_scores_on_the_page_are_the_views_to_five_digits():
+    for name in ("paper", "causal"):
+        found = view(tiny.model(name), window())
+        shown = page_data(found)["frames"][-1]["scores"]
+        torch.testing.assert_close(
+            torch.tensor(shown[1:]), torch.tensor(found.frames[-1].scores[1:]), rtol=1e-4, atol=0
+        )
+    assert page_data(view(tiny.model("bdlm"), window()))["frames"][0]["scores"] is None
+
+
+def test_the_page_asks_for_nothing_from_outside():
+    text = page(view(byte_model("paper"), byte_window("x = 1")))
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bfetch\(|XMLHttpRequest|<link|\bsrc=", text)
+    assert "default-src 'none'" in text
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run", "--window-size=1400,1000", "--dump-dom",
+]  # fmt: skip
+ASK = """
+<pre id="answers"></pre><script>
+const answers = { frames: [], errors: [] };
+addEventListener("error", (event) => answers.errors.push(event.message));
+frames.forEach((_, number) => {
+  byId("slider").value = number;
+  byId("slider").dispatchEvent(new Event("input"));
+  const all = tokens.map((_, at) => at);
+  const places = [...document.querySelectorAll("#tokens .token")];
+  const told = {};
+  for (const name of ["chunk", "noise"]) {
+    told[name] = all.map((q) => all.map((k) => Number(mayAttend[name](frame, q, k))));
+  }
+  told.ids = places.map((place) => Number(place.dataset.chunk === "·" ? -1 : place.dataset.chunk));
+  told.masked = places.map((place) => place.classList.contains("masked"));
+  told.sizes = [...document.querySelectorAll(".size")].map((row) => row.getAttribute("aria-label"));
+  told.note = byId("mask-note").textContent;
+  answers.frames.push(told);
+});
+const last = [...document.querySelectorAll("#tokens .token")].at(-1);
+last.focus();
+answers.letters = [...document.querySelectorAll("#tokens .letters")].map((place) => place.textContent).join("");
+answers.token = byId("token-name").textContent;
+answers.bars = document.querySelectorAll("#token-scores .track").length;
+byId("sorted").click();
+answers.order = maskOrder();
+answers.pressed = [...document.querySelectorAll(".size")].map((row) => {
+  row.click();
+  return document.querySelectorAll("#tokens .chosen").length;
+});
+answers.wide = document.documentElement.scrollWidth > innerWidth;
+byId("answers").textContent = JSON.stringify(answers);
+</script>
+"""
+
+
+def ask_browser(html: str, folder) -> dict:
+    """What the page shows at every stop of its slider, asked by a script at its end."""
+    path = folder / "page.html"
+    path.write_text(html.replace("</body>", ASK + "</body>"), encoding="utf-8")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+    told = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert told, done.stderr[-2000:]
+    return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("name", ["mdlm", "bdlm", "paper", "causal", "strided"])
+def test_a_browser_shows_ids_masks_and_sizes_of_every_frame(name, tmp_path):
+    text = "if x: <b>\n"
+    found = view(byte_model(name), byte_window(text))
+    told = ask_browser(page(found), tmp_path)
+    assert told["errors"] == []
+    assert told["letters"] == "<|bos|>if·x:·<b>↵"
+    for frame, shown in zip(found.frames, told["frames"], strict=True):
+        ids, hidden = torch.tensor(frame.ids), torch.tensor(frame.hidden)
+        assert shown["ids"] == frame.ids
+        assert torch.equal(torch.tensor(shown["chunk"]).bool(), dcdm.masks.chunk_causal_mask(ids))
+        assert torch.equal(torch.tensor(shown["noise"]).bool(), dcdm.masks.noise_mask(hidden))
+        assert shown["masked"] == (hidden | (ids < 0)).tolist()
+        assert shown["sizes"] == [f"chunk {k}: {size} tokens" for k, size in enumerate(frame.sizes, start=1)]
+        live = int(dcdm.masks.chunk_causal_mask(ids).sum())
+        assert f"{live} of {len(ids) ** 2} pairs are live" in shown["note"]
+    last = found.frames[-1]
+    assert told["order"] == torch.tensor(last.ids).argsort(stable=True).tolist()
+    assert told["token"].startswith(f'"\\n" at {len(text)}, in chunk {last.ids[-1]}')
+    assert told["bars"] == len(last.scores[-1])
+    assert told["pressed"] == [last.ids.count(k) for k in range(1, found.num_chunks + 1)]
+    assert not told["wide"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_is_not_wider_than_its_screen(width, tmp_path):
+    text = page(view(byte_model("paper", num_chunks=12), byte_window("def f(x):\n    return x\n" + "y" * 80)))
+    tell = (
+        "<script>const root = document.documentElement;"
+        "parent.postMessage([innerWidth, root.scrollWidth - root.clientWidth], '*')</script></body>"
+    )
+    (tmp_path / "page.html").write_text(text.replace("</body>", tell), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(
+        "<script>addEventListener('message', (event) => (document.title = event.data.join()))</script>"
+        f"<iframe src=page.html style='border:0;width:{width}px;height:800px'></iframe>"
+    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    uri = (tmp_path / "frame.html").as_uri()
+    done = subprocess.run([*command, uri], capture_output=True, text=True, timeout=120)
+    assert f"<title>{width},0</title>" in done.stdout
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def exported(name: str, folder, **changes):
+    """A folder that `dcdm.load` takes for an exported model over bytes."""
+    model = byte_model(name, **changes).float()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
+    save_file({f"model.{key}": value for key, value in model.state_dict().items()}, folder / "model.safetensors")
+    byte_tokenizer().save(folder)
+    return folder
+
+
+def refused(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["chunks", *arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys, monkeypatch):
+    folder = str(exported("causal", tmp_path / "model"))
+    text = "def f(x):\n    return x\n"
+    (tmp_path / "text.py").write_text(text)
+    told = []
+    for arguments in ([text], ["--file", str(tmp_path / "text.py")], [], ["--file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        main(["chunks", folder, *arguments, "--json"])
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1] == told[2] == told[3]
+    main(["chunks", folder, "None", "--json"])
+    shown = json.loads(capsys.readouterr().out)["tokens"]
+    assert "".join(token["text"] for token in shown[1:]) == "None"
+    model, _ = dcdm.load(folder)
+    tokens = torch.tensor([[token["id"] for token in told[0]["tokens"]]])
+    assert told[0]["frames"][-1]["ids"] == model.partition(tokens).ids[0].tolist()
+
+
+def test_the_command_writes_a_page_prints_a_view_and_counts_over_a_corpus(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    folder = str(exported("paper", tmp_path / "model"))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("for i in range(10):\n    print(i)\n" * 200)
+    html = tmp_path / "deep" / "page.html"
+    more = ["--corpus", str(corpus), "--windows", "3", "--noise", "0.2"]
+    main(["chunks", folder, "x = 1", "--html", str(html), *more])
+    assert "written" in capsys.readouterr().err
+    assert "3 held-out windows" in html.read_text(encoding="utf-8")
+    main(["chunks", folder, "x = 1"])
+    assert "noise level 0.5" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+    folder = str(exported("causal", tmp_path / "model"))
+    assert "has no chunks" in refused([str(exported("ar", tmp_path / "ar")), "text"], capsys)
+    assert "empty" in refused([folder, ""], capsys)
+    assert "not both" in refused([folder, "a", "--file", "b"], capsys)
+    assert "No such file" in refused([folder, "--file", str(tmp_path / "none")], capsys)
+    assert "do not depend on noise" in refused([folder, "text", "--noise", "0.5"], capsys)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "empty" in refused([folder], capsys)
+    main(["chunks", folder, "x" * 200])
+    assert "Window 1 of 4" in capsys.readouterr().out
