@@ -18,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -258,6 +259,32 @@ def test_importing_dcdm_alone_is_enough_for_the_harness_to_know_it():
     code = "import dcdm, sys; assert 'torch' not in sys.modules and 'lm_eval' not in sys.modules\n"
     code += "from lm_eval.api.registry import get_model; assert get_model('dcdm').__name__ == 'HarnessModel'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_the_harness_own_command_line_runs_the_model(tmp_path):
+    model = tiny.model("causal", symbols=257).float()
+    save_file(
+        {f"model.{name}": value for name, value in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"q": "Is it?", "choices": ["yes", "no"], "answer": 0}\n' * 2)
+    (tmp_path / "task.yaml").write_text(
+        "task: ours\noutput_type: multiple_choice\nvalidation_split: train\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {tmp_path / 'rows.jsonl'}}}\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: answer\ndoc_to_choice: '{{choices}}'\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    arguments = ["--model", "dcdm", "--model_args", f"pretrained={tmp_path},samples=4", "--tasks", "ours"]
+    arguments += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "dcdm.evaluation", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (written,) = (tmp_path / "out").rglob("*.json")
+    config = json.loads(written.read_text())["config"]
+    assert config["estimator_label"] == "upper bound (NELBO)"
+    assert config["requests"] == 4
 
 
 def test_cached_answers_keep_their_monte_carlo_error(tmp_path):

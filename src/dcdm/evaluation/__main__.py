@@ -19,4 +19,4 @@ if __name__ == "__main__":
     try:
         cli_evaluate()
     except ConfigError as error:
-        raise SystemExit(f"dcdm: {error}") from error
+        raise SystemExit(f"dcdm: {error}") from None

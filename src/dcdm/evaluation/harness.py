@@ -35,6 +35,7 @@ from dcdm.training.parallel import choose_device
 log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
+UNSAID_DEVICE = "cuda:0"  # what the harness's command line passes when nothing was said
 SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
 
 
@@ -344,7 +345,8 @@ def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
     kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
-    return load_model(path, device=choose_device(device), dtype=kinds[dtype])
+    place = choose_device("auto" if device == UNSAID_DEVICE else device)
+    return load_model(path, device=place, dtype=kinds[dtype])
 
 
 def _check(model: Model, estimator: str, samples: int) -> None:
