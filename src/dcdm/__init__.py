@@ -60,11 +60,20 @@ def __getattr__(name: str) -> Any:
     return getattr(home, "load_model" if name == "load" else name)
 
 
-class _AfterTransformers(importlib.abc.MetaPathFinder):
-    """Registers the Auto classes as soon as `transformers` is there, without importing it for those who do not."""
+_FOLLOWERS = {
+    "transformers.models.auto.modeling_auto": "dcdm.hub",
+    "lm_eval.models": "dcdm.evaluation.registering",
+}  # another package's module: ours that makes it know our models
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Imports our module as soon as the other one is there, and costs nothing to those who never import it."""
+
+    def __init__(self, awaited: str, follower: str) -> None:
+        self.awaited, self.follower = awaited, follower
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name == "transformers.models.auto.modeling_auto" and self in sys.meta_path:
+        if name == self.awaited and self in sys.meta_path:
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.loader is not None:
@@ -72,17 +81,18 @@ class _AfterTransformers(importlib.abc.MetaPathFinder):
 
                 def load_and_register(module: Any) -> None:
                     load(module)
-                    importlib.import_module("dcdm.hub")
+                    importlib.import_module(self.follower)
 
                 spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
             return spec
         return None
 
 
-if "transformers.models.auto.modeling_auto" in sys.modules:
-    importlib.import_module("dcdm.hub")
-else:
-    sys.meta_path.insert(0, _AfterTransformers())
+for _awaited, _follower in _FOLLOWERS.items():
+    if _awaited in sys.modules:
+        importlib.import_module(_follower)
+    else:
+        sys.meta_path.insert(0, _After(_awaited, _follower))
 
 
 def __dir__() -> list[str]:

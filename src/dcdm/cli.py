@@ -237,7 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
     from dcdm.decoding import command as sampling
-    from dcdm.evaluation import command as evaluation
+    from dcdm.evaluation import command as perplexity
+    from dcdm.evaluation import quality_command, tasks_command
     from dcdm.viewing import command as viewing
 
     commands: Commands = {
@@ -249,8 +250,11 @@ def main(arguments: list[str] | None = None) -> None:
         "export": export,
         "verify": verify,
         "bench": bench,
-        "eval": ("Measure a model.", {"ppl": evaluation.ppl}),
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
+        "eval": (
+            "Measure a model.",
+            {"ppl": perplexity.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
+        ),
     }
     try:
         tyro.cli(

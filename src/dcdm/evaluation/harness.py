@@ -1,0 +1,393 @@
+"""A model as the lm-evaluation-harness calls it, known there as `dcdm`.
+
+A context is visible, a continuation is what is scored. Diffusion kinds give the bound of their kind, which is
+exact where a continuation is so short that all its mask sets can be summed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+import dcdm
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.diffusion import likelihood
+from dcdm.evaluation.rows import Row, is_greedy, largest_chunk, padded
+from dcdm.model.transformer import Model
+from dcdm.training.loading import load_model
+from dcdm.training.parallel import choose_device
+
+log = logging.getLogger(__name__)
+
+BATCH_SIZE = 16
+UNSAID_DEVICE = "cuda:0"  # what the harness's command line passes when nothing was said
+SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
+
+
+class Estimate(float):
+    """A log-likelihood that carries its Monte-Carlo standard error, through the harness and its cache."""
+
+    stderr: float
+
+    def __new__(cls, value: float, stderr: float = 0.0) -> Estimate:
+        made = super().__new__(cls, value)
+        made.stderr = stderr
+        return made
+
+
+@dataclass
+class Counts:
+    """What did not fit into the window, and what the Monte-Carlo errors come to."""
+
+    requests: int = 0
+    cut_contexts: int = 0
+    cut_tokens: int = 0
+    split_continuations: int = 0
+    windowed_generations: int = 0
+    stderr_sum: float = 0.0
+    stderr_max: float = 0.0
+
+
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests.
+
+    `pretrained` is a run folder, a checkpoint in it, an exported folder, or a model with its tokenizer.
+    `samples` mask draws per continuation give a bound; a continuation with no more mask sets than that is summed
+    exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
+    neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
+    `item_log` names a file that gets one JSON line per scored request, with its Monte-Carlo error.
+    `window`, `routing`, `commit` and `cache` go to `dcdm.generate`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | tuple[Model, Tokenizer],
+        device: str = "auto",
+        dtype: str = "float32",
+        batch_size: int | str = BATCH_SIZE,
+        max_batch_size: int | None = None,
+        samples: int = 16,
+        seed: int = 0,
+        estimator: likelihood.Estimator | Literal["auto"] = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool = True,
+        item_log: str | None = None,
+        **decoding: Any,
+    ) -> None:
+        super().__init__()
+        if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache"}):
+            raise ConfigError(f"unknown model argument {', '.join(unknown)}")
+        if isinstance(pretrained, tuple):
+            self.model, self.text = pretrained
+        else:
+            self.model, self.text = load(pretrained, device, dtype)
+        self.estimator = likelihood.default_estimator(self.model) if estimator == "auto" else estimator
+        _check(self.model, self.estimator, samples)
+        config = self.model.config
+        self.is_ar = config.kind == "ar"
+        if not add_bos_token and not self.is_ar:
+            raise ConfigError("add_bos_token=False needs an AR model: the others are trained with BOS in front")
+        self.batch_size = _batch_size(batch_size)
+        self.samples, self.seed, self.add_bos_token, self.decoding = samples, seed, add_bos_token, decoding
+        self.max_length = config.context_length if max_length is None else int(max_length)
+        if not 4 <= self.max_length <= config.max_position:
+            raise ConfigError(f"max_length={self.max_length} must lie between 4 and {config.max_position}")
+        self.max_gen_toks = max_gen_toks
+        self.item_log = None if item_log is None else Path(item_log)
+        self.counts = Counts()
+        self._device = next(self.model.parameters()).device
+
+    # --- what the harness asks for ---
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.text.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.text.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text; BOS stands in front unless `add_special_tokens` is False."""
+        with_bos = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return [self.text.bos_id] * with_bos + self.text.encode(string)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to its results: how the figures were made, and what did not fit."""
+        counts = self.counts
+        return {
+            "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "model_kind": self.model.config.kind,
+            "estimator": self.estimator,
+            "estimator_label": likelihood.LABELS[self.estimator],
+            "samples": self.samples,
+            "noise_seed": self.seed,
+            "max_length": self.max_length,
+            "requests": counts.requests,
+            "contexts_cut_on_the_left": counts.cut_contexts,
+            "context_tokens_cut": counts.cut_tokens,
+            "continuations_scored_in_pieces": counts.split_continuations,
+            "generations_over_several_windows": counts.windowed_generations,
+            "monte_carlo_stderr_mean": counts.stderr_sum / max(1, counts.requests),
+            "monte_carlo_stderr_max": counts.stderr_max,
+        }
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pieces = [self._pieces(r.args[0], r.args[1], _question(r)) for r in requests]
+        return [*self._sums(pieces, disable_tqdm, [("loglikelihood", r.args) for r in requests])]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        pieces = [self._windows(*request.args) for request in requests]
+        whole = self._sums(pieces, disable_tqdm, [("loglikelihood_rolling", r.args) for r in requests])
+        return [estimate for estimate, _ in whole]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """The harness's entry for requests that are tokens already."""
+        rows = [[self._row(context, answer, _number("tokens", *context))] for _, context, answer in requests]
+        return [*self._sums(rows, True, None)]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        seen: dict[str, int] = {}
+        jobs = []
+        for place, request in enumerate(requests):
+            context, settings = request.args
+            seen[context] = seen.get(context, -1) + 1  # repeated requests are to be answered differently
+            jobs.append(_Job(place, context, settings, self.tok_encode(context), _number(context, seen[context])))
+        jobs.sort(key=lambda job: (job.settings_key, -len(job.tokens)))
+        answers = [""] * len(jobs)
+        with _bar(len(jobs), "generating", disable_tqdm) as bar:
+            for _, same in groupby(jobs, key=lambda job: job.settings_key):
+                for batch in _batches(list(same), self.batch_size):
+                    for job, answer in zip(batch, self._generate(batch), strict=True):
+                        answers[job.place] = answer
+                        self.cache_hook.add_partial("generate_until", (job.context, job.settings), answer)
+                    bar.update(len(batch))
+        return answers
+
+    # --- rows ---
+
+    def _pieces(self, context: str, continuation: str, question: tuple[object, ...]) -> list[Row]:
+        """The rows whose scores add up to that of a continuation: one, unless it is longer than the window."""
+        if context:
+            shown, answer = self._encode_pair(context, continuation)
+        else:
+            shown, answer = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+        if not answer:
+            raise ValueError(f"the continuation {continuation!r} has no tokens of its own after its context")
+        if len(answer) < self.row_length:
+            return [self._row(shown, answer, _number(*question))]
+        self.counts.split_continuations += 1
+        step, tokens, rows = self.row_length // 2, shown + answer, []
+        for number, start in enumerate(range(len(shown), len(tokens), step)):
+            piece = tokens[start : start + step]
+            rows.append(self._row(tokens[:start], piece, _number(*question, number), counts=start == len(shown)))
+        return rows
+
+    def _windows(self, string: str) -> list[Row]:
+        """The harness's rolling windows: each token is predicted once, with one token of context carried over."""
+        room = self.max_length if self.is_ar else self.max_length - 2  # BOS and the token carried over
+        windows = get_rolling_token_windows(self.text.encode(string), self.prefix_token_id, room, context_len=1)
+        pairs = map(make_disjoint_window, windows)
+        return [self._row(a, b, _number("rolling", string, number)) for number, (a, b) in enumerate(pairs)]
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row; the last token of an AR row is predicted and never an input."""
+        return self.max_length + self.is_ar
+
+    def _row(self, context: list[int], answer: list[int], index: int, counts: bool = True) -> Row:
+        """Context and answer, the context cut on the left where both do not fit.
+
+        BOS stays in front for diffusion kinds, which are never without it; AR rows are cut as by the harness's
+        own Hugging Face model.
+        """
+        room = self.row_length - len(answer)
+        kept = context[-room:]
+        if not self.is_ar:
+            body = context[1:] if context[0] == self.text.bos_id else context
+            kept = [self.text.bos_id, *(body[-(room - 1) :] if room > 1 else [])]
+        if counts and len(kept) < len(context):
+            self.counts.cut_contexts += 1
+            self.counts.cut_tokens += len(context) - len(kept)
+        return Row(kept + answer, len(kept), index)
+
+    # --- scores ---
+
+    def _sums(
+        self, pieces: list[list[Row]], quiet: bool, keys: list[tuple[str, tuple[Any, ...]]] | None
+    ) -> list[tuple[Estimate, bool]]:
+        """For each list of rows the sum of their log-likelihoods, and whether all of them are greedy."""
+        owners = [owner for owner, rows in enumerate(pieces) for _ in rows]
+        rows = [row for group in pieces for row in group]
+        waiting = [len(group) for group in pieces]
+        parts: list[list[tuple[float, float, bool]]] = [[] for _ in pieces]
+        answers = [(Estimate(0.0), True)] * len(pieces)  # of a text without tokens
+        with _bar(len(rows), "scoring", quiet) as bar:
+            for place, part in self._scored(rows, bar):
+                owner = owners[place]
+                parts[owner].append(part)
+                waiting[owner] -= 1
+                if not waiting[owner]:
+                    answers[owner] = self._answer(parts[owner], keys[owner] if keys else None)
+        return answers
+
+    def _answer(
+        self, parts: list[tuple[float, float, bool]], key: tuple[str, tuple[Any, ...]] | None
+    ) -> tuple[Estimate, bool]:
+        values, errors, greedy = zip(*sorted(parts), strict=True)  # one order of summation, whatever the batches
+        estimate = Estimate(sum(values), sum(error**2 for error in errors) ** 0.5)
+        self.counts.requests += 1
+        self.counts.stderr_sum += estimate.stderr
+        self.counts.stderr_max = max(self.counts.stderr_max, estimate.stderr)
+        if key is not None:
+            attribute, args = key
+            rolling = attribute == "loglikelihood_rolling"
+            self.cache_hook.add_partial(attribute, args, estimate if rolling else (estimate, all(greedy)))
+            self._write_item(attribute, args, estimate, all(greedy))
+        return estimate, all(greedy)
+
+    def _write_item(self, attribute: str, args: tuple[Any, ...], estimate: Estimate, greedy: bool) -> None:
+        if self.item_log is None:
+            return
+        line = {
+            "request": attribute, "arguments": list(args), "loglikelihood": float(estimate),
+            "stderr": estimate.stderr, "is_greedy": greedy,
+        }  # fmt: skip
+        with self.item_log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _scored(self, rows: list[Row], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
+        """(place, (log-likelihood, standard error, greedy)) of every row, in the order of computation."""
+
+        summed = [self._summed(row.free) for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: (summed[i], -len(rows[i].tokens)))
+        for size, same in groupby(order, key=lambda i: summed[i]):
+            for batch in _batches(list(same), self.batch_size):
+                yield from zip(batch, self._score([rows[i] for i in batch], every_set=size > 0), strict=True)
+                bar.update(len(batch))
+
+    def _summed(self, free: int) -> int:
+        """The size of a row's largest chunk if summing over its mask sets costs no more than sampling; else 0."""
+        if self.estimator in ("exact", "trajectory"):
+            return 0
+        size = free if self.estimator == "surrogate" else largest_chunk(self.model.config, free)
+        return size if 2**size - 1 <= self.samples else 0
+
+    def _score(self, rows: list[Row], every_set: bool) -> list[tuple[float, float, bool]]:
+        tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
+        score = likelihood.score(
+            self.model, tokens, self.estimator, "all" if every_set else self.samples, self.seed,
+            prompt=prompt, index=index, batch_size=len(rows),
+        )  # fmt: skip
+        greedy = is_greedy(self.model, tokens, prompt, index)
+        return list(zip((-score.nats).tolist(), score.stderr.tolist(), greedy.tolist(), strict=True))
+
+    # --- text ---
+
+    def _generate(self, jobs: list[_Job]) -> list[str]:
+        asked = dict(normalize_gen_kwargs(jobs[0].settings, self.max_gen_toks))
+        until = [term for term in asked.pop("until", []) if term]
+        sampling = {name: asked.pop(name) for name in SAMPLING if asked.get(name) is not None}
+        if not asked.pop("do_sample", False):
+            sampling = {"temperature": 0.0}
+        wanted = asked.pop("max_gen_toks")
+        if asked:
+            log.warning("generation settings that have no meaning here: %s", ", ".join(sorted(asked)))
+        room = min(wanted, self.max_length // 2)  # what does not fit beside the prompt comes in further windows
+        self.counts.windowed_generations += (room < wanted) * len(jobs)
+        prompts = [self._row(job.tokens, [0] * room, 0).tokens[:-room] for job in jobs]
+        done = dcdm.generate(
+            self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
+            index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
+            **sampling, **{"window": self.max_length, **self.decoding},
+        )  # fmt: skip
+        texts = [self.text.decode(completion) for completion in done.completions]
+        return [postprocess_generated_text(text, until, None) for text in texts]
+
+
+@dataclass(frozen=True)
+class _Job:
+    place: int
+    context: str
+    settings: dict[str, Any]
+    tokens: list[int]
+    index: int
+
+    @property
+    def settings_key(self) -> str:
+        return json.dumps(self.settings, sort_keys=True)
+
+
+def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
+    """A model for evaluation; `device` may be auto, `dtype` is a name such as float32."""
+    kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+    if dtype not in kinds:
+        raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
+    place = choose_device("auto" if device == UNSAID_DEVICE else device)
+    return load_model(path, device=place, dtype=kinds[dtype])
+
+
+def _check(model: Model, estimator: str, samples: int) -> None:
+    if samples == 1:
+        raise ConfigError("samples=1 gives no Monte-Carlo error; take at least 2")
+    try:
+        likelihood.check(model, estimator, samples)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _batch_size(value: int | str) -> int:
+    """The harness passes text, and `auto`, which here is a fixed number."""
+    if isinstance(value, str) and value.startswith("auto"):
+        return BATCH_SIZE
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ConfigError(f"batch_size={value!r} must be a whole number of at least 1, or auto")
+    return int(value)
+
+
+def _question(request: Instance) -> tuple[object, ...]:
+    """What the choices of one question have in common: their document, or, without one, their context."""
+    return ("context", request.args[0]) if not request.doc else (json.dumps(request.doc, default=str),)
+
+
+def _number(*parts: object) -> int:
+    """A number for a key, the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _batches(items: list[Any], size: int) -> Iterable[list[Any]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _bar(total: int, what: str, quiet: bool) -> Any:
+    """A progress bar on a terminal, also where the harness's own bars are sent away."""
+    return tqdm(total=total, desc=what, disable=True if quiet else None, file=sys.__stderr__)
+
+
+def _stops(text: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:
+    if not until:
+        return None
+    return lambda row, ids: any(term in text.decode(ids) for term in until)

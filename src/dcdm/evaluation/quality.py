@@ -1,0 +1,182 @@
+"""How good and how varied generated texts are, without reference texts.
+
+Generative perplexity alone rewards texts that repeat themselves; entropy, distinct n-grams and repetition stand
+beside it for that reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcdm.config import ConfigError
+
+DISTINCT = (1, 2, 3, 4)
+REPEATED = 4
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Figures over all texts; tokens are the scorer's."""
+
+    perplexity: float
+    """exp of the mean negative log-likelihood per token under the scorer."""
+    perplexity_stderr: float
+    """Standard error over texts, by the delta method."""
+    entropy: float
+    """Nats: entropy of the token frequencies within a text, mean over texts."""
+    distinct: dict[int, float]
+    """Share of different n-grams among all n-grams of all texts, by n."""
+    repetition: float
+    """Share of 4-grams that occurred before in the same text."""
+    texts: int
+    tokens: int
+    """Tokens that were scored."""
+    left_out: int
+    """Texts without a token to score."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A causal model of `transformers`, and how it is asked.
+
+    Each text is scored alone: its tokens without special ones, after the scorer's BOS (its EOS, where it has no
+    BOS), which is not itself scored. A scorer with neither starts at the second token. Texts longer than the
+    scorer's window are scored in windows that carry half of the window over. Rows of one batch have equal lengths,
+    so that there is no padding, and the batch size changes nothing.
+    """
+
+    model: Any
+    tokenizer: Any
+    window: int
+    prefix: int | None
+    device: torch.device
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str = "cpu") -> Scorer:
+        """A scorer from a local folder; nothing is fetched."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if not folder.is_dir():
+            raise ConfigError(f"--scorer {folder} is no folder; give one that `save_pretrained` wrote")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--scorer {folder} is no causal model with a tokenizer: {error}") from error
+        prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        window = getattr(model.config, "max_position_embeddings", None) or 1024
+        return cls(model.to(device).eval(), tokenizer, window, prefix, torch.device(device))
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @torch.no_grad()
+    def nats(self, texts: Sequence[Sequence[int]], batch_size: int = 8) -> list[tuple[float, int]]:
+        """Of each text its negative log-likelihood and the number of tokens that it covers."""
+        rows: dict[int, list[tuple[int, int, list[int]]]] = defaultdict(list)  # by length
+        for number, ids in enumerate(texts):
+            for skipped, row_ids in self._windows(ids):
+                rows[len(row_ids)].append((number, skipped, row_ids))
+        totals = [(0.0, 0)] * len(texts)
+        for same in rows.values():
+            for at in range(0, len(same), batch_size):
+                batch = same[at : at + batch_size]
+                nll = self._token_nats(torch.tensor([piece for _, _, piece in batch], device=self.device))
+                for (number, skipped, piece), row in zip(batch, nll, strict=True):
+                    total, count = totals[number]
+                    totals[number] = total + float(row[skipped - 1 :].sum()), count + len(piece) - skipped
+        return totals
+
+    def _windows(self, ids: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """(tokens not to be scored, row) for each window; every token but the first of all is scored once."""
+        tokens = ([] if self.prefix is None else [self.prefix]) + list(ids)
+        windows, done = [], 1
+        while done < len(tokens):
+            start = 0 if done == 1 else max(0, done - self.window // 2)
+            row = tokens[start : start + self.window]
+            windows.append((done - start, row))
+            done = start + len(row)
+        return windows
+
+    def _token_nats(self, rows: Tensor) -> Tensor:
+        logits = self.model(input_ids=rows).logits[:, :-1].double()
+        return -logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None]).squeeze(-1)
+
+
+def measure(texts: Sequence[str], scorer: Scorer, batch_size: int = 8) -> Quality:
+    """Every figure of `texts`."""
+    tokens = [scorer.tokens(text) for text in texts]
+    scored = scorer.nats(tokens, batch_size)
+    kept = [number for number, (_, count) in enumerate(scored) if count]
+    if not kept:
+        raise ConfigError("no text has a token that could be scored")
+    pairs, tokens = [scored[number] for number in kept], [tokens[number] for number in kept]
+    perplexity, stderr = _perplexity(pairs)
+    return Quality(
+        perplexity, stderr, entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT}, repetition(tokens),
+        len(kept), sum(count for _, count in pairs), len(texts) - len(kept),
+    )  # fmt: skip
+
+
+def _perplexity(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    count = sum(number for _, number in pairs)
+    mean = sum(nats for nats, _ in pairs) / count
+    if len(pairs) < 2:
+        return math.exp(mean), math.nan
+    squares = sum((nats - mean * number) ** 2 for nats, number in pairs)
+    return math.exp(mean), math.exp(mean) * math.sqrt(squares * len(pairs) / (len(pairs) - 1)) / count
+
+
+def entropy(texts: Sequence[Sequence[int]]) -> float:
+    """Nats: the entropy of the token frequencies within each text, mean over texts."""
+    return sum(_entropy(ids) for ids in texts) / len(texts)
+
+
+def _entropy(ids: Sequence[int]) -> float:
+    return -sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values())
+
+
+def distinct(texts: Sequence[Sequence[int]], n: int) -> float:
+    """Different n-grams over all n-grams, over all texts; 0 where no text is long enough."""
+    grams = [gram for ids in texts for gram in ngrams(ids, n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition(texts: Sequence[Sequence[int]], n: int = REPEATED) -> float:
+    """The share of n-grams that occurred before in the same text, over all texts."""
+    grams = [ngrams(ids, n) for ids in texts]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(one)) for one in grams) / total if total else 0.0
+
+
+def ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(ids[at : at + n]) for at in range(len(ids) - n + 1)]
+
+
+def read_texts(path: Path) -> list[str]:
+    """Texts of a file: the field `text` of a .jsonl file's rows, or what blank lines part in any other."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--texts {path} cannot be read: {error}") from error
+    if path.suffix != ".jsonl":
+        return [part for part in content.split("\n\n") if part.strip()]
+    texts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            texts.append(str(json.loads(line)["text"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: no JSON object with a field 'text'") from error
+    return texts

@@ -1,0 +1,91 @@
+"""Sequences whose beginning is given and whose rest is to be scored.
+
+B rows   L positions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dcdm.config import ModelConfig
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.loop import walk
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.routes import router_of
+from dcdm.model.routing import chunk_sizes
+from dcdm.model.transformer import Model, Sets
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence to score: the first `given` tokens are visible; `index` keys the noise of the rest."""
+
+    tokens: list[int]
+    given: int
+    index: int
+
+    @property
+    def free(self) -> int:
+        return len(self.tokens) - self.given
+
+
+def padded(rows: Sequence[Row], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, L), the mask of given ones (B, L), and the rows' numbers (B,)."""
+    width = max(len(row.tokens) for row in rows)
+    tokens = torch.full((len(rows), width), pad_id)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.tokens)] = torch.tensor(row.tokens)
+    given = torch.tensor([row.given for row in rows])
+    prompt = torch.arange(width) < given[:, None]
+    return tokens.to(device), prompt.to(device), torch.tensor([row.index for row in rows])
+
+
+@cache
+def largest_chunk(config: ModelConfig, free: int) -> int:
+    """The most positions that can be masked together, of `free` ones."""
+    if config.kind == "bdlm":
+        return min(free, config.block_size or free)
+    if config.kind == "dcdm" and not config.routes_from_noise:
+        assert config.num_chunks is not None
+        return int(chunk_sizes(torch.tensor([free]), config.num_chunks, config.chunk_growth).max())
+    return free
+
+
+def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor) -> Tensor:
+    """(B,) whether the most probable tokens are the true ones wherever `prompt` does not give them.
+
+    AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one forward,
+    given the earlier ones.
+    """
+    sets = model.sets(tokens, prompt)
+    if model.config.routes_from_noise:
+        return _greedy_walk(model, tokens, sets, index)
+    with torch.no_grad():
+        if model.config.kind == "ar":
+            states, truth, where = model.encode(tokens).states[:, :-1], tokens[:, 1:], sets.free[:, 1:]
+        else:
+            ids = model.partition(tokens, sets.visible, index).ids
+            states = model.encode(tokens, sets.free, prompt=sets.visible, chunk_ids=ids).states
+            truth, where = tokens, sets.free
+        right = torch.ones_like(where)
+        right[where] = model.token_logits(states[where]).argmax(dim=-1) == truth[where]
+    return right.all(dim=-1)
+
+
+def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Tensor:
+    right = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+
+    def reveal(view: View, fill: Tensor) -> Tensor:
+        true = tokens.gather(1, view.position)
+        right.logical_and_(((view.log_p.argmax(dim=-1) == true) | ~fill).all(dim=-1))
+        return true
+
+    z = tokens.masked_fill(sets.free, model.config.mask_id)
+    router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
+    walk(z, sets, router, predictor, commit_policy("chunk"), reveal)
+    return right

@@ -1,0 +1,313 @@
+"""The paper's nine benchmarks, by the lm-evaluation-harness's own task definitions.
+
+Data come from the hub, as those definitions say, or from a folder of files named like `gsm8k_test.jsonl`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dcdm.config import ConfigError
+from dcdm.evaluation import execution
+
+SPLITS = ("train", "dev", "validation", "test")
+ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A row of the paper's table."""
+
+    title: str
+    tasks: tuple[str, ...]
+    """Names of tasks or groups of the harness."""
+    folders: tuple[str, ...]
+    """Where their definitions stand in the harness's `tasks` folder."""
+    stem: str
+    """Local files are named <stem>_<split>.jsonl."""
+    fields: tuple[str, ...]
+    """What every row of a local file must hold."""
+    evaluated: str
+    """The split that the official definition evaluates."""
+    shots: int = 0
+    examples: str | None = "train"
+    """The split that few-shot examples officially come from; None: the definition brings its own."""
+    whole: str | None = None
+    """Name of a local file that has no split in its name; it is the evaluated split."""
+    fixed_shots: bool = False
+    """The definition's prompt has its examples built in."""
+    subject_field: str | None = None
+    """Field of a local row by which it belongs to one of the group's tasks."""
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "arc_challenge": Benchmark(
+        "ARC-C", ("arc_challenge",), ("arc",), "arc_challenge", ("question", "choices", "answerKey"), "test"
+    ),
+    "mmlu": Benchmark(
+        "MMLU", ("mmlu",), ("mmlu/default",), "mmlu", ("question", "subject", "choices", "answer"), "test",
+        examples="dev", subject_field="subject",
+    ),
+    "hellaswag": Benchmark(
+        "HellaSwag", ("hellaswag",), ("hellaswag",), "hellaswag",
+        ("activity_label", "ctx_a", "ctx_b", "endings", "label"), "validation",
+    ),
+    "truthfulqa": Benchmark(
+        "TruthfulQA", ("truthfulqa_mc1", "truthfulqa_mc2"), ("truthfulqa",), "truthfulqa",
+        ("question", "mc1_targets", "mc2_targets"), "validation", whole="truthfulqa_mc", fixed_shots=True,
+    ),
+    "winogrande": Benchmark(
+        "WinoGrande", ("winogrande",), ("winogrande",), "winogrande",
+        ("sentence", "option1", "option2", "answer"), "validation",
+    ),
+    "piqa": Benchmark("PIQA", ("piqa",), ("piqa",), "piqa", ("goal", "sol1", "sol2", "label"), "validation"),
+    "math": Benchmark(
+        "MATH", ("minerva_math",), ("minerva_math", "benchmarks"), "math", ("problem", "type", "solution"), "test",
+        shots=2, examples=None, subject_field="type",
+    ),
+    "gsm8k": Benchmark("GSM8K", ("gsm8k",), ("gsm8k",), "gsm8k", ("question", "answer"), "test", shots=4),
+    "humaneval": Benchmark(
+        "HumanEval", ("humaneval",), ("humaneval",), "humaneval", ("prompt", "test", "entry_point"), "test",
+        whole="HumanEval", examples="test", fixed_shots=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A benchmark to run: its shots, and its local files by split (None: from the hub)."""
+
+    name: str
+    benchmark: Benchmark
+    shots: int
+    files: Mapping[str, Path] | None
+
+    @property
+    def split(self) -> str:
+        """The split that is evaluated: the official one, or validation where only that is here."""
+        official = self.benchmark.evaluated
+        return official if self.files is None or official in self.files else "validation"
+
+    @property
+    def notes(self) -> list[str]:
+        notes = []
+        if self.split != self.benchmark.evaluated:
+            notes.append(f"{self.split} split (the official one is {self.benchmark.evaluated})")
+        if self.shots and self.benchmark.examples is None:
+            notes.append("the definition's own examples")
+        return notes
+
+
+def choose(names: list[str], data_dir: Path | None, overrides: Mapping[str, int]) -> list[Chosen]:
+    """The benchmarks called `names` (`all`: every one), checked against the files before anything is loaded."""
+    known = ", ".join(BENCHMARKS)
+    wanted = list(dict.fromkeys(name for n in names for name in (BENCHMARKS if n == "all" else [n])))
+    if not wanted:
+        raise ConfigError(f"no task named; choose from all, {known}")
+    for name in (*wanted, *overrides):
+        if name not in BENCHMARKS:
+            raise ConfigError(f"unknown task {name!r}; choose from all, {known}")
+    if data_dir is not None and not data_dir.is_dir():
+        raise ConfigError(f"--data-dir {data_dir} is no folder")
+    return [_chosen(name, data_dir, overrides.get(name)) for name in wanted]
+
+
+def _chosen(name: str, data_dir: Path | None, shots: int | None) -> Chosen:
+    benchmark = BENCHMARKS[name]
+    if shots is not None and shots != benchmark.shots and benchmark.fixed_shots:
+        raise ConfigError(f"--num-fewshot {name}={shots}: the official prompt of {name} cannot take examples")
+    number = benchmark.shots if shots is None else shots
+    if number < 0:
+        raise ConfigError(f"--num-fewshot {name}={number} must be 0 or more")
+    chosen = Chosen(name, benchmark, number, None if data_dir is None else _files(benchmark, data_dir))
+    if chosen.files is not None and data_dir is not None:
+        _check_files(chosen, data_dir)
+    return chosen
+
+
+def _files(benchmark: Benchmark, folder: Path) -> dict[str, Path]:
+    """The benchmark's files in a folder, by split."""
+    names = {split: f"{benchmark.stem}_{split}" for split in SPLITS}
+    found: dict[str, Path] = {}
+    for split, name in names.items():
+        stems = (name, benchmark.whole) if split == benchmark.evaluated and benchmark.whole else (name,)
+        for path in (folder / f"{stem}{ending}" for stem in stems for ending in ENDINGS):
+            if path.is_file():
+                found.setdefault(split, path)
+    return found
+
+
+def _check_files(chosen: Chosen, folder: Path) -> None:
+    benchmark, files = chosen.benchmark, chosen.files or {}
+    if chosen.split not in files:
+        names = [f"{benchmark.stem}_{split}.jsonl" for split in dict.fromkeys((benchmark.evaluated, "validation"))]
+        names += [f"{benchmark.whole}.jsonl"] if benchmark.whole else []
+        raise ConfigError(f"{chosen.name}: {folder} holds none of {', '.join(names)} (or the same with .gz)")
+    if chosen.shots and benchmark.examples and benchmark.examples not in files:
+        raise ConfigError(
+            f"{chosen.name}: its {chosen.shots} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
+            f"which {folder} does not hold; add it, or set --num-fewshot {chosen.name}=0"
+        )
+    for path in files.values():
+        read_rows(path, benchmark.fields)
+
+
+@cache
+def read_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, every one with the fields that its task needs."""
+    rows = []
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
+            missing = [name for name in fields if name not in row] if isinstance(row, dict) else list(fields)
+            if missing:
+                raise ConfigError(f"{path}, line {number}: the fields {', '.join(missing)} are missing")
+            rows.append(row)
+    if not rows:
+        raise ConfigError(f"{path} holds no rows")
+    return rows
+
+
+@dataclass
+class LocalData:
+    """The local rows of one task, in the place of its hub data set; the harness calls it."""
+
+    chosen: Chosen
+    subject: str | None = None
+
+    def __call__(self, **_: Any) -> Any:
+        from datasets import Dataset, DatasetDict
+
+        benchmark = self.chosen.benchmark
+        made = DatasetDict()
+        for split, path in (self.chosen.files or {}).items():
+            rows = read_rows(path, benchmark.fields)
+            if benchmark.subject_field is not None:
+                rows = [row for row in rows if _plain(row[benchmark.subject_field]) == self.subject]
+            if rows:
+                made[split] = Dataset.from_list(rows)
+        return made
+
+
+def _plain(subject: str) -> str:
+    """A subject as the harness spells it: counting_and_probability for Counting & Probability."""
+    return subject.lower().replace("&", "and").replace(" ", "_")
+
+
+@dataclass
+class Loader:
+    """Builds the harness's tasks, with local data and the paper's shots put into their definitions."""
+
+    chosen: Chosen
+    execute: bool
+    outcomes: list[execution.Outcome] = field(default_factory=list)
+
+    def load(self) -> list[Any]:
+        """The harness's `Task` and `Group` objects."""
+        import lm_eval.tasks
+
+        home = Path(lm_eval.tasks.__file__).parent
+        folders = [home / folder for folder in self.chosen.benchmark.folders]
+        index = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders]).task_index
+        return [built for name in self.chosen.benchmark.tasks for built in self._built(name, index)]
+
+    def _built(self, name: str, index: Mapping[str, Any]) -> Iterator[Any]:
+        from lm_eval.api.group import Group
+        from lm_eval.config.group import GroupConfig
+
+        entry = index[name]
+        if entry.kind.name == "TAG":
+            for child in sorted(entry.tags):
+                yield from self._built(child, index)
+        elif entry.kind.name == "GROUP":
+            group = Group.from_config(GroupConfig(**entry.cfg))
+            for child in entry.cfg["task"]:
+                for built in self._built(child, index):
+                    group.add(built)
+            if len(group):
+                yield group
+        elif (task := self._task(entry)) is not None:
+            yield task
+
+    def _task(self, entry: Any) -> Any:
+        """The task, or None for a subject that the local files do not hold."""
+        from lm_eval.api.task import ConfigurableTask
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        runs_code = self.chosen.name == "humaneval"
+        config = dict(load_yaml(entry.yaml_path, resolve_func=not runs_code))
+        for name in ("tag", "group"):
+            config.pop(name, None)
+        config["num_fewshot"] = self.chosen.shots
+        if runs_code:
+            config |= self._code_settings()
+        if self.chosen.files is not None:
+            data = LocalData(self.chosen, config.get("dataset_name"))
+            splits = data()
+            if not {"validation", "test"} & set(splits):
+                return None
+            config |= {"custom_dataset": data, "dataset_path": None, "dataset_name": None, "dataset_kwargs": None}
+            config |= {
+                name: None
+                for name in ("training_split", "validation_split", "test_split", "fewshot_split")
+                if config.get(name) not in splits
+            }
+        try:
+            return ConfigurableTask(config=config)
+        except Exception as error:
+            if self.chosen.files is not None:
+                raise
+            # network, cache and repository errors have no common base
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"{self.chosen.name}: the hub's data cannot be loaded ({reason}); give the files by --data-dir"
+            ) from error
+
+    def _code_settings(self) -> dict[str, Any]:
+        """HumanEval's programs in our limits; the definition's own metric is downloaded, and runs them without."""
+
+        def judge(doc: dict[str, Any], results: list[list[str]]) -> dict[str, float]:
+            if not self.execute:
+                return {"not executed": 1.0}
+            program = f"{results[0][0]}\n{doc['test']}\ncheck({doc['entry_point']})\n"
+            self.outcomes.append(execution.run(program))
+            return {"pass@1": float(self.outcomes[-1].passed)}
+
+        metric = "pass@1" if self.execute else "not executed"
+        return {
+            "unsafe_code": False,
+            "process_results": judge,
+            "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+            "filter_list": [{"name": "create_test", "filter": [{"function": "custom", "filter_fn": _programs}]}],
+        }
+
+
+def _programs(answers: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
+    """The definition's programs: the prompt and what was generated after it."""
+    return [[doc["prompt"] + text for text in texts] for texts, doc in zip(answers, docs, strict=True)]
+
+
+def evaluate(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None = None) -> dict[str, Any]:
+    """The harness's results for what `Loader` made, with its own seed for the choice of examples."""
+    from lm_eval.api.model import CachingLM
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+    from lm_eval.evaluator import evaluate as run
+    from lm_eval.tasks import TaskManager
+
+    tasks = TaskManager(include_defaults=False).load(loaded)
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    results = run(lm if cache is None else CachingLM(lm, str(cache)), tasks, limit=limit, log_samples=True)
+    assert results is not None
+    return dict(results)
