@@ -14,8 +14,8 @@ from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import Afresh, predictable
-from dcdm.diffusion.likelihood import stratified_subsets
 from dcdm.diffusion.objectives import Batch, loss
+from dcdm.diffusion.subsets import sampled_subsets
 from dcdm.keys import Key
 
 FREE = 4  # all 16 sequences of two symbols
@@ -163,16 +163,22 @@ def test_enumerated_bound_equals_a_literal_sum_over_chunks_and_mask_sets(kind):
 
 @pytest.mark.parametrize("kind", tiny.DIFFUSION)
 def test_monte_carlo_scores_agree_with_the_enumerated_ones_within_their_error(kind):
-    model = tiny.model(kind, symbols=3)
+    larger = {"block_size": 3} if kind == "bdlm" else {}  # blocks of 2 would be enumerated
+    model = tiny.model(kind, symbols=3, **larger)
     clean = tiny.tokens(6, 7, symbols=3)
     for estimator in ["surrogate", "sequential"] if kind in tiny.PAPER else ["bound"]:
-        exact = dcdm.score(model, clean, estimator, samples="all").nats
+        whole = dcdm.score(model, clean, estimator, samples="all")
+        exact = whole.nats
         runs = [dcdm.score(model, clean, estimator, samples=4, seed=seed) for seed in range(30)]
         estimates = torch.stack([r.nats for r in runs])
         spread = estimates.std(dim=0)
         assert ((estimates.mean(0) - exact).abs() <= 4.5 * spread / math.sqrt(30) + 1e-9).all()
+        shares = torch.stack([r.by_position for r in runs])
+        off = (shares.mean(0) - whole.by_position).abs()
+        assert (off <= 6 * shares.std(dim=0) / math.sqrt(30) + 1e-9).all(), "positions are charged what they cost"
         reported = torch.stack([r.stderr for r in runs]).square().mean(0).sqrt()
         noisy = spread > 1e-3
+        assert noisy.any()
         assert ((reported / spread)[noisy].log().mean().exp() > 0.75).all(), "errors must not be understated"
 
 
@@ -231,14 +237,14 @@ def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
 def test_subset_sizes_are_stratified_and_uniform():
     groups = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 2, -1]])
     for seed in range(20):
-        draws = list(stratified_subsets(Key(seed), torch.tensor([3]), groups, 2, 4))
+        draws = list(sampled_subsets(Key(seed), torch.tensor([3]), groups, 2, 4))
         for group in (1, 2):
             sizes = sorted(int((d.masked & (groups == group)).sum()) for d in draws)
             assert sizes == [1, 2, 3, 4]
         assert all(not d.masked[groups <= 0].any() for d in draws)
     counts = torch.zeros(10)
     for seed in range(400):
-        counts += next(stratified_subsets(Key(seed), torch.tensor([0]), groups, 2, 1)).masked[0]
+        counts += next(sampled_subsets(Key(seed), torch.tensor([0]), groups, 2, 1)).masked[0]
     assert (counts[1:9] / 400 - 5 / 8).abs().max() < 0.1
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -183,15 +184,65 @@ def test_the_averaged_weights_follow_their_recursion(corpus, tmp_path):
     torch.testing.assert_close(load_weights(places[-1], "ema")["norm.weight"], expected)
 
 
-def test_tensorboard_holds_losses_chunks_and_pictures(corpus, tmp_path):
+def board(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard_shows_each_step_once_after_a_run_lost_some(corpus, tmp_path, monkeypatch):
+    changes = {"tensorboard": True, "train__steps": 4, "log_every": 1, "checkpoint_every": 2}
+
+    def die(self, report, on_step=Recorder.on_step):
+        on_step(self, report)
+        if report.step + 1 == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_step", die)
+        with pytest.raises(KeyboardInterrupt):
+            start("mdlm-debug", tmp_path / "run", corpus, **changes)
+    start("mdlm-debug", tmp_path / "run", corpus, **changes)
+    assert [event.step for event in board(tmp_path / "run").Scalars("train/nll")] == [1, 2, 3, 4]
+
+
+def test_wandb_is_told_figures_by_step_under_the_name_of_the_run(corpus, tmp_path, monkeypatch):
+    told, opened = {}, {}
+
+    class Session:
+        def log(self, values, step):
+            told.setdefault(step, {}).update(values)
+
+        def finish(self):
+            opened["finished"] = True
+
+    def init(**named):
+        opened.update(named)
+        return Session()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    start("dcdm-debug", tmp_path / "run", corpus, wandb="project", train__steps=2, log_every=1, evaluate_every=2)
+    assert (opened["project"], opened["id"], opened["resume"]) == ("project", "run", "allow")
+    assert opened["finished"]
+    assert [told[row["step"]]["train/nll"] for row in metrics(tmp_path / "run")[:2]] == [
+        row["nll"] for row in metrics(tmp_path / "run")[:2]
+    ]
+    assert {"evaluation/valid_nll", "speed/tokens_per_second"} <= set(told[2])
+
+
+def test_wandb_without_its_package_is_refused_with_the_way_to_get_it(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dcdm\[wandb\]'"):
+        start("mdlm-debug", tmp_path / "run", corpus, wandb="project")
+
+
+def test_tensorboard_holds_losses_chunks_and_pictures(corpus, tmp_path):
     from dcdm.viewing.pictures import chunk_picture
 
     changes = {**SMALL, "tensorboard": True, "train.steps": 2, "evaluate_every": 2, "log_every": 1,
                "data.sources": (str(corpus),)}  # fmt: skip
     run("dcdm-debug", tmp_path / "run", changes=changes, picture=chunk_picture)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    events = board(tmp_path / "run")
     assert {"train/nll", "speed/tokens_per_second", "evaluation/valid_nll"} <= set(events.Tags()["scalars"])
     assert "chunks" in events.Tags()["images"]
     assert "chunks/ids" in events.Tags()["histograms"]
@@ -310,7 +361,7 @@ def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
     assert start("dcdm-debug", alone, corpus, train__steps=4, checkpoint_every=2) == 0
     values = yaml.safe_load((alone / "settings.yaml").read_text())
     file = tmp_path / "settings.yaml"
-    file.write_text(yaml.safe_dump(values))
+    file.write_text(yaml.safe_dump({**values, "tensorboard": True}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcdm",
                "train", "--config", str(file), "--run-folder", str(pair), "--device", "cpu"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -320,4 +371,5 @@ def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
         if "loss" in one:
             assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)
             assert one["tokens"] == other["tokens"]
+    assert "chunks" in board(pair).Tags()["images"]
     assert run(None, pair) == 0  # nothing left to do, in one process

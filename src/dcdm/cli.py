@@ -77,6 +77,7 @@ def train(
     config: Path | None = None,
     set: tuple[str, ...] = (),
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] | None = None,
     dry_run: bool = False,
 ) -> None:
     """Train a model, or go on with the run in a folder.
@@ -102,7 +103,8 @@ def train(
         init: Start weights: a run, an exported folder, or a local Qwen3 folder of transformers.
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
-        device: Where to compute.
+        device: Where to compute; auto is cuda where there is a GPU, else cpu.
+        dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         dry_run: Print what the run would cost, without starting it.
     """
     from dcdm.training.command import run as start
@@ -112,6 +114,7 @@ def train(
         "data.sources": data, "data.tokenizer": tokenizer, "data.validation": validation, "train.steps": steps,
         "train.batch_size": batch_size, "train.micro_batch": micro_batch, "train.learning_rate": learning_rate,
         "train.seed": seed, "checkpoint_every": checkpoint_every, "evaluate_every": evaluate_every, "init": init,
+        "train.dtype": dtype,
     }  # fmt: skip
     given = {name: value for name, value in changes.items() if value is not None} | _assignments(set)
     code = start(preset, run, file=config, changes=given, device=device, dry_run=dry_run, picture=chunk_picture)
@@ -180,25 +183,34 @@ def bench(
     json: bool = False,
     out: str | None = None,
     plot: Path | None = None,
+    models: tuple[Path, ...] = (),
+    samples: int = 4,
+    windows: int = 16,
 ) -> None:
     """Measure a part of the system against its literal version, in the same run.
 
-    Subjects: attention, chunking, routing, step, draws, head, moe, scaling; targets runs all that have a goal;
+    Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
+    goal. estimator measures the Monte-Carlo error of likelihoods. generate compares the decoders of trained models,
+    speed beside quality:
+    dcdm bench generate --models runs/first runs/second
     arithmetic measures nothing and prints what the presets cost on GPUs.
 
     Args:
         subject: What to measure.
-        repeats: Timed repetitions of each path, taking turns.
+        repeats: Timed repetitions of each path, taking turns; for estimator, blocks of 20 scores.
         threads: PyTorch threads.
         memory: Measure peak memory too, each path in a process of its own; by default where it matters.
         compare: An earlier run's JSON file, to show its medians beside the new ones.
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
-        plot: Draw time and memory against length into this PNG.
+        plot: Draw time and memory against length (generate: quality against speed) into this PNG.
+        models: For generate: run folders, checkpoints or exported folders.
+        samples: For generate: texts that are sampled together.
+        windows: For generate: windows of held-out text that are scored.
     """
     from dcdm.bench.command import run
 
-    run(subject, repeats, threads, memory, compare, json, out, plot)
+    run(subject, repeats, threads, memory, compare, json, out, plot, models, samples, windows)
 
 
 Commands = dict[str, Callable[..., None] | tuple[str, "Commands"]]
@@ -224,6 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.config import ConfigError
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
+    from dcdm.decoding import command as sampling
+    from dcdm.evaluation import command as evaluation
     from dcdm.evaluation import quality_command, tasks_command
     from dcdm.viewing import command as viewing
 
@@ -232,11 +246,15 @@ def main(arguments: list[str] | None = None) -> None:
         "presets": presets,
         "train": train,
         "chunks": viewing.chunks,
+        "sample": sampling.sample,
         "export": export,
         "verify": verify,
         "bench": bench,
+        "eval": (
+            "Measure a model.",
+            {"ppl": evaluation.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
+        ),
         "data": ("Prepare text for training.", {"prepare": data.prepare}),
-        "eval": ("Measure a model.", {"tasks": tasks_command.tasks, "quality": quality_command.quality}),
     }
     try:
         tyro.cli(
@@ -248,6 +266,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (ConfigError, DataError) as error:
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("dcdm: interrupted", file=sys.stderr)
         sys.exit(130)

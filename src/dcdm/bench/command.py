@@ -18,11 +18,23 @@ TARGETS = ("attention", "chunking", "step", "routing", "draws")
 
 def run(
     subject: str, repeats: int, threads: int, memory: bool | None, compare: str | None, json: bool,
-    out: str | None, plot: Path | None,
+    out: str | None, plot: Path | None, models: tuple[Path, ...] = (), samples: int = 4, windows: int = 16,
 ) -> None:  # fmt: skip
     """Measure a subject, or with `targets` all those that have a goal; table to the terminal, JSON on request."""
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
+        return
+    if subject == "generate":
+        from dcdm.bench import generation
+
+        torch.set_num_threads(threads)
+        generation.run(models, samples, windows, json, out, plot)
+        return
+    if subject == "estimator":
+        from dcdm.bench.estimator import run as run_estimator
+
+        torch.set_num_threads(threads)
+        run_estimator(20 * repeats, json, out)
         return
     earlier = read_earlier(compare) if compare else {}
     torch.set_num_threads(threads)

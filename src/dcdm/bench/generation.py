@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -175,8 +174,8 @@ def draw(rows: list[Decoded], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
-    marks = dict(zip(("ar", "mdlm", "bdlm", "dcdm-paper", "dcdm-causal"), "sv^oD", strict=True))
-    named: dict[str, Any] = {}
+    marks = {"ar": "s", "mdlm": "v", "bdlm": "^", "dcdm-paper": "o", "dcdm-causal": "D"}
+    named: dict[tuple[str, str], Decoded] = {}
     for row in rows:
         if row.cache in ("exact", "none") and row.routing == "auto" and (row.kind, row.commit) not in named:
             named[row.kind, row.commit] = row

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from dcdm.bench.harness import Case, Run
 from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.decoding import predictors, routes
+from dcdm.decoding.engine import generate
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
 from dcdm.model import blockmask, layout, masks, reference
@@ -253,6 +255,33 @@ def moe(tokens: int) -> Case:
     return Case(f"{tokens} tokens", {"grouped": path("grouped"), "loop": path("one_by_one")}, ("loop",))
 
 
+def decoding(commit: str, target: float | None = None, rows: int = 1) -> Case:
+    """A canvas of 512 positions by the causal network, 12 layers of width 256, K=8: with and without cache.
+
+    "afresh" computes what the active chunk can see, "whole canvas" everything, in every forward.
+    """
+
+    def path(cache: str, whole: bool = False) -> Callable[[], Run]:
+        def make() -> Run:
+            small = replace(preset("dcdm-debug-causal"), num_layers=12, hidden_size=256, intermediate_size=768)
+            model = build(
+                replace(small, num_heads=4, num_kv_heads=4, head_dim=64, context_length=512), seed=0
+            ).eval()
+
+            def run() -> None:
+                with mock.patch.object(
+                    predictors, "without_later", (lambda r: r) if whole else routes.without_later
+                ):
+                    generate(model, [[]] * rows, commit=commit, cache=cache)
+
+            return run
+
+        return make
+
+    paths = {"exact cache": path("exact"), "whole canvas": path("none", whole=True), "afresh": path("none")}
+    return Case(f"{commit}, batch {rows}", paths, ("whole canvas",), target)
+
+
 SUBJECTS: dict[str, Callable[[], list[Case]]] = {
     "attention": lambda: [attention(2048, 2.0), attention(4096, 2.5)],
     "chunking": lambda: [chunking(2048, 1.5)],
@@ -261,6 +290,12 @@ SUBJECTS: dict[str, Callable[[], list[Case]]] = {
     "draws": lambda: [draws(1024, 4, 1 / 0.88), draws(1024, 12, 1 / 0.82)],
     "head": lambda: [head(1024)],
     "moe": lambda: [moe(2048)],
+    "decoding": lambda: [
+        decoding("chunk"),
+        decoding("steps:8", 3.0),
+        decoding("position"),
+        decoding("steps:8", rows=4),
+    ],
     "scaling": lambda: [
         *(replace(attention(n), name=f"attention L={n}") for n in (512, 1024, 2048, 4096, 8192)),
         *(replace(chunking(n), name=f"chunking L={n}") for n in (512, 1024, 2048, 4096, 8192)),
@@ -272,7 +307,7 @@ MEMORY_MATTERS = ("chunking", "step", "head", "scaling")
 
 def cases_of(subject: str) -> list[Case]:
     if subject not in SUBJECTS:
-        raise ConfigError(f"unknown subject {subject!r}; choose one of {', '.join(SUBJECTS)}, targets")
+        raise ConfigError(f"unknown subject {subject!r}; choose one of {', '.join(SUBJECTS)}, estimator, targets")
     return SUBJECTS[subject]()
 
 

@@ -51,6 +51,8 @@ class Bad:
     limit: int
     count: int = 0
     first: list[tuple[str, int, str]] = field(default_factory=list)
+    empty: int = 0
+    """Documents without any text: no fault, but passed over."""
 
     def add(self, part: Part, line: int, reason: str) -> None:
         """Count what stands in `line` of a part (in text and JSONL, counted from the part's first)."""
@@ -79,13 +81,17 @@ def read_texts(part: Part, settings: DataConfig, bad: Bad) -> Iterator[tuple[str
                 bad.add(part, line, f"{settings.field} holds half a surrogate pair, which no encoding can hold")
             elif value:
                 yield value, True
+            else:
+                bad.empty += 1
         return
     text = _text(part, bad)
     if settings.documents == "file":
         if text or part.start:  # a later part may end the document with no text of its own
             yield text, part.ends
     elif settings.documents == "lines":
-        yield from ((line.rstrip("\r"), True) for line in text.split("\n") if line.strip())
+        lines = text.removesuffix("\n").split("\n")
+        bad.empty += sum(not line.strip() for line in lines)
+        yield from ((line.rstrip("\r"), True) for line in lines if line.strip())
     else:
         yield from ((piece.strip("\r\n"), True) for piece in BLANK.split(text) if piece.strip())
 

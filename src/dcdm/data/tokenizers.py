@@ -95,6 +95,20 @@ class Tokenizer:
         encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.uint32) for item in encoded]
 
+    def encode_sized(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of every text, and the UTF-8 bytes of it that each id stands for; these add up to the text's.
+
+        Where several ids share one character its bytes count for the first of them; what no id covers, such as
+        space that a tokenizer drops, counts for the id after it, at the end of a text for the last one.
+        """
+        if self._is_bytes:
+            return [(ids, np.ones(len(ids), dtype=np.int64)) for ids in self.encode_arrays(texts)]
+        encoded = self._plain.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.asarray(item.ids, dtype=np.uint32), _byte_counts(text, [end for _, end in item.offsets]))
+            for text, item in zip(texts, encoded, strict=True)
+        ]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; specials and EOS are left out, broken UTF-8 shows as �."""
         kept = [i for i in map(int, ids) if i not in self._special]
@@ -280,6 +294,17 @@ def _spells_bytes(spec: dict[str, Any]) -> bool:
     if not plain or level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
         return False
     return len(model["vocab"]) == 256 and all(model["vocab"].get(c) == b for b, c in enumerate(_byte_letters()))
+
+
+def _byte_counts(text: str, ends: list[int]) -> np.ndarray:
+    """Bytes of the text between the ends, in characters, of one token and the next."""
+    letters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    width = 1 + (letters >= 0x80).astype(np.int64) + (letters >= 0x800) + (letters >= 0x10000)
+    upto = np.concatenate([[0], np.cumsum(width)])
+    reached = upto[np.maximum.accumulate(np.asarray(ends, dtype=np.int64))] if ends else upto[:0]
+    if len(reached):
+        reached[-1] = upto[-1]
+    return np.diff(reached, prepend=0)
 
 
 def _without_holes(spec: dict[str, Any]) -> Backend:

@@ -181,7 +181,7 @@ def _costs(result: Generation) -> str:
     costs = result.statistics
     total = costs.summary()
     return (
-        f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} per forward), "
+        f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} each), "
         f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s; {total['computed']} positions computed, "
         f"{total['reused']} from the cache, {total['rounds']} routing rounds, {total['reencoded']} encoded again"
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.model.types import at_least_fp32
 
 _BELOW_ONE = 1 - 1e-12
 
@@ -37,7 +38,7 @@ class Sampling:
 
     def log_p(self, logits: Tensor) -> Tensor:
         """Log-probabilities (…, V) of the tempered, truncated distribution; plain ones if greedy."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(at_least_fp32(logits))
         if self.greedy:
             return logits.log_softmax(dim=-1)
         if self.temperature != 1:

@@ -5,21 +5,22 @@ B sequences   L positions   S samples   C noise groups: chunks or blocks, or the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import predictor_of, resolve_cache
 from dcdm.decoding.routes import AdaBlock, check_routing, router_of
 from dcdm.decoding.sampling import Sampling
+from dcdm.diffusion import subsets
 from dcdm.keys import Key
 from dcdm.model.head import token_nll
 from dcdm.model.transformer import Model, Sets
@@ -34,8 +35,6 @@ LABELS: dict[str, str] = {
     "trajectory": "exact negative log-likelihood of the decoder",
 }
 
-MOST_SUBSETS = 4096  # enumerating more mask sets than this per sequence is refused
-
 
 @dataclass(frozen=True)
 class Score:
@@ -49,6 +48,8 @@ class Score:
     """(B,) predicted tokens; BOS, prompt and padding do not count."""
     forwards: Tensor
     """(B,) network passes of the decoder for `trajectory`, of the estimate otherwise."""
+    by_position: Tensor
+    """(B, L) float64: what each token adds to `nats`; 0 at BOS, prompt and padding."""
     estimator: str
     samples: int | str
     seed: int
@@ -81,9 +82,7 @@ class Score:
 
 def default_estimator(model: Model) -> Estimator:
     """The valid estimator of the model's kind."""
-    if model.config.kind == "ar":
-        return "exact"
-    return "sequential" if model.config.routes_from_noise else "bound"
+    return estimators_of(model.config)[0]
 
 
 @torch.no_grad()
@@ -122,8 +121,15 @@ def score(
         rows = slice(at, at + batch_size)
         given = None if prompt is None else prompt[rows]
         parts.append(getattr(run, name)(tokens[rows], model.sets(tokens[rows], given), index[rows]))
-    nats, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _Part.__annotations__)
-    return Score(nats, stderr, count, forwards, name, samples, seed)
+    by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
+    return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
+
+
+def estimators_of(config: ModelConfig) -> list[Estimator]:
+    """The estimators that fit a model, the valid one of its kind first."""
+    if config.kind == "ar":
+        return ["exact", "trajectory"]
+    return ["sequential", "surrogate", "trajectory"] if config.routes_from_noise else ["bound", "trajectory"]
 
 
 @dataclass(frozen=True)
@@ -157,28 +163,24 @@ def check(model: Model, estimator: str, samples: int | str = 16) -> None:
     """Refuse an estimator that does not fit the model's kind, and a number of samples that none takes."""
     kind = model.config.kind
     described = "DCDM with the paper's routing" if model.config.routes_from_noise else kind.upper()
-    fits = {
-        "exact": kind == "ar",
-        "bound": kind != "ar" and not model.config.routes_from_noise,
-        "surrogate": model.config.routes_from_noise,
-        "sequential": model.config.routes_from_noise,
-        "trajectory": True,
-    }
-    if estimator not in fits:
+    fits = estimators_of(model.config)
+    if estimator not in get_args(Estimator):
         raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
-    if not fits[estimator]:
-        good = ", ".join(name for name, ok in fits.items() if ok)
-        raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {good}")
+    if estimator not in fits:
+        raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
     if samples != "all" and (not isinstance(samples, int) or samples < 1):
         raise ValueError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
 
 
 @dataclass(frozen=True)
 class _Part:
-    nats: Tensor
+    by_position: Tensor
     stderr: Tensor
     tokens: Tensor
     forwards: Tensor
+
+
+_FIELDS = ("by_position", "stderr", "tokens", "forwards")
 
 
 @dataclass(frozen=True)
@@ -193,25 +195,26 @@ class Scorer:
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         states = self.model.encode(tokens).states[:, :-1]
         nll = _scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
-        return _certain(nll.sum(dim=-1), sets.free[:, 1:].sum(dim=-1), 1)
+        return _certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
 
     def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll_of = self._dual_stream(tokens, sets, ids)
-        nats, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
-        return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), torch.full_like(index, passes))
+        cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
 
     def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         nll_of = self._dual_stream(tokens, sets, None)
-        nats, variance, passes = self._expected(nll_of, sets.free.long(), 1, index)
-        return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), torch.full_like(index, passes))
+        cost, variance, passes = self._expected(nll_of, sets.free.long(), 1, index)
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
 
     def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
         router, route = router_of(model, sets), routes.start(sets)
         revealed = sets.visible
-        nats, variance = torch.zeros(2, len(tokens), dtype=torch.float64)
+        cost = torch.zeros(tokens.shape, dtype=torch.float64)
+        variance = torch.zeros(len(tokens), dtype=torch.float64)
         forwards, chunks = torch.zeros_like(index), 0
         while bool((sets.real & ~revealed).any()):
             route = router.next(tokens.masked_fill(~revealed, mask_id), revealed, route)
@@ -223,21 +226,23 @@ class Scorer:
             chunks += 1
             key = self.key.fold("chunk", chunks)
             more, spread, passes = self._expected(nll_of, route.active.long(), 1, index, key)
-            nats, variance = nats + more, variance + spread
-            forwards += passes * route.active.any(dim=-1).cpu()
+            cost, variance = cost + more, variance + spread
+            forwards += passes
             revealed = revealed | route.active
-        return _Part(nats, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
 
     def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         model, decoder = self.model, self.decoder
         if decoder.one_pass_per_chunk and model.config.kind != "ar" and not model.config.routes_from_noise:
             return self._trajectory_in_one_pass(tokens, sets, index)
-        total = torch.zeros(len(tokens), dtype=torch.float64)
+        total = torch.zeros(tokens.shape, dtype=torch.float64)
 
         def reveal(view: View, fill: Tensor) -> Tensor:
             true = tokens.gather(1, view.position)
             known = true.clamp(max=view.log_p.shape[-1] - 1)[..., None]
-            total.sub_(view.log_p.gather(-1, known).squeeze(-1).masked_fill(~fill, 0).double().sum(dim=-1).cpu())
+            nll = -view.log_p.gather(-1, known).squeeze(-1).double()
+            row, at = fill.nonzero(as_tuple=True)
+            total[row.cpu(), view.position[row, at].cpu()] = nll[row, at].cpu()
             return true
 
         _, counts = walk(
@@ -255,7 +260,7 @@ class Scorer:
         """Every chunk fully masked given the clean earlier ones: what the walk sees, chunk by chunk."""
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll = self._dual_stream(tokens, sets, ids)(sets.free)
-        return _certain(nll.sum(dim=-1), sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
+        return _certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
 
     def _dual_stream(self, tokens: Tensor, sets: Sets, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """masked (B, L) → −log p of the masked tokens (B, L), by the training pass."""
@@ -269,29 +274,26 @@ class Scorer:
     def _expected(
         self, nll_of: Callable[[Tensor], Tensor], groups: Tensor, num_groups: int, index: Tensor,
         key: Key | None = None,
-    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        """E[(|g|/n) Σ_masked nll] summed over groups: value (B,), variance of the estimate (B,), passes."""
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """E[(|g|/n) Σ_masked nll], by position (B, L); the variance of the estimate (B,); passes (B,)."""
+        device, groups = groups.device, groups.cpu()
         if self.samples == "all":
-            draws: Iterator[Draw] = all_subsets(groups, num_groups)
-        else:
-            draws = stratified_subsets(key or self.key, index, groups, num_groups, self.samples)
-        terms = []
-        for draw in draws:
-            nll = nll_of(draw.masked.to(groups.device)).cpu()
-            per_group = torch.zeros(len(nll), num_groups + 1, dtype=torch.float64)
-            per_group.scatter_add_(1, groups.cpu().clamp(min=0), nll)
-            terms.append(per_group[:, 1:] * draw.weight)
-        if self.samples == "all":
-            nothing = torch.zeros(len(groups), dtype=torch.float64)
-            return sum((term.sum(dim=-1) for term in terms), nothing), nothing, len(terms)
-        f_sbc = torch.stack(terms)
-        return f_sbc.mean(dim=0).sum(dim=-1), _stratified_variance(f_sbc), len(terms)
+            cost = torch.zeros(groups.shape, dtype=torch.float64)
+            for draw in subsets.all_subsets(groups, num_groups):
+                cost += nll_of(draw.masked.to(device)).cpu() * subsets.spread(draw.weight, groups)
+            passes = 2 ** subsets.group_sizes(groups, num_groups).amax(dim=-1) - 1
+            return cost, torch.zeros(len(groups), dtype=torch.float64), passes
+        draws = list(subsets.sampled_subsets(key or self.key, index, groups, num_groups, self.samples))
+        nlls = [nll_of(draw.masked.to(device)).cpu() for draw in draws]
+        sizes = subsets.group_sizes(groups, num_groups)
+        cost, variance = subsets.combine(draws, nlls, groups, self.samples)
+        return cost, variance, subsets.passes_needed(sizes, self.samples)
 
 
-def _certain(nats: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:
-    nats = nats.double().cpu()
-    passes = forwards if isinstance(forwards, Tensor) else torch.full(nats.shape, forwards)
-    return _Part(nats, torch.zeros_like(nats), tokens.cpu(), passes)
+def _certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:
+    nats = by_position.double().cpu()
+    passes = forwards if isinstance(forwards, Tensor) else torch.full(nats.shape[:1], forwards)
+    return _Part(nats, torch.zeros_like(nats[:, 0]), tokens.cpu(), passes)
 
 
 def _scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
@@ -299,91 +301,3 @@ def _scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> T
     nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
     nll[where] = token_nll(states[where], model.head_weight(), tokens[where]).double()
     return nll
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Masked positions (B, L), and the weight (B, C) of each group's summed −log p."""
-
-    masked: Tensor
-    weight: Tensor
-
-
-def group_sizes(groups: Tensor, num_groups: int) -> Tensor:
-    """(B, C) members of groups 1…C."""
-    counts = torch.zeros(len(groups), num_groups + 1, dtype=torch.long, device=groups.device)
-    counts.scatter_add_(1, groups.clamp(min=0), torch.ones_like(groups))
-    return counts[:, 1:]
-
-
-def rank_in_group(groups: Tensor, priority: Tensor) -> Tensor:
-    """0-based rank of each position within its group by ascending `priority`: (B, L)."""
-    by_priority = priority.argsort(dim=-1)
-    order = by_priority.gather(-1, groups.gather(-1, by_priority).argsort(dim=-1, stable=True))
-    place = torch.arange(groups.shape[-1], device=groups.device).expand_as(groups)
-    position = torch.empty_like(order).scatter_(-1, order, place)
-    smaller = (groups[:, :, None] > groups[:, None, :]).sum(dim=-1)
-    return position - smaller
-
-
-def stratified_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int, samples: int) -> Iterator[Draw]:
-    """Per sample and group a size n, uniform on 1…|g|, and a uniform subset of that size, weight |g|/n.
-
-    Over the samples each group visits every stratum of the sizes once; within a sample the groups lie in
-    different strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those
-    that may be masked, so that sequences of one number share their noise whatever stands before it.
-    """
-    groups = groups.cpu()
-    sizes = group_sizes(groups, num_groups)
-    place = (groups >= 1).cumsum(dim=-1).sub(1).clamp(min=0)
-    within = torch.zeros(len(groups), samples, num_groups, dtype=torch.float64)
-    for row, number in enumerate(index.tolist()):
-        used = max(1, int(groups[row].max()))
-        order = [key.fold("spread", number, s).permutation(used) for s in range(samples)]
-        within[row, :, :used] = (torch.stack(order) + key.fold("size", number).uniform(samples, used)) / used
-    for s in range(samples):
-        stratum = (s + torch.arange(num_groups)) % samples
-        within_s = within.gather(1, stratum.expand(len(groups), 1, -1)).squeeze(1)
-        n = ((stratum + within_s) / samples * sizes).long() + 1
-        n = torch.minimum(n, sizes)
-        rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]).gather(1, place))
-        quota = torch.cat([torch.zeros_like(n[:, :1]), n], dim=1).gather(1, groups.clamp(min=0))
-        yield Draw((rank < quota) & (groups >= 1), sizes / n.clamp(min=1))
-
-
-def _stratified_variance(f_sbc: Tensor) -> Tensor:
-    """Variance (B,) of the mean over samples, from differences of neighbouring strata within each group.
-
-    Plain sample variance would count the differences between strata, which stratification removes.
-    """
-    samples = len(f_sbc)
-    if samples == 1:
-        return torch.full(f_sbc.shape[1:2], math.nan, dtype=f_sbc.dtype)
-    group = torch.arange(f_sbc.shape[-1])
-    stratum = torch.arange(samples)[:, None]
-    ordered = f_sbc[(stratum - group) % samples, :, group].movedim(-1, 1)  # (S, B, C) by stratum
-    steps = ordered.diff(dim=0).square().sum(dim=0)
-    return (steps / (2 * samples * (samples - 1))).sum(dim=-1)
-
-
-def all_subsets(groups: Tensor, num_groups: int) -> Iterator[Draw]:
-    """Every non-empty subset of every group, weighted by its probability times |g|/n: (n−1)!(|g|−n)!/|g|!."""
-    groups = groups.cpu()
-    sizes = group_sizes(groups, num_groups)
-    total = 2 ** int(sizes.max())
-    if total > MOST_SUBSETS:
-        raise ValueError(
-            f"samples='all' would enumerate {total:,} mask sets per sequence (at most {MOST_SUBSETS:,}); "
-            "give a number of samples instead"
-        )
-    rank = rank_in_group(groups, torch.arange(groups.shape[1]).expand_as(groups).double())
-    for subset in range(1, total):
-        n = subset.bit_count()
-        applies = subset < 2**sizes
-        weight = torch.exp(
-            torch.lgamma(torch.tensor(float(n)).double())
-            + torch.lgamma((sizes - n + 1).clamp(min=1).double())
-            - torch.lgamma(sizes.double() + 1)
-        )
-        inside = torch.cat([torch.zeros_like(applies[:, :1]), applies], dim=1).gather(1, groups.clamp(min=0))
-        yield Draw((((subset >> rank) & 1) == 1) & inside & (groups >= 1), torch.where(applies, weight, 0.0))

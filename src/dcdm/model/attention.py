@@ -18,6 +18,7 @@ from dcdm.config import ConfigError
 from dcdm.model import blockmask
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
+from dcdm.model.types import at_least_fp32
 
 if TYPE_CHECKING:
     from dcdm.model.cache import LayerMemory
@@ -136,6 +137,8 @@ class Ready(NamedTuple):
 
 def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tensor:
     """Scaled dot-product attention under a plan, grouped queries included: (B, Q, H, D)."""
+    # under autocast the norms give queries and keys in a wider type than the products give values
+    q_bqhd, k_bsgd = q_bqhd.to(v_bsgd.dtype), k_bsgd.to(v_bsgd.dtype)
     if ready.memory is not None:
         k_bsgd, v_bsgd = ready.memory.extend(k_bsgd, v_bsgd)
     q, k, v = (x.transpose(1, 2) for x in (q_bqhd, k_bsgd, v_bsgd))
@@ -202,16 +205,16 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tenso
     """
     rows, heads, queries, size = q.shape
     out = q.new_zeros(rows, queries, heads, size)
-    lse = q.new_zeros(rows, heads, queries)
+    lse = q.new_zeros(rows, heads, queries, dtype=at_least_fp32(q))
     for tile, mask in _parts(table, masks):
         r, own = slice(tile.r0, tile.r1), slice(tile.q0, tile.q1)
         q_t = q[r, :, own]
         if tile.num_keys:
             part, total = _flash(q_t, tile.keys(k[r], 2), tile.keys(v[r], 2), attn_mask=mask)
         else:
-            part, total = torch.zeros_like(q_t), q_t.new_full(q_t.shape[:3], -torch.inf)
+            part, total = torch.zeros_like(q_t), lse.new_full(q_t.shape[:3], -torch.inf)
         if tile.own:  # one more key, the query's own slot, merged into the softmax
-            score = (q_t * _grouped(k[r, :, own], heads)).sum(-1) / math.sqrt(size)
+            score = (q_t * _grouped(k[r, :, own], heads)).sum(-1, dtype=lse.dtype) / math.sqrt(size)
             both = torch.logaddexp(total, score)
             part = part * (total - both).exp()[..., None]
             part += _grouped(v[r, :, own], heads) * (score - both).exp()[..., None]
@@ -243,7 +246,7 @@ def tiled_attention_backward(
                     whole[r, :, tile.b0 : tile.b1] += part[:, :, first:]
         if tile.own:
             k_own, v_own = _grouped(k[r, :, own], heads), _grouped(v[r, :, own], heads)
-            share = ((q_t * k_own).sum(-1) / math.sqrt(size) - lse_t).exp()
+            share = ((q_t * k_own).sum(-1, dtype=lse.dtype) / math.sqrt(size) - lse_t).exp()
             delta = (grad_t * (v_own - out_t)).sum(-1)
             step = (share * delta / math.sqrt(size))[..., None]
             dq[r, :, own] += step * k_own
@@ -256,7 +259,7 @@ def tiled_attention_backward(
 @tiled_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, queries, size = q.shape
-    return q.new_empty(rows, queries, heads, size), q.new_empty(rows, heads, queries)
+    return q.new_empty(rows, queries, heads, size), q.new_empty(rows, heads, queries, dtype=at_least_fp32(q))
 
 
 @tiled_attention_backward.register_fake

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dcdm.config import ModelConfig
 from dcdm.model.attention import Plan
 from dcdm.model.tiling import Tile
+from dcdm.model.types import at_least_fp32
 
 if TYPE_CHECKING:
     from dcdm.model.cache import LayerMemory
@@ -94,7 +95,7 @@ def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: Plan) -> Tensor:
 
 def alignment(p_bksh: Tensor) -> Tensor:
     """r_{ℓ,k} = ‖p_{k,ℓ}‖: (B, S, K)."""
-    return torch.linalg.vector_norm(p_bksh, dim=-1).transpose(1, 2)
+    return torch.linalg.vector_norm(p_bksh, dim=-1, dtype=at_least_fp32(p_bksh)).transpose(1, 2)
 
 
 def sequence_balance_loss(r_bsk: Tensor, counted: Tensor, gumbel_bsk: Tensor, eps: float | None = None) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcdm.model.types import at_least_fp32, product_type
+
 SLICE_BYTES = 64 << 20  # size of the logits that exist at one time
 
 
@@ -21,7 +23,7 @@ def _slices(states: Tensor, weight: Tensor) -> list[slice]:
 
 def _logits(states: Tensor, weight: Tensor) -> Tensor:
     logits = F.linear(states, weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(at_least_fp32(logits))
 
 
 class _WeightedLoss(torch.autograd.Function):
@@ -33,6 +35,7 @@ class _WeightedLoss(torch.autograd.Function):
         d_states = torch.zeros_like(states) if need_states else None
         d_weight = torch.zeros_like(weight) if need_weight else None
         total = importance.new_zeros(())
+        states, weight = (x.to(product_type(states)) for x in (states, weight))
         for part in _slices(states, weight):
             logits, target = _logits(states[part], weight), targets[part, None]
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
@@ -46,7 +49,7 @@ class _WeightedLoss(torch.autograd.Function):
             if d_states is not None:
                 d_states[part] = d_logits @ weight
             if d_weight is not None:
-                d_weight.addmm_(d_logits.T, states[part])
+                _add_product(d_weight, d_logits.T, states[part])
         ctx.save_for_backward(d_states, d_weight)
         return total
 
@@ -57,9 +60,17 @@ class _WeightedLoss(torch.autograd.Function):
         return scaled[0], scaled[1], None, None
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where the product may have a narrower type than the total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
 def weighted_nll(states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
     """Σ_i importance_i · −log p(targets_i), a scalar; states (M, d), weight (V, d). No M × V tensor exists."""
-    importance = importance.to(torch.promote_types(states.dtype, torch.float32))
+    importance = importance.to(at_least_fp32(states))
     return _WeightedLoss.apply(states, weight, targets, importance)
 
 

@@ -122,4 +122,4 @@ class Compact:
     def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
         """Write (B, X, …) back into (B, L, …), fillers left out."""
         row, place = self.valid.nonzero(as_tuple=True)
-        whole_bl[row, self.index[row, place]] = part_bx[row, place]
+        whole_bl[row, self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import MoEConfig
+from dcdm.model.types import at_least_fp32, product_type
 
 
 class SwiGLU(nn.Module):
@@ -52,9 +53,7 @@ class Experts(nn.Module):
 
     def grouped(self, x_td: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
         """Grouped matrix products over the choices sorted by expert: no host sync, static shapes."""
-        device, dtype = x_td.device.type, x_td.dtype
-        if torch.is_autocast_enabled(device):  # which does not know grouped products
-            dtype = torch.get_autocast_dtype(device)
+        dtype = product_type(x_td)
         order = expert_tk.flatten().argsort(stable=True)
         token = order // expert_tk.shape[1]
         ends = torch.bincount(expert_tk.flatten(), minlength=len(self.gate_up_proj)).cumsum(0).to(torch.int32)
@@ -69,9 +68,10 @@ def grouped_helps(x_td: Tensor) -> bool:
 
     Elsewhere they are not to be had: not in float64, and on the CPU neither compiled nor in other types.
     """
+    dtype = product_type(x_td)
     if x_td.device.type == "cuda":
-        return x_td.dtype != torch.float64
-    return x_td.device.type == "cpu" and x_td.dtype == torch.float32 and not torch.compiler.is_compiling()
+        return dtype != torch.float64
+    return x_td.device.type == "cpu" and dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 class SparseMoE(nn.Module):
@@ -89,14 +89,10 @@ class SparseMoE(nn.Module):
         """The output and the router's logits (…, E)."""
         x_td = x.reshape(-1, x.shape[-1])
         logits_te = self.gate(x_td)
-        weight_tk, expert_tk = logits_te.softmax(dim=-1, dtype=_at_least_fp32(x)).topk(self.experts_per_token)
+        weight_tk, expert_tk = logits_te.softmax(dim=-1, dtype=at_least_fp32(x)).topk(self.experts_per_token)
         routed_td = self.experts(x_td, expert_tk, weight_tk.to(x.dtype))
         shared_td = self.shared_expert_gate(x_td).sigmoid() * self.shared_expert(x_td)[0]
         return (routed_td + shared_td).view_as(x), logits_te.reshape(*x.shape[:-1], -1)
-
-
-def _at_least_fp32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def load_balancing_loss(
@@ -107,7 +103,7 @@ def load_balancing_loss(
     `logits` holds one (T, E) tensor per layer, padding left out; tokens of all layers count alike. `total` sums
     over ranks; then this is the rank's share of the loss over all of their tokens.
     """
-    probability = torch.cat(logits).softmax(dim=-1, dtype=_at_least_fp32(logits[0]))
+    probability = torch.cat(logits).softmax(dim=-1, dtype=at_least_fp32(logits[0]))
     number, num_experts = total(probability.new_tensor(len(probability))), probability.shape[-1]
     chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).to(probability.dtype)
     return num_experts * (total(chosen.sum(0)) / number * probability.sum(0) / number).sum()

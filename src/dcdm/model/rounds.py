@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dcdm.model.attention import rotary_tables, rotate
 from dcdm.model.layout import Compact
+from dcdm.model.types import at_least_fp32, product_type
 
 if TYPE_CHECKING:
     from dcdm.model.blocks import Block
@@ -45,6 +46,7 @@ class Rounds:
         self.scale = 1 / math.sqrt(attention.head_dim)
         # every sum starts with the position's own MASK; RoPE makes its score the same everywhere
         own_h = (attention.queries(mask_11d)[0, 0] * own_hd).sum(-1) * self.scale
+        own_h, value_hd = own_h.to(at_least_fp32(own_h)), value_hd.to(at_least_fp32(value_hd))
         self.peak_blh = own_h.expand(rows, length, -1).clone()
         self.sum_blh = torch.ones_like(self.peak_blh)
         self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
@@ -85,7 +87,7 @@ class Rounds:
         if places.index.shape[1] == 0:
             return out
         attended = places.pick(self.mean_blhd) / places.pick(self.sum_blh)[..., None]
-        h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2))
+        h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2).to(product_type(self.mask_d)))
         h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
         places.put(out, self.model.chunking.scores(h_bxd))
         return out

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from dcdm.arithmetic import activation_bytes, bill, state_bytes
 from dcdm.config import ConfigError
+from dcdm.data.loading import WindowSet
 from dcdm.data.loading import loader as make_loader
 from dcdm.data.prepare import prepare
 from dcdm.data.reporting import ConsoleReporter
@@ -26,7 +27,16 @@ from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.evaluation import MAIN, evaluate
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
-from dcdm.training.parallel import World, any_true, barrier, broadcast_object, init_distributed, shutdown
+from dcdm.training.parallel import (
+    World,
+    any_true,
+    barrier,
+    broadcast_object,
+    init_distributed,
+    shutdown,
+    unsharded,
+)
+from dcdm.training.precision import precision
 from dcdm.training.settings import RunConfig
 
 INTERRUPTED = 130
@@ -77,6 +87,7 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
 
 
 def _run(config: RunConfig, folder: Path, world: World, console: Console, picture: MakePicture | None) -> int:
+    types = precision(config.train.dtype, world.device)
     data = _open_data(config, world)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
     train_set = data.dataset("train", config.model.context_length, config.data.overlong)
@@ -86,7 +97,7 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip
-    model = build(config.model, seed=config.train.seed, device=world.device)
+    model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
     if config.init is not None:
         start_from(model, config.init)
     if world.is_main:
@@ -103,20 +114,26 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
             )
         )
         hooks = Hooks(should_stop=stop, settings=run_settings.to_dict(config))
+        recorder: Recorder | None = None
         if world.is_main:
-            samples = torch.stack([valid_set[i]["tokens"] for i in range(min(4, len(valid_set)))])
-            image = None if picture is None or world.size > 1 else lambda: picture(model, samples.to(world.device))
-            recorder = stack.enter_context(Recorder(folder, config, console, image))
+            recorder = stack.enter_context(Recorder(folder, config, console))
             hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
             hooks.on_resume = _announce(recorder, console, folder)
+
+        def assess(model: Model, step: int) -> Mapping[str, float]:
+            if picture is not None and config.tensorboard:
+                with unsharded(model):
+                    if recorder is not None:
+                        recorder.on_picture(step, picture(model, _samples(valid_set).to(world.device)))
+            return evaluate(
+                model, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples
+            )
+
         try:
             done = train(
                 model, batches, config.train, config.objective, world=world, hooks=hooks,
                 checkpointer=checkpointer, checkpoint_every=config.checkpoint_every,
-                evaluate=lambda m, step: evaluate(
-                    m, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples
-                ),
-                evaluate_every=config.evaluate_every,
+                evaluate=assess, evaluate_every=config.evaluate_every,
             )  # fmt: skip
         except NotFinite as error:
             _keep_batch(error, folder, world)
@@ -126,6 +143,11 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
         what = "interrupted and saved" if interrupted else "done"
         console.print(f"{folder}: {what} at step {done}" + ("; the same command goes on" if interrupted else ""))
     return INTERRUPTED if interrupted else 0
+
+
+def _samples(dataset: WindowSet) -> torch.Tensor:
+    """The texts whose chunks are shown."""
+    return torch.stack([dataset[number]["tokens"] for number in range(min(4, len(dataset)))])
 
 
 def _announce(recorder: Recorder, console: Console, folder: Path) -> Callable[[int], None]:

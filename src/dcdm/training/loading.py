@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model, build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights, newest_whole
+
+
+@dataclass(frozen=True)
+class Found:
+    """What stands in a folder, before any weight is read."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    weights: Callable[[], dict[str, Tensor]]
+
+    def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
+        """The model with its weights, ready for evaluation."""
+        model = build(self.config, device=device, dtype=dtype)
+        model.load_state_dict(self.weights())
+        return model.eval()
 
 
 def load_model(
@@ -25,11 +43,17 @@ def load_model(
 
     Of a run folder the newest whole checkpoint is taken; with `average`, its averaged weights where it has any.
     """
+    found = find_model(path, average=average)
+    return found.load(device, dtype), found.tokenizer
+
+
+def find_model(path: str | Path, *, average: bool = True) -> Found:
+    """Configuration and tokenizer of what `load_model` would load."""
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is no folder; give a run folder, a checkpoint in it, or an exported folder")
     if (path / "config.json").exists():
-        return _exported(path, device, dtype)
+        return _exported(path)
     run = path if (path / "settings.yaml").exists() else path.parent.parent
     if not (run / "settings.yaml").exists():
         raise ConfigError(f"{path} is neither a run folder, nor a checkpoint in one, nor an exported folder")
@@ -37,21 +61,23 @@ def load_model(
     if checkpoint is None:
         raise ConfigError(f"{run} has no whole checkpoint yet; train further with dcdm train --run {run}")
     config = run_settings.read(run / "settings.yaml")
-    weights = load_weights(checkpoint)
-    if average and config.train.ema_decay:
-        weights |= load_weights(checkpoint, "ema")
-    model = build(config.model, device=device, dtype=dtype)
-    model.load_state_dict(weights)
-    return model.eval(), Tokenizer.load(run / "tokenizer")
+
+    def weights() -> dict[str, Tensor]:
+        averaged = load_weights(checkpoint, "ema") if average and config.train.ema_decay else {}
+        return load_weights(checkpoint) | averaged
+
+    return Found(config.model, Tokenizer.load(run / "tokenizer"), weights)
 
 
-def _exported(folder: Path, device: str | torch.device, dtype: torch.dtype) -> tuple[Model, Tokenizer]:
-    from safetensors.torch import load_file
-
+def _exported(folder: Path) -> Found:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dcdm")
     if settings is None:
         raise ConfigError(f"{folder}/config.json is not that of an exported model: it has no entry 'dcdm'")
-    model = build(ModelConfig.from_dict(settings), device=device, dtype=dtype)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
-    return model.eval(), Tokenizer.load(folder)
+
+    def weights() -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        stored = load_file(folder / "model.safetensors")
+        return {name.removeprefix("model."): value for name, value in stored.items()}
+
+    return Found(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights)

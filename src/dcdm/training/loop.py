@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, TrainState
 from dcdm.training.parallel import World, any_true, clip_gradients, run, shard, sum_over_ranks, sync_gradients
+from dcdm.training.precision import Precision, precision
 from dcdm.training.settings import TrainConfig
 
 Evaluate = Callable[[Model, int], Mapping[str, float]]
@@ -88,7 +89,8 @@ def train(
     `hooks.should_stop` said so on any rank; everything is saved then.
     """
     objective, world, hooks = objective or ObjectiveConfig(), world or World(), hooks or Hooks()
-    model = shard(model, world)
+    types = precision(settings.dtype, world.device)
+    model = shard(model, world, compute_dtype=types.compute)
     if settings.compile:
         model.compile_blocks()
     model.activation_checkpointing = settings.activation_checkpointing
@@ -103,7 +105,7 @@ def train(
 
     while step < settings.steps:
         micro = next(batches)
-        report = _gradients(model, micro, key.fold("noise", step), objective, world, step, settings)
+        report = _gradients(model, micro, key.fold("noise", step), objective, world, step, settings, types)
         rate = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -142,7 +144,7 @@ def train_windows(
 
 def _gradients(
     model: Model, micro: list[Batch], key: Key, objective: ObjectiveConfig, world: World, step: int,
-    settings: TrainConfig,
+    settings: TrainConfig, types: Precision,
 ) -> StepReport:  # fmt: skip
     """Leave the clipped gradient of the global batch in the model; raises before the optimizer moves."""
 
@@ -157,7 +159,7 @@ def _gradients(
     parts: list[Loss] = []
     for number, batch in enumerate(micro):
         sync_gradients(model, number == len(micro) - 1)
-        with autocast(world):
+        with types.autocast(world.device) if world.size == 1 else nullcontext():
             part = run(model, loss, model, batch, key, objective, whole)
         part.total.backward()
         parts.append(part)
@@ -198,13 +200,6 @@ def _batches(loader: Loader, world: World) -> Iterator[list[Batch]]:
 def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
     moved: dict[str, Any] = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
     return Batch(**moved)
-
-
-def autocast(world: World) -> AbstractContextManager[Any]:
-    """bf16 on a single GPU; shards bring their own types, and the CPU computes in fp32."""
-    if world.device.type == "cuda" and world.size == 1:
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
 
 
 @torch.no_grad()

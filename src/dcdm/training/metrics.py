@@ -10,7 +10,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,12 @@ from dcdm.files import write_whole
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 
-Picture = Callable[[], Any]
-"""Gives an image (H, W, 3) of bytes."""
-
 
 class Recorder:
     """Of the main process only. `on_resume` must come first: it drops what lies beyond the step resumed from."""
 
-    def __init__(self, folder: Path, config: RunConfig, console: Console, picture: Picture | None = None) -> None:
-        self.folder, self.config, self.console, self.picture = folder, config, console, picture
+    def __init__(self, folder: Path, config: RunConfig, console: Console) -> None:
+        self.folder, self.config, self.console = folder, config, console
         self.figures: dict[str, float] = {}
         self._flops = bill(config.model).training
         self._since = (time.perf_counter(), 0, 0)
@@ -41,7 +38,7 @@ class Recorder:
             TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=config.train.steps, shown="")
-        self._board = self._open_board() if config.tensorboard else None
+        self._board: Any = None
         self._wandb = self._open_wandb(config.wandb) if config.wandb else None
 
     def __enter__(self) -> Recorder:
@@ -58,6 +55,8 @@ class Recorder:
     def on_resume(self, step: int) -> None:
         for name in ("metrics.jsonl", "timing.jsonl"):
             _keep_until(self.folder / name, step)
+        if self.config.tensorboard:
+            self._board = self._open_board(step)
         self._progress.update(self._task, completed=step)
         self._since = (time.perf_counter(), step, 0)
 
@@ -83,8 +82,6 @@ class Recorder:
         self.figures = dict(figures)
         _append(self.folder / "metrics.jsonl", {"step": step, "evaluation": self.figures})
         self._write(step, {f"evaluation/{name}": value for name, value in figures.items()})
-        if self._board is not None and self.picture is not None:
-            self._board.add_image("chunks", self.picture(), step, dataformats="HWC")
         parts = []
         for name, value in figures.items():
             if f"{name}_stderr" in figures:
@@ -92,6 +89,11 @@ class Recorder:
                 parts.append(f"{label} {value:.4f} ± {figures[f'{name}_stderr']:.4f}")
         shown = ", ".join(parts)
         self.console.print(f"step {step}: {shown} nats/token")
+
+    def on_picture(self, step: int, image: Any) -> None:
+        """An image (H, W, 3) of bytes, for TensorBoard."""
+        if self._board is not None:
+            self._board.add_image("chunks", image, step, dataformats="HWC")
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
         """Speed since the last log, to the files, the boards and, without a terminal, as a plain line."""
@@ -140,10 +142,11 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.log(dict(scalars), step=step)
 
-    def _open_board(self) -> Any:
+    def _open_board(self, step: int) -> Any:
+        """A writer that hides what a killed run had written beyond `step`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self.folder / "tensorboard"))
+        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def _open_wandb(self, project: str) -> Any:
         try:

@@ -116,6 +116,8 @@ def choose_device(device: torch.device | str = "auto", local_rank: int = 0) -> t
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ParallelError("device=mps, but PyTorch sees no Apple GPU; set device=cpu")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -154,17 +156,16 @@ def shard(
 ) -> Model:
     """Spread the model's parameters over all ranks, one FSDP unit per block and one for the rest; in place.
 
-    Every rank must hold the same full weights. Make the optimizer afterwards: it then holds shards. On CUDA,
-    weights are gathered and used in bf16 and gradients summed in fp32 unless other types are given; on CPU both
-    stay as they are. Buffers (the balance bias) stay whole on each rank: whoever changes them must do so equally
+    Every rank must hold the same full weights. Make the optimizer afterwards: it then holds shards. Weights are
+    gathered and used in `compute_dtype`, gradients summed in `reduce_dtype`, both by default in the weights' own
+    type. Buffers (the balance bias) stay whole on each rank: whoever changes them must do so equally
     everywhere. In a world of one the model is returned as it is.
 
     From here on, whatever uses weights and is not `model(...)` itself must go through `run` or `unsharded`.
     """
     if world.size == 1:
         return model
-    if world.device.type == "cuda":
-        compute_dtype, reduce_dtype = compute_dtype or torch.bfloat16, reduce_dtype or torch.float32
+    reduce_dtype = reduce_dtype or next(model.parameters()).dtype
     # Inputs are not cast: the embeddings give blocks the right type already, and casting would copy the Plan, whose
     # mask would then be built anew in every block.
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)

@@ -16,6 +16,7 @@ from dcdm.presets import preset
 T = TypeVar("T")
 
 Schedule = Literal["cosine", "constant"]
+Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
@@ -43,6 +44,9 @@ class TrainConfig:
     clip: float = 1.0
     ema_decay: float = 0.0
     """Averaged weights beside the trained ones; 0 means none."""
+    dtype: Dtype = "auto"
+    """Type of the computation: bf16 keeps weights and moments in fp32, fp64 has all in 64 bits; auto is bf16 on
+    CUDA and fp32 elsewhere."""
     compile: bool = False
     activation_checkpointing: bool = False
     seed: int = 0
@@ -56,10 +60,9 @@ class TrainConfig:
         for name in ("learning_rate", "clip", "adam_eps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-        if self.schedule not in get_args(Schedule):
-            raise ConfigError(
-                f"schedule={self.schedule!r} is not known; choose one of {', '.join(get_args(Schedule))}"
-            )
+        for name, known in (("schedule", Schedule), ("dtype", Dtype)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(_unknown(name, getattr(self, name), known))
         for name in ("decay_share", "ema_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
@@ -235,10 +238,18 @@ def _value(hint: Any, value: Any, where: str) -> Any:
                 continue
         if option in (int, str, bool) and type(value) is option:
             return value
-        if get_origin(option) is Literal and value in get_args(option):
-            return value
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+            raise ConfigError(_unknown(where, value, option))
     names = " or ".join(str(getattr(o, "__name__", o)) for o in options)
     raise ConfigError(f"{where}={value!r} is not of the right kind; expected {names}")
+
+
+def _unknown(name: str, value: Any, known: Any) -> str:
+    """What to say of a value that is none of the names of a Literal."""
+    said = f"{name}={value!r} is not known; choose one of {', '.join(get_args(known))}"
+    return f"{said} (fp16 would need scaled losses; bf16 does not)" if value == "fp16" else said
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,149 @@
+"""`dcdm eval`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from dcdm.evaluation.suite import Evaluation
+
+
+def ppl(
+    models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")],
+    data: Annotated[list[str], tyro.conf.arg(metavar="[NAME=]SOURCE...")],
+    estimator: tuple[str, ...] = ("auto",),
+    samples: int | Literal["all"] = 16,
+    seed: int = 0,
+    windows: Literal["disjoint", "sliding"] = "disjoint",
+    stride: int | None = None,
+    length: int | None = None,
+    separate: bool = False,
+    limit: int | None = None,
+    batch_size: int = 16,
+    field: str = "text",
+    documents: Literal["file", "lines", "blank-lines"] | None = None,
+    split: Literal["train", "validation"] = "validation",
+    detokenise: bool = True,
+    max_bad: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    json: bool = False,
+    csv: Path | None = None,
+    markdown: Path | None = None,
+    report: Path | None = None,
+) -> None:
+    """Perplexity of models on corpora, in one table.
+
+    Under torchrun, processes share the work: torchrun --nproc-per-node 8 -m dcdm eval ppl …
+
+    Args:
+        models: Run folders, checkpoints in them, or exported folders.
+        data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, or folders of
+            `dcdm data prepare`. The names ptb, wikitext, lm1b, lambada, ag_news, pubmed and arxiv choose how a
+            corpus is detokenised.
+        estimator: auto (the kind's valid one), exact, bound, sequential, surrogate, trajectory.
+        samples: Mask sets drawn per window (per chunk for sequential), or all of them.
+        seed: Seed of the draws.
+        windows: Windows that share nothing, or ones whose earlier part is visible and does not count.
+        stride: Tokens that a sliding window counts (default: half of it).
+        length: Positions of a window (default: the model's context length).
+        separate: Put every document into windows of its own, instead of joining them by EOS as in training.
+        limit: At most so many windows of each corpus, spread evenly over it.
+        batch_size: Windows of one pass; it does not change the result.
+        field: Field of a row that holds its text.
+        documents: What is one document in a .txt file (default: what suits the corpus, else the file).
+        split: Of packed shards.
+        detokenise: Put tokenised corpora of these names back into plain text.
+        max_bad: Unreadable lines or rows to leave out before giving up.
+        device: Where to compute.
+        dtype: Type of the weights.
+        json: Print one JSON object instead of the table.
+        csv: Write a line per model, corpus and estimator to this file.
+        markdown: Write the table to this file.
+        report: Write everything that a report needs into this folder.
+    """
+    import torch
+
+    from dcdm.evaluation.corpora import ReadingSettings, read_corpora
+    from dcdm.evaluation.perplexity import Sampling
+    from dcdm.evaluation.suite import evaluate
+    from dcdm.evaluation.windows import WindowSettings
+    from dcdm.training.parallel import init_distributed, shutdown
+
+    sampling = Sampling(samples, seed, batch_size)
+    window = WindowSettings(windows, stride, separate, length, limit)
+    corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
+    world = init_distributed(device)
+    try:
+        with _Progress(shown=world.is_main) as progress:
+            result = evaluate(
+                models, corpora, estimator, sampling, window,
+                world=world, dtype=getattr(torch, dtype), say=progress.start,
+            )  # fmt: skip
+        if world.is_main:
+            _publish(result, json, csv, markdown, report)
+    finally:
+        shutdown(world)
+
+
+def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | None, report: Path | None) -> None:
+    from json import dumps
+
+    from dcdm.evaluation import table
+    from dcdm.files import write_whole
+
+    encoded = dumps(result.to_dict(), ensure_ascii=False)
+    if csv is not None:
+        write_whole(csv, table.to_csv(result).encode())
+    if markdown is not None:
+        write_whole(markdown, table.to_markdown(result).encode())
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+        write_whole(report / "perplexity.json", encoded.encode())
+    if json:
+        print(encoded)
+    else:
+        table.print_table(result)
+
+
+class _Progress:
+    """The work under way on standard error: a bar on a terminal, else a line now and then."""
+
+    EVERY = 10.0  # seconds between lines where there is no terminal
+
+    def __init__(self, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        self._plain = shown and not self._console.is_terminal
+
+    def start(self, text: str) -> Callable[[int, int], None]:
+        """Name the next piece of work; what this returns takes the windows done, and in all."""
+        said = [time.monotonic()]
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        number = self._bar.add_task(text, total=None)
+
+        def advance(done: int, total: int) -> None:
+            self._bar.update(number, completed=done, total=total)
+            now = time.monotonic()
+            if self._plain and (done == total or now - said[0] >= self.EVERY):
+                said[0] = now
+                self._console.print(f"{text}: {done} of {total} windows", markup=False, soft_wrap=True)
+
+        return advance
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,199 @@
+"""Text to measure on: named corpora, their documents, and the tokens of a model's tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dcdm.config import ConfigError
+from dcdm.data.errors import DataError
+from dcdm.data.planning import PlannedFile, examine, units_of
+from dcdm.data.reading import Bad, read_texts
+from dcdm.data.settings import DataConfig, Documents, Split
+from dcdm.data.sources import resolve
+from dcdm.data.store import MANIFEST, PreparedData
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.evaluation import detokenisers
+from dcdm.evaluation.detokenisers import Detokeniser
+from dcdm.files import digest
+
+BATCH = 1 << 20  # characters that are tokenised at one time
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a corpus of the paper is read."""
+
+    detokenise: Detokeniser | None = None
+    documents: Documents = "file"
+    """What is one document in a text file."""
+    cut: Callable[[Sequence[str]], list[str]] | None = None
+
+
+PAPER = {
+    "ptb": Known(detokenisers.ptb, "lines"),
+    "wikitext": Known(detokenisers.wikitext, cut=detokenisers.articles),
+    "lm1b": Known(detokenisers.respaced, "lines"),
+    "lambada": Known(detokenisers.lambada),
+    "ag_news": Known(),
+    "pubmed": Known(detokenisers.respaced),
+    "arxiv": Known(detokenisers.respaced),
+}
+"""The corpora of the paper's zero-shot table, in its order."""
+
+
+@dataclass(frozen=True)
+class ReadingSettings:
+    """How documents are taken out of files; None means the corpus's own way."""
+
+    field: str = "text"
+    documents: Documents | None = None
+    split: Split = "validation"
+    """Of packed shards."""
+    detokenise: bool = True
+    max_bad: int = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, or prepared shards, under the name that tables give them."""
+
+    name: str
+    source: str
+    texts: tuple[str, ...] = ()
+    prepared: PreparedData | None = None
+    split: Split = "validation"
+    detokeniser: str = "none"
+    fingerprint: str = ""
+    """SHA-256 over the source's contents."""
+    empty_documents: int = 0
+    bad_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A corpus under one tokenizer: T tokens, every document closed by its EOS."""
+
+    ids: np.ndarray
+    document: np.ndarray
+    """(T,) number of the document that a token belongs to."""
+    size: np.ndarray
+    """(T,) UTF-8 bytes that a token stands for; 0 for EOS."""
+    prompt: np.ndarray | None = field(default=None)
+    """(T,) bool: tokens that are given, of fine-tuning examples; those stay apart from each other."""
+
+    def borders(self) -> np.ndarray:
+        """Where documents begin, and the end of the last: (D+1,)."""
+        starts = np.flatnonzero(np.diff(self.document, prepend=-1))
+        return np.append(starts, len(self.ids))
+
+
+def read_corpora(specs: Sequence[str], settings: ReadingSettings) -> list[Corpus]:
+    """The corpora of `NAME=SOURCE` or `SOURCE`; names must differ."""
+    corpora = [read_corpus(spec, settings) for spec in specs]
+    names = [corpus.name for corpus in corpora]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two corpora are called {', '.join(twice)}; name them apart, as in NAME=PATH")
+    return corpora
+
+
+def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
+    """A corpus from local files, a folder of `dcdm data prepare`, or a hub data set."""
+    name, source = split_name(spec)
+    if (Path(source).expanduser() / MANIFEST).is_file():
+        prepared = PreparedData.open(source)
+        if not prepared.documents(settings.split):
+            raise DataError(f"{source}: its {settings.split} split is empty; choose the other one with --split")
+        mark = digest([prepared.fingerprint, settings.split])
+        return Corpus(name, source, prepared=prepared, split=settings.split, fingerprint=mark)
+    known = PAPER.get(name, Known())
+    wanted = DataConfig(
+        documents=settings.documents or known.documents, field=settings.field,
+        validation_share=0.0, max_bad=settings.max_bad,
+    )  # fmt: skip
+    planned, _ = examine(resolve(source, wanted), wanted, {})
+    bad = Bad(settings.max_bad)
+    texts = _read(planned, wanted, bad)
+    if known.cut is not None and settings.documents is None:
+        texts, bad.empty = known.cut(texts), 0  # what is empty before the cut is a blank line, not a document
+    used = known.detokenise if settings.detokenise and detokenisers.is_tokenised(texts) else None
+    texts = texts if used is None else [used(text) for text in texts]
+    kept = [text for text in texts if text.strip()]
+    if not kept:
+        raise DataError(f"no text was found in {source}")
+    empty = bad.empty + len(texts) - len(kept) + sum(not file.stamp[0] for file in planned)
+    return Corpus(
+        name, source, tuple(kept), detokeniser=name if used else "none",
+        fingerprint=digest([file.entry() for file in planned]), empty_documents=empty, bad_rows=bad.count,
+    )  # fmt: skip
+
+
+def split_name(spec: str) -> tuple[str, str]:
+    """Name and source of `NAME=SOURCE`; a bare source is called by its file's name without the ending."""
+    named = re.fullmatch(r"(?P<name>[\w.-]+)=(?P<source>.+)", spec)
+    if named is not None and not Path(spec).exists():
+        return named["name"], named["source"]
+    path = Path(spec.removeprefix("hf:"))
+    return path.name.partition(".")[0] or path.name, spec
+
+
+def _read(planned: list[PlannedFile], settings: DataConfig, bad: Bad) -> list[str]:
+    parts = [part for unit in units_of(planned, settings, cut_documents=False) for part in unit.parts]
+    return [text for part in parts for text, _ in read_texts(part, settings, bad)]
+
+
+def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
+    """The corpus as `tokenizer` writes it; shards must have been written by the same one."""
+    if corpus.prepared is not None:
+        check_tokenizer(corpus, tokenizer)
+        return _from_shards(corpus.prepared, corpus.split, tokenizer)
+    ids, sizes, documents = [], [], []
+    for number, (tokens, size) in enumerate(_encoded(corpus.texts, tokenizer)):
+        ids.append(np.append(tokens.astype(np.int64), tokenizer.eos_id))
+        sizes.append(np.append(size, 0))
+        documents.append(np.full(len(tokens) + 1, number))
+    return Tokens(np.concatenate(ids), np.concatenate(documents), np.concatenate(sizes))
+
+
+def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Refuse shards that another tokenizer wrote."""
+    if corpus.prepared is None or corpus.prepared.tokenizer.fingerprint == tokenizer.fingerprint:
+        return
+    wrote, reads = (f"{t.vocab_size:,} ids, {t.fingerprint[:12]}" for t in (corpus.prepared.tokenizer, tokenizer))
+    raise DataError(
+        f"{corpus.source} holds tokens of another tokenizer ({wrote}) than the model's ({reads}); "
+        "give the text itself, or prepare it with the model's tokenizer"
+    )
+
+
+def _encoded(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    waiting: list[str] = []
+    size = 0
+    for text in texts:
+        waiting.append(text)
+        size += len(text)
+        if size >= BATCH:
+            yield from tokenizer.encode_sized(waiting)
+            waiting, size = [], 0
+    yield from tokenizer.encode_sized(waiting)
+
+
+def _from_shards(prepared: PreparedData, split: Split, tokenizer: Tokenizer) -> Tokens:
+    """Shards keep no text: every token gets the split's mean number of bytes, which is exact over all of it."""
+    stream = prepared.stream(split)
+    ids = stream.read(0, len(stream))
+    if prepared.fine_tuning:
+        lengths = prepared.lengths(split)
+        document = np.repeat(np.arange(len(lengths)), lengths[:, 0])
+        place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths[:, 0]) - lengths[:, 0], lengths[:, 0])
+        prompt = place < np.repeat(lengths[:, 1], lengths[:, 0])
+    else:
+        ends = ids == tokenizer.eos_id
+        document, prompt = np.cumsum(ends) - ends, None
+    carries = (ids != tokenizer.eos_id) & (True if prompt is None else ~prompt)
+    size = np.where(carries, prepared.text_bytes(split) / max(1, int(carries.sum())), 0.0)
+    return Tokens(ids, document, size, prompt)

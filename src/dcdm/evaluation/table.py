@@ -1,0 +1,117 @@
+"""One table of many figures: for the terminal, as Markdown and as CSV.
+
+Valid figures, those of a decoder and the paper's surrogate have columns of their own: they are not to be compared.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from dcdm.evaluation.corpora import PAPER
+from dcdm.evaluation.perplexity import Figures, Unfit
+from dcdm.evaluation.suite import Evaluation
+
+CLASSES = {
+    "exact or ≤ bound": ("exact", "bound", "sequential"),
+    "decoder": ("trajectory",),
+    "surrogate (no bound)": ("surrogate",),
+}
+LEGEND = (
+    "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: that of Monte-Carlo "
+    "alone; cut: documents that do not lie whole in one window"
+)
+
+
+def pivot(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+    """Header and cells: a row per corpus and model, a pair of columns per class of figures that was asked for."""
+    used = [name for name, members in CLASSES.items() if any(row.estimator in members for row in evaluation.rows)]
+    header = ["corpus", "model"]
+    for name in used:
+        header += [name, "bits/byte"]
+    header += ["tokens", "documents", "cut", "left out"]
+    lines = []
+    for corpus in dict.fromkeys((*PAPER, *evaluation.corpora)):
+        if corpus not in evaluation.corpora:
+            lines.append([corpus, "no data", *[""] * (len(header) - 2)])
+        lines += [
+            _line(evaluation, corpus, model, used) for model in evaluation.models if corpus in evaluation.corpora
+        ]
+    return header, lines
+
+
+def _line(evaluation: Evaluation, corpus: str, model: str, used: list[str]) -> list[str]:
+    here = [row for row in evaluation.rows if (row.corpus, row.model) == (corpus, model)]
+    cells, counted = [corpus, model], next((row for row in here if isinstance(row, Figures)), None)
+    for name in used:
+        members = [row for row in here if row.estimator in CLASSES[name]]
+        found = next((row for row in members if isinstance(row, Figures)), None)
+        if found is not None:
+            cells += [_perplexity(found), "–" if found.bits_per_byte is None else f"{found.bits_per_byte:.3f}"]
+        else:
+            cells += ["does not fit" if members else "", ""]
+    return cells + (_counts(counted) if counted is not None else [""] * 4)
+
+
+def _perplexity(row: Figures) -> str:
+    text = f"{'≤ ' if 'bound' in row.label and row.estimator != 'surrogate' else ''}{_number(row.perplexity)}"
+    if row.document_stderr is not None:
+        text += f" ±{_number(row.perplexity * row.document_stderr)}"
+    if row.samples is not None:
+        drawn = row.monte_carlo_stderr
+        text += f" ({'?' if drawn is None else _number(row.perplexity * drawn)})"
+    return text
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else f"{value:.3g}"
+
+
+def _counts(row: Figures) -> list[str]:
+    left = ", ".join(f"{count:,} {what}" for what, count in row.left_out.items() if count)
+    return [f"{row.tokens:,}", f"{row.documents:,}", f"{row.documents_cut:,}", left or "nothing"]
+
+
+def to_markdown(evaluation: Evaluation) -> str:
+    header, lines = pivot(evaluation)
+    rules = ["---" if name in ("corpus", "model", "left out") else "---:" for name in header]
+    rows = [header, rules, *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\n{LEGEND}.\n"
+
+
+def to_csv(evaluation: Evaluation) -> str:
+    """A line per model, corpus and estimator, every figure in a column of its own."""
+    lines = [_flat(row) for row in evaluation.rows]
+    lines += [{"corpus": name, "note": "no data"} for name in evaluation.no_data]
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+def _flat(row: Figures | Unfit) -> dict[str, Any]:
+    values = dict(row.__dict__)
+    if isinstance(row, Unfit):
+        why = values.pop("reason")
+        return {**values, "note": f"does not fit: {why}"}
+    left_out = values.pop("left_out")
+    return {**values, **{f"left_out_{name.replace(' ', '_')}": count for name, count in left_out.items()}}
+
+
+def print_table(evaluation: Evaluation) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    header, lines = pivot(evaluation)
+    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name in ("corpus", "model", "left out") else "right", no_wrap=True)
+    for number, cells in enumerate(lines):
+        last = number + 1 == len(lines) or lines[number + 1][0] != cells[0]
+        table.add_row(*cells, end_section=last)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)

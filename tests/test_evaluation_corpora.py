@@ -1,0 +1,213 @@
+"""Corpora for evaluation: what is read, what is left out and counted, and which tokens of a window count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corpora import prose, write_jsonl
+from dcdm.config import ConfigError
+from dcdm.data.errors import DataError
+from dcdm.data.prepare import prepare
+from dcdm.data.settings import DataConfig
+from dcdm.data.tokenizers import byte_tokenizer, train_bpe
+from dcdm.evaluation import detokenisers
+from dcdm.evaluation.corpora import PAPER, ReadingSettings, Tokens, read_corpora, read_corpus, split_name, tokenise
+from dcdm.evaluation.windows import Windows, WindowSettings
+
+BYTES = byte_tokenizer()
+
+
+def stream(sizes, prompt=None):
+    """Documents of the given numbers of tokens; token i has the id i mod 250."""
+    total = sum(sizes)
+    document = np.repeat(np.arange(len(sizes)), sizes)
+    return Tokens(np.arange(total) % 250, document, np.ones(total), prompt)
+
+
+def counted(windows, batch_size=3, world=1):
+    places = [
+        batch.place[batch.place >= 0].numpy()
+        for rank in range(world)
+        for batch in windows.batches(batch_size, rank, world)
+    ]
+    return sorted(np.concatenate(places).tolist())
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    length=st.integers(2, 20),
+    stride=st.integers(1, 19),
+    sliding=st.booleans(),
+    apart=st.booleans(),
+    world=st.integers(1, 3),
+)
+def test_every_token_counts_exactly_once(sizes, length, stride, sliding, apart, world):
+    settings = WindowSettings(
+        "sliding" if sliding else "disjoint", min(stride, length - 1) if sliding else None, apart
+    )
+    windows = Windows(stream(sizes), BYTES, length, settings)
+    assert counted(windows, world=world) == list(range(sum(sizes)))
+    assert windows.left_out() == 0
+
+
+def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
+    windows = Windows(stream([20]), BYTES, 9, WindowSettings("sliding", 3))
+    assert windows.spans.tolist() == [[0, 0, 8], [3, 8, 11], [6, 11, 14], [9, 14, 17], [12, 17, 20]]
+    batch = next(windows.batches(8))
+    assert (batch.tokens[:, 0] == BYTES.bos_id).all()
+    assert batch.prompt[1].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.tokens[1, 1:9].tolist() == list(range(3, 11))
+
+
+def test_documents_on_their_own_never_share_a_window_and_short_ones_are_padded():
+    windows = Windows(stream([5, 12, 3]), BYTES, 9, WindowSettings(apart=True))
+    assert windows.spans[:, [0, 2]].tolist() == [[0, 5], [5, 13], [13, 17], [17, 20]]
+    for batch in windows.batches(8):
+        assert ((batch.tokens == BYTES.pad_id) == ((batch.place < 0) & ~batch.prompt)).all()
+    assert windows.cut_documents() == 1
+
+
+def test_the_size_to_which_a_window_is_padded_depends_on_itself_alone():
+    windows = Windows(stream([5, 100, 40]), BYTES, 128, WindowSettings(apart=True))
+    shapes = {int(i): b.tokens.shape[1] for size in (1, 2, 8) for b in windows.batches(size) for i in b.index}
+    assert shapes == {0: 32, 1: 128, 2: 64}
+
+
+def test_a_limit_spreads_over_the_corpus_and_says_what_it_leaves_out():
+    whole = Windows(stream([100]), BYTES, 11, WindowSettings())
+    some = Windows(stream([100]), BYTES, 11, WindowSettings(limit=4))
+    assert some.chosen.tolist() == [0, 2, 5, 7]
+    assert some.left_out() == 60
+    assert set(counted(some)) < set(counted(whole))
+    assert Windows(stream([100]), BYTES, 11, WindowSettings(limit=400)).left_out() == 0
+
+
+def test_prompts_of_fine_tuning_examples_are_shown_and_not_counted():
+    prompt = np.array([True] * 3 + [False] * 4 + [True] * 9 + [False] * 2)
+    windows = Windows(stream([7, 11], prompt), BYTES, 9, WindowSettings())
+    assert counted(windows) == [3, 4, 5, 6, 16, 17]
+    assert len(windows.spans) == 2, "a window of nothing but a prompt is no window"
+    assert windows.left_out() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "problem"),
+    [
+        ({"stride": 3}, 8, "windows=sliding"),
+        ({"mode": "sliding", "stride": 0}, 8, "stride=0"),
+        ({"mode": "sliding", "stride": 8}, 8, "at most 7"),
+        ({"limit": 0}, 8, "limit=0"),
+        ({"length": 1}, 1, "length=1"),
+        ({"length": 99}, 99, "max_position=64"),
+    ],
+)
+def test_settings_that_make_no_windows_are_refused(settings, length, problem):
+    with pytest.raises(ConfigError, match=problem):
+        WindowSettings(**settings).check(length, 64)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_bpe([prose(200)], 300)])
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(make, text):
+    tokenizer = make()
+    ids, sizes = tokenizer.encode_sized([text])[0]
+    assert ids.tolist() == tokenizer.encode(text)
+    assert sizes.sum() == len(text.encode())
+    assert (sizes >= 0).all()
+
+
+def test_detokenisers_put_tokens_back_and_leave_placeholders():
+    ptb = "mr. <unk> said it was n't `` a good day '' for the firm 's N\\/N stock -LRB- $ N -RRB- , it 's ."
+    assert detokenisers.ptb(ptb) == "mr. <unk> said it wasn't \"a good day\" for the firm's N/N stock ($N), it's."
+    wiki = ' = Title = \n \n = = Part = = \n A guest @-@ star paid 1 @,@ 000 @.@ 5 for " Art " ( 1990 ) . \n'
+    assert detokenisers.wikitext(wiki) == '= Title =\n\n== Part ==\nA guest-star paid 1,000.5 for "Art" (1990).\n'
+    assert detokenisers.respaced('He said , " done . " and left : 5 % !') == 'He said, "done." and left: 5%!'
+    assert detokenisers.lambada("“ no ” , she ’s gone") == '"no", she\'s gone'
+
+
+def test_text_that_is_not_tokenised_is_left_as_it_is(tmp_path):
+    plain = "It isn't “odd” , is it? Well, no. We've seen it, and it's fine."
+    corpus = read_corpus(str(write_jsonl(tmp_path / "lambada.jsonl", [{"text": plain}])), ReadingSettings())
+    assert (corpus.texts, corpus.detokeniser) == ((plain,), "none")
+    spaced = write_jsonl(tmp_path / "b.jsonl", [{"text": "no , it is n't ."}])
+    read = read_corpus(f"lambada={spaced}", ReadingSettings())
+    assert (read.texts, read.detokeniser) == (("no, it isn't.",), "lambada")
+    assert read_corpus(f"lambada={spaced}", ReadingSettings(detokenise=False)).detokeniser == "none"
+    assert read_corpus(f"other={spaced}", ReadingSettings()).detokeniser == "none"
+
+
+def test_wikitext_becomes_articles_whether_it_comes_whole_or_line_by_line(tmp_path):
+    lines = [" \n", " = One = \n", " Some , text . \n", " = = Part = = \n", " = Two = \n", " More , here . \n"]
+    (tmp_path / "test.txt").write_text("".join(lines))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": line} for line in ["", *lines]])
+    whole, by_line = (read_corpus(f"wikitext={p}", ReadingSettings()) for p in (tmp_path / "test.txt", rows))
+    assert whole.texts == by_line.texts == ("= One =\nSome, text.\n== Part ==\n", "= Two =\nMore, here.\n")
+    assert whole.empty_documents == by_line.empty_documents == 0
+
+
+def test_empty_documents_and_bad_rows_are_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ""}\n{"text": "  "}\n{"text": 3}\n{"text": "b"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:4"):
+        read_corpus(str(path), ReadingSettings())
+    corpus = read_corpus(str(path), ReadingSettings(max_bad=1))
+    assert (corpus.texts, corpus.empty_documents, corpus.bad_rows) == (("a", "b"), 2, 1)
+    (tmp_path / "ptb.txt").write_text("one line\n\nanother\n")
+    assert read_corpus(str(tmp_path / "ptb.txt"), ReadingSettings()).empty_documents == 1
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        read_corpus(f"ptb={tmp_path / 'none.txt'}", ReadingSettings())
+    (tmp_path / "nothing.txt").write_text("")
+    with pytest.raises(DataError, match="no text was found"):
+        read_corpus(str(tmp_path / "nothing.txt"), ReadingSettings())
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"body": "a"}])
+    with pytest.raises(DataError, match="body"):
+        read_corpus(str(rows), ReadingSettings())
+    assert read_corpus(str(rows), ReadingSettings(field="body")).texts == ("a",)
+    with pytest.raises(ConfigError, match="two corpora"):
+        read_corpora([str(rows), f"rows={rows}"], ReadingSettings(field="body"))
+
+
+def test_names_come_from_the_prefix_or_the_file():
+    assert split_name("ptb=/data/x.jsonl.gz") == ("ptb", "/data/x.jsonl.gz")
+    assert split_name("/data/pubmed.jsonl.gz") == ("pubmed", "/data/pubmed.jsonl.gz")
+    assert split_name("owner/name:test") == ("name:test", "owner/name:test")
+    assert list(PAPER) == ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
+
+
+def test_packed_shards_give_the_tokens_and_bytes_of_their_text(tmp_path):
+    texts = [prose(3, n) for n in range(30)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    settings = DataConfig(validation_share=0.0)
+    prepare(str(rows), "bytes", tmp_path / "shards", settings=settings, workers=1)
+    with pytest.raises(DataError, match="--split"):
+        read_corpus(str(tmp_path / "shards"), ReadingSettings())
+    packed = tokenise(read_corpus(str(tmp_path / "shards"), ReadingSettings(split="train")), BYTES)
+    text = tokenise(read_corpus(str(rows), ReadingSettings()), BYTES)
+    for name in ("ids", "document", "size"):
+        np.testing.assert_allclose(getattr(packed, name), getattr(text, name))
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": prose(9, n)} for n in range(30)])
+    prepare(str(rows), "bpe:300", tmp_path / "shards", workers=1)
+    corpus = read_corpus(str(tmp_path / "shards"), ReadingSettings(split="train"))
+    with pytest.raises(DataError, match=r"another tokenizer \(300 ids.*260 ids"):
+        tokenise(corpus, BYTES)
+
+
+def test_shards_of_examples_show_their_prompts(tmp_path):
+    rows = [{"q": f"question {n}?", "a": f"answer {n}"} for n in range(40)]
+    settings = DataConfig(prompt_field="q", response_field="a", validation_share=0.0)
+    prepare(str(write_jsonl(tmp_path / "r.jsonl", rows)), "bytes", tmp_path / "s", settings=settings, workers=1)
+    corpus = tokenise(read_corpus(str(tmp_path / "s"), ReadingSettings(split="train")), BYTES)
+    windows = Windows(corpus, BYTES, 32, WindowSettings())
+    learned = "".join(row["a"] for row in rows)
+    assert len(counted(windows)) == len(learned) + len(rows)
+    assert corpus.size.sum() == pytest.approx(len(learned))
+    assert BYTES.decode(corpus.ids[counted(windows)]) == learned
