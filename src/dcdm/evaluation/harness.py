@@ -27,7 +27,7 @@ import dcdm
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.diffusion import likelihood
-from dcdm.evaluation.rows import Row, is_greedy, largest_chunk, padded
+from dcdm.evaluation.rows import Row, is_greedy, padded
 from dcdm.model.transformer import Model
 from dcdm.training.loading import load_model
 from dcdm.training.parallel import choose_device
@@ -281,24 +281,15 @@ class HarnessModel(TemplateLM):
     def _scored(self, rows: list[Row], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
         """(place, (log-likelihood, standard error, greedy)) of every row, in the order of computation."""
 
-        summed = [self._summed(row.free) for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: (summed[i], -len(rows[i].tokens)))
-        for size, same in groupby(order, key=lambda i: summed[i]):
-            for batch in _batches(list(same), self.batch_size):
-                yield from zip(batch, self._score([rows[i] for i in batch], every_set=size > 0), strict=True)
-                bar.update(len(batch))
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].free, -len(rows[i].tokens)))
+        for batch in _batches(order, self.batch_size):  # answers of like length need like numbers of passes
+            yield from zip(batch, self._score([rows[i] for i in batch]), strict=True)
+            bar.update(len(batch))
 
-    def _summed(self, free: int) -> int:
-        """The size of a row's largest chunk if summing over its mask sets costs no more than sampling; else 0."""
-        if self.estimator in ("exact", "trajectory"):
-            return 0
-        size = free if self.estimator == "surrogate" else largest_chunk(self.model.config, free)
-        return size if 2**size - 1 <= self.samples else 0
-
-    def _score(self, rows: list[Row], every_set: bool) -> list[tuple[float, float, bool]]:
+    def _score(self, rows: list[Row]) -> list[tuple[float, float, bool]]:
         tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
         score = likelihood.score(
-            self.model, tokens, self.estimator, "all" if every_set else self.samples, self.seed,
+            self.model, tokens, self.estimator, self.samples, self.seed,
             prompt=prompt, index=index, batch_size=len(rows),
         )  # fmt: skip
         greedy = is_greedy(self.model, tokens, prompt, index)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from dcdm.config import ModelConfig
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
-from dcdm.model.routing import chunk_sizes
 from dcdm.model.transformer import Model, Sets
 
 
@@ -43,17 +40,6 @@ def padded(rows: Sequence[Row], pad_id: int, device: torch.device | None) -> tup
     given = torch.tensor([row.given for row in rows])
     prompt = torch.arange(width) < given[:, None]
     return tokens.to(device), prompt.to(device), torch.tensor([row.index for row in rows])
-
-
-@cache
-def largest_chunk(config: ModelConfig, free: int) -> int:
-    """The most positions that can be masked together, of `free` ones."""
-    if config.kind == "bdlm":
-        return min(free, config.block_size or free)
-    if config.kind == "dcdm" and not config.routes_from_noise:
-        assert config.num_chunks is not None
-        return int(chunk_sizes(torch.tensor([free]), config.num_chunks, config.chunk_growth).max())
-    return free
 
 
 def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor) -> Tensor:
