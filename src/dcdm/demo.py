@@ -212,7 +212,7 @@ def _report(
     size = sum(p.numel() for p in models["dcdm"].parameters())
     window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
     return Report(
-        summary=f"{size:,} parameters each, {steps} steps on the bytes of {', '.join(data)}",
+        summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
         recipes=[recipe.says for recipe in recipes()],
         lines=lines,
         curves=[Curve(recipe.name.upper(), _losses(folder / recipe.name)) for recipe in recipes()],
@@ -220,6 +220,10 @@ def _report(
         fillings=dict(fillings),
         commands=_commands(folder / "dcdm"),
     )
+
+
+def _corpus(data: tuple[str, ...]) -> str:
+    return ", ".join("Python’s standard library" if source == "stdlib" else source for source in data)
 
 
 def _losses(run: Path) -> list[float]:

@@ -38,11 +38,11 @@ class Line:
         """What the difference means, in one sentence."""
         mean, error = self.difference
         if not abs(mean) > 2 * error:
-            return f"{self.name}: the two models do not differ by more than chance explains."
+            return "The two models do not differ by more than chance explains."
         better, worse = ("DCDM", "BDLM") if mean < 0 else ("BDLM", "DCDM")
         return (
-            f"{self.name}: per byte the {better} gives held-out text {math.exp(abs(mean)):.2f} times the probability "
-            f"that the {worse} gives it, at the same number of forwards."
+            f"With the same number of forwards, the {better} gives a byte of held-out text {math.exp(abs(mean)):.2f} "
+            f"times the probability that the {worse} gives it (geometric mean)."
         )
 
     def to_dict(self) -> dict[str, Any]:
