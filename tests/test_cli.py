@@ -1,21 +1,9 @@
-import io
 import json
 import subprocess
 import sys
 
-from rich.console import Console
-
 import dcdm
 from dcdm.cli import main
-from dcdm.demo import run
-
-
-def test_demo_trains_reports_and_fills_in_a_sample():
-    console = Console(file=io.StringIO(), width=120)
-    run(steps=6, console=console)
-    said = console.file.getvalue()
-    for part in ("MaxVio", "surrogate (not a bound)", "upper bound", "def __init__(self, ░", "loss"):
-        assert part in said
 
 
 def test_presets_lists_every_preset_as_a_table_and_as_json(capsys):

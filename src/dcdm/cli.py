@@ -11,16 +11,29 @@ from typing import Annotated, Any, Literal, Union
 from tyro.conf import Positional, arg
 
 
-def demo(steps: int = 250, seed: int = 0) -> None:
-    """Train a small model on this machine's Python standard library and watch it fill in text.
+def demo(
+    steps: int = 300,
+    seed: int = 0,
+    folder: Path = Path("runs/demo"),
+    data: tuple[str, ...] = ("stdlib",),
+    fresh: bool = False,
+    json: bool = False,
+) -> None:
+    """Train a DCDM and a BDLM on this machine, compare them, watch text being filled in, and write a report.
+
+    Ctrl-C saves and leaves; the same command goes on.
 
     Args:
-        steps: Optimizer steps; 250 take about a minute on two cores.
-        seed: Seed of the weights, the data order and the noise.
+        steps: Optimizer steps of each model.
+        seed: Seed of the weights, the data order, the noise and the samples.
+        folder: Where the two runs and report.html go.
+        data: Text to train on: stdlib is the source of this Python's standard library.
+        fresh: Forget the two runs of an earlier demo in the folder and start again.
+        json: Print the figures as one JSON object; all else goes to standard error.
     """
     from dcdm.demo import run
 
-    run(steps=steps, seed=seed)
+    sys.exit(run(folder, steps=steps, seed=seed, data=data, fresh=fresh, json_out=json))
 
 
 def presets(json: bool = False) -> None:

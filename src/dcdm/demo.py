@@ -1,112 +1,245 @@
-"""`dcdm demo`: train a small model on this machine's Python standard library and watch it fill in text."""
+"""`dcdm demo`: a causal DCDM and a BDLM of equal size, trained here, compared, sampled from, and reported on."""
 
 from __future__ import annotations
 
-import time
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
-from dcdm.config import ObjectiveConfig
-from dcdm.data.packing import pack
-from dcdm.data.sources import stdlib_documents
-from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
+from dcdm.config import ConfigError
+from dcdm.data.prepare import prepare
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import generate
-from dcdm.diffusion.likelihood import score
-from dcdm.keys import Key
-from dcdm.model.chunking import max_violation
-from dcdm.model.transformer import Model, build
-from dcdm.presets import preset
-from dcdm.training.loop import StepReport, TrainConfig, train_windows
-from dcdm.viewing.palette import on_colour
+from dcdm.diffusion.likelihood import Estimator, Score, score
+from dcdm.files import write_whole
+from dcdm.model.transformer import Model
+from dcdm.training.command import run as train
+from dcdm.training.evaluation import mean_and_error
+from dcdm.training.loading import load_model
+from dcdm.viewing.chunks import view, window_of
+from dcdm.viewing.filling import Filling, filling_of
+from dcdm.viewing.report import Curve, Example, Line, Report, page
+from dcdm.viewing.terminal import show_filling
 
-SNIPPET = "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n"
-
-
-def run(steps: int = 250, seed: int = 0, console: Console | None = None) -> None:
-    """Train, report and sample."""
-    console = console or Console()
-    tokenizer = byte_tokenizer()
-    config = preset("dcdm-debug")
-    windows = pack(stdlib_documents("train"), tokenizer, config.context_length)
-    held_out = pack(stdlib_documents("validation"), tokenizer, config.context_length)
-    model = build(config, seed=seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    console.print(
-        f"dcdm-debug: {parameters / 1e6:.2f}M parameters, K={config.num_chunks} chunks, "
-        f"{windows.numel() / 1e6:.1f} MB of Python source in windows of {config.context_length} bytes"
-    )
-    settings = TrainConfig(steps=steps, batch_size=16, learning_rate=2e-3, warmup_steps=40, seed=seed)
-    reports, seconds = _train(model, windows, settings, console)
-    _print_curve(reports, seconds, console)
-    _print_likelihoods(model, held_out, console)
-    _print_sample(model, tokenizer, seed, console)
+STEPS = 300
+WINDOWS = 128
+SAMPLES = 4  # mask sets of the bound, for each window
+TEMPERATURE = 0.5
+SNIPPET = (
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+    "    def move(self, dx, dy):\n"
+)
+BLANKS = ("self, x, y", "self.y", "def move")
+BEGINNING = "class Reader:\n    def __init__(self, name):\n        self."
 
 
-def _train(
-    model: Model, windows: Tensor, settings: TrainConfig, console: Console
-) -> tuple[list[StepReport], float]:
-    columns = (
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  MaxVio {task.fields[violation]:.2f}"),
+@dataclass(frozen=True)
+class Recipe:
+    """A model of the demo: what it is called, its preset, and what is changed in it."""
+
+    name: str
+    preset: str
+    says: str
+    """How it forms chunks and how it is trained, for readers."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def recipes() -> tuple[Recipe, Recipe]:
+    """The two models: as many parameters, as many chunks, as many forwards for a window."""
+    dcdm = Recipe(
+        "dcdm", "dcdm-debug-causal",
+        "DCDM, causal routing: 8 chunks of 16 bytes that lie 8 apart (the strided prior decides), every chunk "
+        "trained fully masked",
+        {"model.prior": "strided", "model.prior_weight": math.inf, "objective.full_mask_share": 1.0},
     )  # fmt: skip
-    reports: list[StepReport] = []
-    started = time.perf_counter()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=settings.steps, loss=float("nan"), violation=float("nan"))
-
-        def on_step(report: StepReport) -> None:
-            reports.append(report)
-            progress.update(task, advance=1, loss=report.nll, violation=report.max_violation)
-            if not console.is_terminal and report.step % 50 == 0:
-                console.print(f"step {report.step:4d}  loss {report.nll:.3f}  MaxVio {report.max_violation:.2f}")
-
-        train_windows(model, windows, settings, ObjectiveConfig(), on_step)
-    return reports, time.perf_counter() - started
+    bdlm = Recipe(
+        "bdlm", "bdlm-debug",
+        "BDLM: 8 blocks of 16 bytes in a row, every block trained fully masked, which suits it better here than "
+        "random noise levels",
+        # a wider MLP stands in for the chunking attention: the number of parameters is the same
+        {"model.block_size": 16, "model.intermediate_size": 416, "objective.full_mask_share": 1.0},
+    )  # fmt: skip
+    return dcdm, bdlm
 
 
-def _print_curve(reports: list[StepReport], seconds: float, console: Console) -> None:
-    table = Table(title=f"training: {len(reports)} steps in {seconds:.0f} s, loss in nats per byte")
-    for name in ("steps", "loss", "% of tokens in chunks 1…K", "MaxVio"):
-        table.add_column(name, justify="right")
-    width = max(1, len(reports) // 6)
-    for at in range(0, len(reports), width):
-        part = reports[at : at + width]
-        counts = torch.stack([r.chunk_counts for r in part if r.chunk_counts is not None]).sum(dim=0)
-        shares = " ".join(f"{100 * c:.0f}" for c in (counts / counts.sum()).tolist())
-        mean = sum(r.nll for r in part) / len(part)
-        table.add_row(f"{at}–{at + len(part) - 1}", f"{mean:.3f}", shares, f"{max_violation(counts):.2f}")
+def run(
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+    data: tuple[str, ...] = ("stdlib",),
+    fresh: bool = False,
+    json_out: bool = False,
+) -> int:
+    """Train what is not trained yet, then compare, sample and report; 130 if interrupted, with all saved."""
+    console = Console(stderr=json_out)
+    if fresh:
+        _forget(folder)
+    for recipe in recipes():
+        console.print(f"[bold]{recipe.name}[/bold]: {recipe.says}", highlight=False)
+        if code := _train(recipe, folder / recipe.name, steps, seed, data):
+            return code
+    models = {recipe.name: load_model(folder / recipe.name) for recipe in recipes()}
+    tokenizer = models["dcdm"][1]
+    dcdm, bdlm = models["dcdm"][0], models["bdlm"][0]
+    windows = held_out(data, tokenizer, dcdm.config.context_length)
+    lines = compare(dcdm, bdlm, windows, seed)
+    show_comparison(lines, console)
+    fillings = {"infilling": infill(dcdm, tokenizer, seed), "completion": complete(dcdm, tokenizer, seed)}
+    for name, filling in fillings.items():
+        console.print(f"[bold]{name}[/bold] by the DCDM, {len(filling.steps)} forwards:", highlight=False)
+        show_filling(filling, console)
+    console.print("A model this small, trained this briefly, spells badly.", highlight=False)
+    report = _report(folder, {n: m for n, (m, _) in models.items()}, tokenizer, lines, fillings, steps, data)
+    place = folder / "report.html"
+    write_whole(place, page(report).encode())
+    if json_out:
+        print(json.dumps({"figures": [line.to_dict() for line in lines], "report": str(place)}))
+    console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try", highlight=False)
+    for command in report.commands[:3]:
+        console.print(f"  {command.text}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str, ...]) -> int:
+    changes = {
+        "train.steps": steps, "train.learning_rate": 3e-3, "train.warmup_steps": min(40, steps), "train.seed": seed,
+        "data.sources": data, "evaluate_every": steps, "evaluate_sequences": 16, "checkpoint_every": 50,
+        "log_every": 25, "tensorboard": False, **recipe.changes,
+    }  # fmt: skip
+    try:
+        return train(recipe.preset, folder, changes=changes)
+    except ConfigError as error:
+        if not (folder / "settings.yaml").exists():
+            raise
+        raise ConfigError(f"{error}; --fresh starts again") from error
+
+
+def _forget(folder: Path) -> None:
+    """Remove the runs of an earlier demo, and nothing else."""
+    for recipe in recipes():
+        if (folder / recipe.name / "settings.yaml").exists():
+            shutil.rmtree(folder / recipe.name)
+
+
+# --- comparison --------------------------------------------------------------------------------------------------
+
+
+def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: int = WINDOWS) -> Tensor:
+    """Windows (N, L) of files that were not trained on, evenly spread over them."""
+    windows = prepare(list(data), tokenizer).dataset("validation", length)
+    places = torch.linspace(0, len(windows) - 1, min(count, len(windows))).long().tolist()
+    return torch.stack([windows[place]["tokens"] for place in places])
+
+
+def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[Line]:
+    """Both models on the same windows: by a valid bound, and exactly, as decoders of one forward per chunk."""
+    return [_line(estimator, dcdm, bdlm, windows, seed) for estimator in ("bound", "trajectory")]
+
+
+def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> Line:
+    ours, theirs = (score(model, windows, estimator, SAMPLES, seed, commit="chunk") for model in (dcdm, bdlm))
+    exact = estimator == "trajectory"
+    return Line(
+        name=f"exact, {int(ours.forwards.max())} forwards" if exact else "bound",
+        meaning="−log p of the decoder that fills a chunk with each forward" if exact
+        else f"an upper bound of −log p, {SAMPLES} draws of masks for each window",
+        dcdm=mean_and_error(_rows(ours)), bdlm=mean_and_error(_rows(theirs)),
+        difference=mean_and_error([(a - b, n) for (a, n), (b, _) in zip(_rows(ours), _rows(theirs), strict=True)]),
+        windows=len(windows),
+    )  # fmt: skip
+
+
+def _rows(found: Score) -> list[tuple[float, int]]:
+    return list(zip(found.nats.tolist(), found.tokens.tolist(), strict=True))
+
+
+def show_comparison(lines: list[Line], console: Console) -> None:
+    """The table, and what it means."""
+    title = f"nats per byte on {lines[0].windows} held-out windows, the same for both; lower is better"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "DCDM", "BDLM", "DCDM − BDLM"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(line.name, *line.cells)
     console.print(table)
+    for line in lines:
+        console.print(f"{line.name}: {line.meaning}.", highlight=False, style="dim")
+    console.print("±: standard error over windows; that of the difference is of window by window.", style="dim")
+    console.print(lines[-1].verdict + "\n", highlight=False)
 
 
-def _print_likelihoods(model: Model, held_out: Tensor, console: Console) -> None:
-    sample = held_out[Key(0).permutation(len(held_out))[:8]]
-    console.print("held-out files:")
-    console.print(f"  {score(model, sample, 'surrogate', samples=8)}")
-    console.print(f"  {score(model, sample, 'sequential', samples=8)}")
+# --- samples -----------------------------------------------------------------------------------------------------
 
 
-def _print_sample(model: Model, tokenizer: Tokenizer, seed: int, console: Console) -> None:
-    """Blank out stretches of a line of code and let the model fill them, chunk by chunk."""
+def infill(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
+    """A piece of code with stretches blanked out and filled by the model, one forward per chunk."""
     text = SNIPPET
-    for stretch in ("name, value", "self.value"):
+    for stretch in BLANKS:
         text = text.replace(stretch, f"[[{len(stretch)}]]", 1)
-    result = generate(
-        model, text, tokenizer=tokenizer, commit="position", temperature=0.7, seed=seed, window=len(SNIPPET) + 1
+    return _filled(model, text, tokenizer, seed)
+
+
+def complete(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
+    """The rest of a window behind the beginning of a piece of code."""
+    return _filled(model, BEGINNING, tokenizer, seed)
+
+
+def _filled(model: Model, text: str, tokenizer: Tokenizer, seed: int) -> Filling:
+    done = generate(model, text, tokenizer=tokenizer, commit="chunk", temperature=TEMPERATURE, seed=seed)
+    return filling_of(done, tokenizer)
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def _report(
+    folder: Path, models: Mapping[str, Model], tokenizer: Tokenizer, lines: list[Line],
+    fillings: Mapping[str, Filling], steps: int, data: tuple[str, ...],
+) -> Report:  # fmt: skip
+    size = sum(p.numel() for p in models["dcdm"].parameters())
+    window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
+    return Report(
+        summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
+        recipes=[recipe.says for recipe in recipes()],
+        lines=lines,
+        curves=[Curve(recipe.name.upper(), _losses(folder / recipe.name)) for recipe in recipes()],
+        chunks={name.upper(): view(model, window, name=name) for name, model in models.items()},
+        fillings=dict(fillings),
+        commands=_commands(folder / "dcdm"),
     )
-    order = torch.zeros_like(result.tokens)
-    for step, event in enumerate(result.history, start=1):
-        order[0, event.positions] = step
-    console.print("\nblanks (░), and what the model put there; colours follow the order of filling:")
-    asked, answered = Text(), Text()
-    for token, step in zip(result.tokens[0, 1:].tolist(), order[0, 1:].tolist(), strict=True):
-        letter = tokenizer.decode([token])
-        asked.append("░" if step else letter)
-        answered.append(letter, style=on_colour(step) if step else "")
-    console.print(asked)
-    console.print(answered)
-    console.print("A model this small, trained this briefly, spells badly: docs/method.md says what it does.")
+
+
+def _corpus(data: tuple[str, ...]) -> str:
+    return ", ".join("Python’s standard library" if source == "stdlib" else source for source in data)
+
+
+def _losses(run: Path) -> list[float]:
+    """Training loss of every step, in nats per byte."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row["nll"] for row in rows if "nll" in row]
+
+
+def _commands(model: Path) -> list[Example]:
+    return [
+        Example(f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"),
+        Example(f'dcdm chunks {model} "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"),
+        Example(
+            "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
+            "a model whose router forms the chunks by itself",
+        ),
+        Example(f"dcdm export {model} exported", "a folder that transformers loads"),
+        Example("dcdm presets", "every model of the paper's table, and more"),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -35,12 +36,13 @@ def evaluate(
                 columns = (x.tolist() for x in (batch["index"], result.nats, result.tokens))
                 mine += list(zip(*columns, strict=True))
             rows = sorted(row for part in gather_objects(mine, world) for row in part)
-            figures |= _summary(name, [(nats, tokens) for _, nats, tokens in rows])
+            figures[name], figures[f"{name}_stderr"] = mean_and_error([(nats, count) for _, nats, count in rows])
     return figures
 
 
-def _summary(name: str, rows: list[tuple[float, int]]) -> dict[str, float]:
+def mean_and_error(rows: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Nats per token over sequences, each given by its nats and tokens, and the standard error over sequences."""
     tokens = max(1, sum(count for _, count in rows))
     mean = math.fsum(nats for nats, _ in rows) / tokens
     spread = math.fsum((nats - mean * count) ** 2 for nats, count in rows)
-    return {name: mean, f"{name}_stderr": math.sqrt(spread) / tokens}
+    return mean, math.sqrt(spread) / tokens

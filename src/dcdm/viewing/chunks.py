@@ -139,7 +139,12 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> 
     note = ""
     if count > 1:
         note = f"Window {number} of {count}: the text has {len(ids):,} tokens, the model's context holds {room:,}."
-    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row]), note
+    return window_from(row, tokenizer), note
+
+
+def window_from(row: list[int], tokenizer: Tokenizer) -> Window:
+    """The window of these token ids."""
+    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row])
 
 
 def refuse_without_chunks(model: Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from rich.cells import cell_len
@@ -11,12 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dcdm.viewing.chunks import UNROUTED, ChunkView
+from dcdm.viewing.filling import Filling
 from dcdm.viewing.palette import colour, on_colour
 from dcdm.viewing.token_kinds import KINDS
 
 BAR = 10
 SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "␡", ord("\n"): "↵", ord("\t"): "→"}
 MOST_ROWS = 32
+BLANK = "░"
 
 
 def show(view: ChunkView, console: Console) -> None:
@@ -50,37 +52,64 @@ def headline(view: ChunkView) -> str:
 
 def coloured_text(view: ChunkView) -> Text:
     """Every token on its chunk's colour; MASK to the router: in its chunk's colour, underlined."""
+    return coloured_tokens([token.text for token in view.tokens], view.frame.ids, view.frame.hidden)
+
+
+def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[bool]) -> Text:
+    """Tokens on their chunks' colours; hidden ones in the colour, underlined."""
     text = Text()
-    for token, chunk, hidden in zip(view.tokens, view.frame.ids, view.frame.hidden, strict=True):
+    for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
         if chunk < 0:
             style = "dim"
-        elif hidden:
+        elif is_hidden:
             style = f"underline {colour(chunk)}"
         else:
             style = on_colour(chunk)
-        text.append(token.text.translate(SIGNS), style=style)
-        if token.text.endswith("\n"):
+        text.append(token.translate(SIGNS), style=style)
+        if token.endswith("\n"):
             text.append("\n")
     return text
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
     """Rows of tokens, the chunk's number under each, and a # under what is MASK to the router."""
+    texts = [token.text for token in view.tokens]
+    return numbered_tokens(texts, view.frame.ids, view.frame.hidden, width, spaced=view.num_chunks > 9)
+
+
+def numbered_tokens(
+    tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[bool], width: int, spaced: bool = False
+) -> Iterator[str]:
+    """As `numbered_lines`; `spaced` sets numbers of several digits apart."""
     heads = ("text   ", "chunk  ", "mask   ")
     rows = [""] * 3
-    frame = view.frame
-    for token, chunk, hidden in zip(view.tokens, frame.ids, frame.hidden, strict=True):
-        cells = (token.text.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if hidden else "")
-        room = max(map(cell_len, cells)) + (view.num_chunks > 9)
+    for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
+        cells = (token.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if is_hidden else "")
+        room = max(map(cell_len, cells)) + spaced
         if rows[0] and len(heads[0]) + cell_len(rows[0]) + room > width:
             yield from _finished(heads, rows)
             rows = [""] * 3
         rows = [row + cell + " " * (room - cell_len(cell)) for row, cell in zip(rows, cells, strict=True)]
-        if token.text.endswith("\n"):
+        if token.endswith("\n"):
             yield from _finished(heads, rows)
             rows = [""] * 3
     if rows[0]:
         yield from _finished(heads, rows)
+
+
+def show_filling(filling: Filling, console: Console) -> None:
+    """Print a filled text twice: with its blanks, and filled, each in its chunk's colour."""
+    blanks = [chunk > 0 for chunk in filling.chunks]
+    asked = [BLANK if blank else token for token, blank in zip(filling.tokens, blanks, strict=True)]
+    shown = slice(1, None)  # without BOS
+    for tokens, hidden in ((asked, blanks), (filling.tokens, [False] * len(blanks))):
+        if console.is_terminal and not console.no_color:
+            console.print(coloured_tokens(tokens[shown], filling.chunks[shown], hidden[shown]), soft_wrap=True)
+        else:
+            none = [False] * len(blanks)
+            for line in numbered_tokens(tokens[shown], filling.chunks[shown], none[shown], console.width):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print()
 
 
 def _finished(heads: tuple[str, ...], rows: list[str]) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""Every file in examples/ runs as its first line says, on a model of its own and on a given one."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAYS = {
+    "train.py": "",
+    "load.py": "(1, 16, 260)",
+    "score.py": "upper bound (NELBO)",
+    "generate.py": "infilling, 15 forwards: 'def ",
+    "huggingface.py": "260)",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder in which the training example has run."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCDM_CACHE", str(folder / "cache"))
+        patch.chdir(folder)
+        patch.syspath_prepend(str(EXAMPLES))
+        start(patch, "train.py")
+        yield folder
+
+
+def start(patch, name, *arguments):
+    """As `python examples/NAME ARGUMENTS` would."""
+    patch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_the_example_runs_on_the_model_that_it_makes_and_on_a_given_one(name, place, monkeypatch, capsys):
+    start(monkeypatch, name)
+    said = capsys.readouterr().out
+    assert SAYS[name] in said
+    start(monkeypatch, name, place / "runs" / "example")
+    assert capsys.readouterr().out == said
