@@ -34,6 +34,7 @@ def sample(
     seed: int = 0,
     stop_at_eos: bool = True,
     stream: bool = False,
+    picture: Path | None = None,
     batch_size: int = 16,
     json: bool = False,
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
@@ -67,6 +68,7 @@ def sample(
         seed: Seed of the draws.
         stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
+        picture: Draw how the first text was filled, chunk by chunk, into this PNG or SVG.
         batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
         device: Where to compute.
@@ -96,6 +98,10 @@ def sample(
             eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
             on_event=on_event,
         )  # fmt: skip
+    if picture is not None:
+        from dcdm.viewing.filling import draw, filling_of
+
+        draw(filling_of(result, tokenizer), picture)
     if json:
         for row in range(len(prompts)):
             print(encoder.dumps(_record(row, prompts[row], result)))
