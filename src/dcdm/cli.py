@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.data import command as data
     from dcdm.data.errors import DataError
     from dcdm.decoding import command as sampling
-    from dcdm.evaluation import command as evaluation
+    from dcdm.evaluation import command as perplexity
     from dcdm.evaluation import quality_command, tasks_command
     from dcdm.viewing import command as viewing
 
@@ -250,11 +250,11 @@ def main(arguments: list[str] | None = None) -> None:
         "export": export,
         "verify": verify,
         "bench": bench,
+        "data": ("Prepare text for training.", {"prepare": data.prepare}),
         "eval": (
             "Measure a model.",
-            {"ppl": evaluation.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
+            {"ppl": perplexity.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
         ),
-        "data": ("Prepare text for training.", {"prepare": data.prepare}),
     }
     try:
         tyro.cli(

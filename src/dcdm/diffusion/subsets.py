@@ -78,20 +78,20 @@ def sampled_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int, sa
     """Up to `samples` draws: small groups enumerated, of the others stratified sizes and uniform subsets.
 
     Over the samples each group visits every stratum of the sizes once; within a sample the groups lie in
-    different strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those
-    that may be masked, so that sequences of one number share their noise whatever stands before it.
+    different strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those that
+    may be masked, so that sequences of one number share their noise whatever stands before it.
     """
+    among_free = (groups >= 1).cumsum(dim=-1).sub(1).clamp(min=0)
     sizes = group_sizes(groups, num_groups)
     exact = enumerable(sizes, samples) & (sizes > 0)
     in_exact = spread(exact.long(), groups) == 1
     place = _places(groups)
-    rank_of_all = (groups >= 1).cumsum(dim=-1).sub(1).clamp(min=0)
     within = _places_in_strata(key, index, groups, num_groups, samples)
     for s in range(int(passes_needed(sizes, samples).max()) if len(sizes) else 0):
         stratum = (s + torch.arange(num_groups)) % samples
         within_s = within.gather(1, stratum.expand(len(groups), 1, -1)).squeeze(1)
         n = torch.minimum(((stratum + within_s) / samples * sizes).long() + 1, sizes)
-        rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]).gather(1, rank_of_all))
+        rank = rank_in_group(groups, key.fold("subset", s).rows(index, groups.shape[1]).gather(1, among_free))
         drawn = Draw((rank < spread(n, groups)) & (groups >= 1), sizes / n.clamp(min=1).double() / samples)
         every = subset_draw(s + 1, groups, sizes, place)
         yield Draw(
