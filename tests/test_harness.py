@@ -25,9 +25,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import dcdm
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.diffusion import likelihood, subsets
+from dcdm.diffusion import likelihood
+from dcdm.diffusion.subsets import sampled_subsets
 from dcdm.evaluation.harness import Estimate, HarnessModel
-from dcdm.evaluation.rows import is_greedy, largest_chunk
+from dcdm.evaluation.rows import is_greedy
 from dcdm.keys import Key
 from dcdm.model.importing import config_from_qwen3, load_qwen3
 
@@ -151,21 +152,11 @@ def test_one_token_answers_are_exact_and_their_probabilities_sum_to_one(kind):
 
 @pytest.mark.parametrize("kind", ["mdlm", "bdlm", "paper", "causal"])
 def test_short_answers_are_summed_over_all_mask_sets(kind):
-    exact, drawn = adapter(kind, samples=16), adapter(kind, samples=100)
-    requests = question("so", " it")  # three tokens: seven mask sets
-    value, _ = exact.loglikelihood(requests, True)[0]
+    requests = question("so", " it")  # three tokens: at most seven mask sets
+    value, _ = adapter(kind, samples=7).loglikelihood(requests, True)[0]
+    other, _ = adapter(kind, samples=7, seed=1).loglikelihood(requests, True)[0]
     assert value.stderr == 0
-    drawn._summed = lambda free: 0
-    estimate, _ = drawn.loglikelihood(requests, True)[0]
-    assert abs(estimate - value) <= 5 * estimate.stderr + 1e-9
-
-
-def test_the_largest_chunk_is_that_of_the_partition():
-    for kind in ("mdlm", "bdlm", "causal", "causal-growing", "strided", "positional", "random"):
-        made = tiny.model(kind)
-        for free in (1, 2, 3, 7):
-            ids = made.partition(tiny.tokens(1, free + 1), index=torch.tensor([3])).ids
-            assert largest_chunk(made.config, free) == int(ids[ids > 0].bincount().max())
+    assert value == other
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
@@ -199,8 +190,8 @@ def test_greedy_means_what_one_forward_per_chunk_fills_in(kind):
 
 
 def test_noise_follows_a_position_s_rank_among_those_that_may_be_masked():
-    groups = torch.tensor([[0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, -1, -1]])
-    for draw in subsets.sampled_subsets(Key(0), torch.tensor([5, 5, 5]), groups, 1, 4):
+    groups = torch.tensor([[0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, -1, -1]])  # 15 subsets
+    for draw in sampled_subsets(Key(0), torch.tensor([5, 5, 5]), groups, 1, 4):
         rows = [draw.masked[row][groups[row] == 1].tolist() for row in range(3)]
         assert rows[0] == rows[1] == rows[2]
 
