@@ -311,6 +311,10 @@ def test_wrong_settings_are_refused_by_name():
         adapter(batch_size="many")
     with pytest.raises(ConfigError, match="colour"):
         adapter(colour="red")
+    with pytest.raises(ConfigError, match="commit"):
+        adapter(commit="all-at-once")
+    with pytest.raises(ConfigError, match="routing"):
+        adapter(routing="nowhere")
     with pytest.raises(ConfigError, match="no folder"):
         HarnessModel("nowhere")
 

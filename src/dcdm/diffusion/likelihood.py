@@ -110,7 +110,7 @@ def score(
     keys their randomness, so that neither the batch size nor a split over processes changes a score.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
-    check(model, name, samples)
+    check(model.config, name, samples)
     decoder = Decoder(commit, routing, adablock, sampling or Sampling(), cache)
     decoder.check(model)
     if index is None:
@@ -159,11 +159,10 @@ class Decoder:
         return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
 
 
-def check(model: Model, estimator: str, samples: int | str = 16) -> None:
+def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
     """Refuse an estimator that does not fit the model's kind, and a number of samples that none takes."""
-    kind = model.config.kind
-    described = "DCDM with the paper's routing" if model.config.routes_from_noise else kind.upper()
-    fits = estimators_of(model.config)
+    described = "DCDM with the paper's routing" if config.routes_from_noise else config.kind.upper()
+    fits = estimators_of(config)
     if estimator not in get_args(Estimator):
         raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
     if estimator not in fits:

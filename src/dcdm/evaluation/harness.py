@@ -24,12 +24,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import dcdm
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.predictors import resolve_cache
+from dcdm.decoding.routes import check_routing
 from dcdm.diffusion import likelihood
 from dcdm.evaluation.rows import Row, is_greedy, padded
 from dcdm.model.transformer import Model
-from dcdm.training.loading import load_model
+from dcdm.training.loading import find_model, load_model
 from dcdm.training.parallel import choose_device
 
 log = logging.getLogger(__name__)
@@ -91,15 +94,10 @@ class HarnessModel(TemplateLM):
         **decoding: Any,
     ) -> None:
         super().__init__()
-        if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache"}):
-            raise ConfigError(f"unknown model argument {', '.join(unknown)}")
-        if isinstance(pretrained, tuple):
-            self.model, self.text = pretrained
-        else:
-            self.model, self.text = load(pretrained, device, dtype)
-        self.estimator = likelihood.default_estimator(self.model) if estimator == "auto" else estimator
-        _check(self.model, self.estimator, samples)
-        config = self.model.config
+        loaded = pretrained if isinstance(pretrained, tuple) else None
+        config = loaded[0].config if loaded else find_model(str(pretrained)).config
+        self.estimator = likelihood.estimators_of(config)[0] if estimator == "auto" else estimator
+        _check(config, self.estimator, samples, decoding)
         self.is_ar = config.kind == "ar"
         if not add_bos_token and not self.is_ar:
             raise ConfigError("add_bos_token=False needs an AR model: the others are trained with BOS in front")
@@ -108,6 +106,7 @@ class HarnessModel(TemplateLM):
         self.max_length = config.context_length if max_length is None else int(max_length)
         if not 4 <= self.max_length <= config.max_position:
             raise ConfigError(f"max_length={self.max_length} must lie between 4 and {config.max_position}")
+        self.model, self.text = loaded or load(str(pretrained), device, dtype)
         self.max_gen_toks = max_gen_toks
         self.item_log = None if item_log is None else Path(item_log)
         self.counts = Counts()
@@ -340,13 +339,20 @@ def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
     return load_model(path, device=place, dtype=kinds[dtype])
 
 
-def _check(model: Model, estimator: str, samples: int) -> None:
+def _check(config: ModelConfig, estimator: str, samples: int, decoding: dict[str, Any]) -> None:
+    """Refuse what could only fail later, after hours perhaps."""
     if samples == 1:
         raise ConfigError("samples=1 gives no Monte-Carlo error; take at least 2")
     try:
-        likelihood.check(model, estimator, samples)
+        likelihood.check(config, estimator, samples)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache"}):
+        raise ConfigError(f"unknown model argument {', '.join(unknown)}")
+    if (commit := decoding.get("commit", "auto")) != "auto":
+        commit_policy(commit)
+    check_routing(config, decoding.get("routing", "auto"))
+    resolve_cache(config, decoding.get("cache", "auto"))
 
 
 def _batch_size(value: int | str) -> int:
