@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -97,8 +98,7 @@ def train(
 
     Settings come from the preset, then the YAML file, then flags; the resolved ones are kept in the run folder
     and start the same run again. Under torchrun, the same command runs on many devices; there, write
-    --run-folder for --run, which torchrun would take for an option of its own:
-    torchrun --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 --run-folder runs/dcdm …
+    --run-folder for --run, which torchrun would take for an option of its own.
 
     Args:
         preset: A name that `dcdm presets` lists; not needed to go on with a run.
@@ -204,9 +204,7 @@ def bench(
 
     Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
     goal. estimator measures the Monte-Carlo error of likelihoods. generate compares the decoders of trained models,
-    speed beside quality:
-    dcdm bench generate --models runs/first runs/second
-    arithmetic measures nothing and prints what the presets cost on GPUs.
+    speed beside quality. arithmetic measures nothing and prints what the presets cost on GPUs.
 
     Args:
         subject: What to measure.
@@ -228,22 +226,68 @@ def bench(
 
 Commands = dict[str, Callable[..., None] | tuple[str, "Commands"]]
 
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "demo": ("dcdm demo", "dcdm demo --steps 50 --folder runs/short"),
+    "presets": ("dcdm presets", "dcdm presets --json"),
+    "train": (
+        "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
+        "dcdm train --preset dcdm-1.7b-k8 --run runs/big --dry-run",
+        "torchrun --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 --run-folder runs/dcdm",
+    ),
+    "chunks": (
+        'dcdm chunks runs/first "for i in range(10): print(i)"',
+        'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
+    ),
+    "sample": (
+        'dcdm sample runs/first --prompt "def main(" --length 64',
+        'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
+        "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
+    ),
+    "export": ("dcdm export runs/first exported",),
+    "verify": ("dcdm verify runs/first", "dcdm verify exported --json"),
+    "bench": ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png"),
+    "data prepare": (
+        "dcdm data prepare stdlib --tokenizer bytes --out prepared",
+        "dcdm data prepare 'texts/*.jsonl.gz' --tokenizer bpe:8000 --out prepared",
+    ),
+    "eval ppl": (
+        "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
+        "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
+    ),
+    "eval tasks": ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",),
+    "eval quality": ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",),
+}
 
-def _subcommands(commands: Commands) -> Any:
-    """The type by which tyro understands commands and, with a description before them, groups of commands."""
+
+def _subcommands(commands: Commands, asked: tuple[str, ...], path: tuple[str, ...] = ()) -> Any:
+    """The type by which tyro understands commands and, with a description before them, groups of commands.
+
+    A list of commands shows the first line of each; the command that was `asked` for tells all and has examples.
+    """
     from tyro.conf import Suppress, subcommand
 
     choices: list[Any] = [Annotated[None, Suppress]]  # a union needs two members
     for name, command in commands.items():
+        own = (*path, name)
         if isinstance(command, tuple):
-            choices.append(Annotated[_subcommands(command[1]), subcommand(name, description=command[0])])
+            group = _subcommands(command[1], asked, own)
+            choices.append(Annotated[group, subcommand(name, description=command[0])])
         else:
-            choices.append(Annotated[Any, subcommand(name, constructor=command)])
+            text = _description(command, own if asked[: len(own)] == own else None)
+            choices.append(Annotated[Any, subcommand(name, constructor=command, description=text)])
     return Union[tuple(choices)]  # noqa: UP007 (built at run time)
 
 
+def _description(command: Callable[..., None], path: tuple[str, ...] | None) -> str:
+    """The first line of a command's documentation; with its path, all but the arguments, and its examples."""
+    text = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:")[0]
+    if path is None:
+        return text.splitlines()[0]
+    return "\n\n".join([text, "Examples:", *EXAMPLES.get(" ".join(path), ())])
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted; --debug shows where an error arose."""
     import tyro
 
     from dcdm.config import ConfigError
@@ -269,14 +313,20 @@ def main(arguments: list[str] | None = None) -> None:
             {"ppl": perplexity.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
         ),
     }
+    given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given or "DCDM_DEBUG" in os.environ
+    given = [argument for argument in given if argument != "--debug"]
     try:
         tyro.cli(
-            _subcommands(commands),
+            _subcommands(commands, tuple(given)),
             prog="dcdm",
-            description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content.",
-            args=arguments,
+            description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content. "
+            "`dcdm COMMAND --help` has examples; --debug, anywhere, shows where an error arose.",
+            args=given,
         )
     except (ConfigError, DataError) as error:
+        if debug:
+            raise
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -287,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except Exception as error:
         # the package's own errors say what to do; anything else is a defect and shows where it happened
-        if not type(error).__module__.startswith("dcdm.") or "DCDM_DEBUG" in os.environ:
+        if not type(error).__module__.startswith("dcdm.") or debug:
             raise
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(1)

@@ -43,10 +43,6 @@ def sample(
     """Complete prompts, or fill the blanks in them.
 
     In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe.
-    Examples:
-    dcdm sample runs/first --prompt "def main(" --length 64
-    dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream
-    dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9
 
     Args:
         model: A run folder, a checkpoint in it, or an exported folder.

@@ -31,8 +31,7 @@ def chunks(
 ) -> None:
     """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
 
-    The text is given here, in a file, or on standard input:
-    dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html
+    The text is given here, in a file, or on standard input.
 
     Args:
         model: A run folder, a checkpoint in it, or an exported folder.
