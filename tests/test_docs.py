@@ -86,6 +86,14 @@ def to_run(command: str) -> str:
     return command
 
 
+def exit_code(arguments: list[str]) -> object:
+    try:
+        main(arguments)
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
 def run_command(command: str) -> None:
     """In this process: `dcdm …`, or `echo … | dcdm …`; nothing else is expected in the documents."""
     source, pipe, rest = command.partition(" | ")
@@ -100,10 +108,8 @@ def run_command(command: str) -> None:
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
-        try:
-            main(words[1:])
-        except SystemExit as left:
-            assert left.code in (0, None), f"{command}: exit code {left.code}"
+        code = exit_code(words[1:])
+    assert code in (0, None), f"{command}: exit code {code}"
     if target:
         Path(target.strip()).write_text(out.getvalue())
 
@@ -114,8 +120,8 @@ SMALL = [
     "evaluate_sequences=2", "train.ema_decay=0.9",
 ]  # fmt: skip
 MODELS = {
-    "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug", "runs/ar": "ar-debug",
-    "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug-causal",
+    "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug",
+    "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug-causal",
     "runs/demo/dcdm": "dcdm-debug-causal", "runs/demo/bdlm": "bdlm-debug", "run": "mdlm-debug",
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ from dcdm.viewing.filling import Filling, filling_of
 from dcdm.viewing.report import CAUTION, Curve, Example, Line, Report, page
 from dcdm.viewing.terminal import show_filling
 
-STEPS = 300
+STEPS = 240
 WINDOWS = 128
 SAMPLES = 4  # mask sets of the bound, for each window
 TEMPERATURE = 0.5
