@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 
 def demo(
-    steps: int = 300,
+    steps: int = 240,
     seed: int = 0,
     folder: Path = Path("runs/demo"),
     data: tuple[str, ...] = ("stdlib",),

@@ -27,10 +27,10 @@ from dcdm.training.evaluation import mean_and_error
 from dcdm.training.loading import load_model
 from dcdm.viewing.chunks import view, window_of
 from dcdm.viewing.filling import Filling, filling_of
-from dcdm.viewing.report import Curve, Example, Line, Report, page
+from dcdm.viewing.report import CAUTION, Curve, Example, Line, Report, page
 from dcdm.viewing.terminal import show_filling
 
-STEPS = 300
+STEPS = 240
 WINDOWS = 128
 SAMPLES = 4  # mask sets of the bound, for each window
 TEMPERATURE = 0.5
@@ -61,12 +61,14 @@ def recipes() -> tuple[Recipe, Recipe]:
         "trained fully masked",
         {"model.prior": "strided", "model.prior_weight": math.inf, "objective.full_mask_share": 1.0},
     )  # fmt: skip
+    # Shares 0, 0.5 and 1 of fully masked blocks, 300 steps, one seed, 96 windows: bound 2.66, 2.76, 2.97 and exact
+    # 2.99, 2.96, 2.99. None is best at both; 0 loses 0.03 of the one and gains 0.10 of the other.
     bdlm = Recipe(
         "bdlm", "bdlm-debug",
-        "BDLM: 8 blocks of 16 bytes in a row, every block trained fully masked, which suits it better here than "
-        "random noise levels",
+        "BDLM: 8 blocks of 16 bytes in a row, trained with random noise levels: of three objectives tried for it, "
+        "the one with the best bound; training on fully masked blocks, as the DCDM does, made its bound worse",
         # a wider MLP stands in for the chunking attention: the number of parameters is the same
-        {"model.block_size": 16, "model.intermediate_size": 416, "objective.full_mask_share": 1.0},
+        {"model.block_size": 16, "model.intermediate_size": 416},
     )  # fmt: skip
     return dcdm, bdlm
 
@@ -178,7 +180,9 @@ def show_comparison(lines: list[Line], console: Console) -> None:
     for line in lines:
         console.print(f"{line.name}: {line.meaning}.", highlight=False, style="dim")
     console.print("±: standard error over windows; that of the difference is of window by window.", style="dim")
-    console.print(lines[-1].verdict + "\n", highlight=False)
+    for line in lines:
+        console.print(line.verdict, highlight=False)
+    console.print(CAUTION + "\n", highlight=False, style="dim")
 
 
 # --- samples -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def line_plot(curves: Sequence[Curve], across: str, up: str) -> str:
     parts += [_grid(frame, tick) for tick in ticks]
     parts += [_mark(frame, step) for step in sorted({1, steps // 2, steps} - {0})]
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{across}</text>')
-    parts.append(f'<text x="14" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})">{up}</text>')  # fmt: skip
+    middle = HEIGHT / 2
+    turned = f'transform="rotate(-90 14 {middle})"'
+    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {turned}>{up}</text>')
     for number, (curve, points, end) in enumerate(zip(curves, smooth, ends, strict=True)):
         parts.append(_drawn(frame, curve, points, number, end))
     return "".join([*parts, "</svg>"])
