@@ -165,12 +165,13 @@ def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
 
 
 def test_the_sentence_follows_the_sign_and_claims_nothing_within_the_error():
-    def line(mean, error):
-        return Line("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8)
+    def line(mean, error, exact=True):
+        return Line("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8, exact)
 
     assert "the DCDM does better" in line(-0.5, 0.01).verdict
     assert "1.65 times" in line(-0.5, 0.01).verdict
     assert "the BDLM does better" in line(0.5, 0.01).verdict
+    assert "probable" not in line(-0.5, 0.01, exact=False).verdict
     assert "do not differ" in line(0.5, 0.4).verdict
     assert with_error((-0.1234, 0.01), sign=True) == "−0.123 ± 0.010"
 

@@ -160,7 +160,7 @@ def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed:
         else f"an upper bound of −log p, {SAMPLES} draws of masks for each window",
         dcdm=mean_and_error(_rows(ours)), bdlm=mean_and_error(_rows(theirs)),
         difference=mean_and_error([(a - b, n) for (a, n), (b, _) in zip(_rows(ours), _rows(theirs), strict=True)]),
-        windows=len(windows),
+        windows=len(windows), exact=exact,
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _rows(found: Score) -> list[tuple[float, int]]:
 
 def show_comparison(lines: list[Line], console: Console) -> None:
     """The table, and what it means."""
-    title = f"nats per byte on {lines[0].windows} held-out windows, the same for both; lower is better"
+    title = f"nats per byte, {lines[0].windows} held-out windows; lower is better"
     table = Table(title=title, title_justify="left")
     for name in ("", "DCDM", "BDLM", "DCDM − BDLM"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)

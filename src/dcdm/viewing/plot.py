@@ -92,9 +92,8 @@ def _drawn(frame: _Frame, curve: Curve, points: Sequence[tuple[float, float]], n
     colour, dash = palette.colour(number + 1), DASHES[number % len(DASHES)]
     line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
     x = frame.x(points[-1][0]) + 8
-    return (
-        f'{line}<text x="{x:.1f}" y="{end + 4:.1f}" class="name" fill="{colour}">{html.escape(curve.name)}</text>'
-    )
+    place = f'x="{x:.1f}" y="{end + 4:.1f}" class="name" style="fill:{colour}"'
+    return f"{line}<text {place}>{html.escape(curve.name)}</text>"
 
 
 def _apart(heights: list[float], gap: float = 16) -> list[float]:

@@ -32,6 +32,8 @@ class Line:
     difference: tuple[float, float]
     """DCDM − BDLM, window by window."""
     windows: int
+    exact: bool
+    """Whether the values are likelihoods, not bounds."""
 
     @property
     def cells(self) -> tuple[str, str, str]:
@@ -44,6 +46,8 @@ class Line:
         if not abs(mean) > 2 * error:
             return f"By the {self.name} figure the two models do not differ by more than chance explains."
         better, worse = ("DCDM", "BDLM") if mean < 0 else ("BDLM", "DCDM")
+        if not self.exact:  # bounds may be loose, so they say nothing about how probable text is
+            return f"By the {self.name} figure the {better} does better, by {abs(mean):.3f} nats per byte."
         return (
             f"By the {self.name} figure the {better} does better: a byte of held-out text is "
             f"{math.exp(abs(mean)):.2f} times as probable as under the {worse} (geometric mean)."
