@@ -19,6 +19,7 @@ from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import Afresh, Remembering, predictable
 from dcdm.decoding.routes import AdaBlock
 from dcdm.decoding.sampling import Sampling
+from dcdm.keys import Key
 
 EXACT = ["ar", *tiny.VALID]
 ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
@@ -351,6 +352,7 @@ def test_the_nucleus_keeps_the_token_that_crosses():
     assert (Sampling(top_p=0.5).log_p(logits).exp() > 0).tolist() == [True, False, False, False]
     assert (Sampling(top_p=1e-9).log_p(logits).exp() > 0).tolist() == [True, False, False, False]
     torch.testing.assert_close(Sampling(top_k=2).log_p(logits).exp(), torch.tensor([0.625, 0.375, 0, 0]))
+    assert Sampling(top_k=1).log_p(torch.tensor([1.0, 1.0, 0.0])).exp().tolist() == [1, 0, 0]
 
 
 def test_draws_follow_the_distribution_and_never_take_an_impossible_token():
@@ -399,9 +401,31 @@ def test_long_texts_are_written_window_by_window():
     assert result.finished == ["length", "length"]
     # 12 (14) tokens in the first canvas, then 10 behind BOS and an overlap of 5
     assert result.statistics.reencoded.tolist() == [18, 18]
-    tail = result.tokens[0, : 1 + 3 + 40].tolist()
-    second = dcdm.generate(model, [tail[11:16]], max_new_tokens=10, window=16)
-    assert len(second.completions[0]) == 10
+    # the second window is what its five tokens alone would give, under the noise of a second window
+    text = result.tokens[0].tolist()
+    context = torch.tensor([[model.config.bos_id, *text[11:16], *text[16:26]]])
+    prompt = torch.arange(16)[None] < 6
+    uniform = Key(0).fold("generate").fold("token", 0, 1).uniform(16)
+    order = []
+
+    def reveal(view, fill):
+        order.extend(view.position[fill].tolist())
+        drawn = torch.zeros_like(view.position)
+        drawn[fill] = Sampling().draw(view.log_p[fill], uniform[view.position[fill]])
+        return drawn
+
+    sets = model.sets(context, prompt)
+    z = context.masked_fill(sets.free, model.config.mask_id)
+    again, _ = walk(z, sets, routes.router_of(model, sets), Afresh(model), commit_policy("threshold:0.9"), reveal)
+    assert torch.equal(again, context)
+
+
+@pytest.mark.parametrize("window", [2, 3, 8])
+def test_windows_without_overlap_go_on(window):
+    model = model_of("bdlm")
+    result = dcdm.generate(model, [[]], max_new_tokens=12, window=window, overlap=0)
+    assert len(result.completions[0]) == 12
+    assert len(dcdm.generate(model, [[]], max_new_tokens=12, window=window).completions[0]) == 12
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -415,6 +439,7 @@ def test_generation_ends_at_eos_and_pays_for_nothing_behind_it(kind):
     assert cut.completions[0] == free.completions[0][:first]
     assert cut.tokens[0, 2 + first] == eos
     assert cut.forwards[0] <= free.forwards[0]
+    assert cut.statistics.new_tokens[0] == first + 1
     if kind in ("ar", "bdlm", "causal-contiguous", "positional"):
         assert cut.forwards[0] < free.forwards[0]
 
@@ -467,7 +492,7 @@ def test_stop_is_asked_after_each_window():
     assert len(result.completions[0]) == 14
 
 
-@pytest.mark.parametrize("routing", ["paper-chunk", "paper-step", "appendix-b"])
+@pytest.mark.parametrize("routing", ["paper-chunk", "paper-step"])
 def test_frozen_states_agree_as_long_as_nothing_has_been_frozen(routing):
     model = model_of("paper")
     clean, sets = canvases(model)
@@ -479,12 +504,60 @@ def test_frozen_states_agree_as_long_as_nothing_has_been_frozen(routing):
     assert (counts.reused > 0).any()
 
 
-def test_appendix_b_hides_revealed_tokens_of_later_chunks():
+def test_appendix_b_predicts_what_the_training_pass_predicts():
+    """Later revealed tokens stay in stage 1 and are hidden in stage 2, as they are in training."""
     model = model_of("paper")
-    clean, sets = canvases(model)
-    ours, _ = walked(model, clean, sets, Afresh(model), "chunk", "paper-chunk")
-    theirs, _ = walked(model, clean, sets, Afresh(model), "chunk", "appendix-b")
-    assert not torch.allclose(ours[0][0], theirs[0][0])
+    differs = 0
+    for seed in range(6):
+        clean, sets = canvases(model, seed)
+        theirs, _ = walked(model, clean, sets, Afresh(model), "chunk", "appendix-b")
+        log_p, candidates, position = theirs[0]
+        trained = model(clean, sets.free, prompt=sets.visible).logits.log_softmax(dim=-1)[..., :-3]
+        rows = torch.arange(len(clean))[:, None]
+        torch.testing.assert_close(log_p[candidates], trained[rows, position][candidates], rtol=0, atol=1e-9)
+        ours, _ = walked(model, clean, sets, Afresh(model), "chunk", "paper-chunk")
+        differs += not torch.allclose(ours[0][0][candidates], log_p[candidates])
+    assert differs
+
+
+def test_networks_of_a_single_block_decode_with_a_cache():
+    for kind in ("causal", "bdlm", "ar", "mdlm"):
+        model = model_of(kind, num_layers=1)
+        clean, sets = canvases(model)
+        slow, _ = walked(model, clean, sets, Afresh(model), "position")
+        fast, _ = walked(model, clean, sets, Remembering(model, sets), "position")
+        for (a, where, _), (b, _, _) in zip(slow, fast, strict=True):
+            torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
+
+
+def test_a_low_temperature_does_not_make_predictions_look_certain():
+    model = model_of("causal", scale=3.0)
+    forwards = [
+        int(dcdm.generate(model, [[1]], max_new_tokens=12, temperature=t).forwards[0]) for t in (0.0, 1e-3, 1.0)
+    ]
+    assert min(forwards) > 4, "one forward per chunk would be 4"
+    assert dcdm.generate(model, [[1]], max_new_tokens=12, temperature=1e-39).completions == (
+        dcdm.generate(model, [[1]], max_new_tokens=12, temperature=0.0).completions
+    )
+
+
+def test_prompts_with_and_without_blanks_share_a_batch(writer):
+    result = dcdm.generate(writer, ["a[[2]]b", "a"], tokenizer=TOKENIZER, window=12)
+    assert [len(c) for c in result.completions] == [4, 10]
+    alone = dcdm.generate(writer, ["a"], tokenizer=TOKENIZER, window=12, index=[1])
+    assert alone.completions[0] == result.completions[1]
+    literal = dcdm.generate(writer, ["a[[2]]b"], tokenizer=TOKENIZER, window=12, blanks=False)
+    assert len(literal.completions[0]) == 4
+
+
+def test_a_row_that_is_full_is_not_cancelled():
+    model = model_of("bdlm")
+    seen = []
+    result = dcdm.generate(
+        model, [[1]], max_new_tokens=6, on_event=seen.append,
+        cancel=lambda row: sum(len(e.positions) for e in seen) >= 6,
+    )  # fmt: skip
+    assert result.finished == ["length"]
 
 
 def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_is_used():
@@ -494,8 +567,6 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
     adablock = AdaBlock((1, 2), 3, least=0.0, window=8)
     seen, counts = walked(model, clean, sets, Afresh(model), "chunk", "adablock", adablock)
     _, candidates, position = seen[0]
-    whole = dcdm.build(model.config).eval()
-    whole.load_state_dict(model.state_dict())
     z = clean.masked_fill(sets.free, model.config.mask_id)
     ids = torch.where(torch.arange(17) == 0, 0, torch.where(torch.arange(17) <= 8, 1, 2)).expand(2, -1)
     p, token = predictable(model, model.denoise(z, ids)).detach()[:, 1:9].softmax(dim=-1).max(dim=-1)
@@ -518,6 +589,7 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
         ({"max_new_tokens": 0}, "nothing to do"), ({"max_new_tokens": -2}, "max_new_tokens"),
         ({"window": 1}, "window"), ({"overlap": 64}, "overlap"), ({"batch_size": 0}, "batch_size"),
         ({"index": [1, 2]}, "index"), ({"prompts": [[1, 20, 2]]}, "BOS"),
+        ({"prompts": [[21, 1]]}, "PAD"), ({"window": 0}, "window"), ({"commit": "steps:inf"}, "commit"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(change, message):
@@ -530,6 +602,8 @@ def test_bad_input_is_refused_by_name(change, message):
 def test_an_exact_cache_for_the_papers_routing_is_refused():
     with pytest.raises(ConfigError, match="frozen"):
         dcdm.generate(tiny.model("paper"), [[1]], max_new_tokens=2, cache="exact")
+    with pytest.raises(ConfigError, match="appendix-b"):
+        dcdm.generate(tiny.model("paper"), [[1]], max_new_tokens=2, cache="frozen", routing="appendix-b")
     with pytest.raises(ConfigError, match="random order"):
         dcdm.score(tiny.model("mdlm"), tiny.tokens(1, 4), "trajectory", commit="first-hitting")
     with pytest.raises(ConfigError, match="greedy"):

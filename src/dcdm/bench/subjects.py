@@ -270,7 +270,7 @@ def decoding(commit: str, target: float | None = None, rows: int = 1) -> Case:
 
             def run() -> None:
                 with mock.patch.object(
-                    predictors, "without_later", (lambda r: r) if whole else routes.without_later
+                    predictors, "without_hidden", (lambda r, _: r) if whole else routes.without_hidden
                 ):
                     generate(model, [[]] * rows, commit=commit, cache=cache)
 

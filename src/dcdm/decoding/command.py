@@ -32,6 +32,7 @@ def sample(
     delimiter_threshold: float = 0.3,
     cache: Literal["auto", "exact", "frozen", "none"] = "auto",
     seed: int = 0,
+    blanks: bool = True,
     stop_at_eos: bool = True,
     stream: bool = False,
     picture: Path | None = None,
@@ -62,6 +63,7 @@ def sample(
         delimiter_threshold: The confidence that such a token needs.
         cache: exact where it is exact; frozen is an approximation for the paper's routing.
         seed: Seed of the draws.
+        blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
         stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
         picture: Draw how the first text was filled, chunk by chunk, into this PNG or SVG.
@@ -92,7 +94,7 @@ def sample(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
             commit=commit, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
             eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
-            on_event=on_event,
+            on_event=on_event, blanks=blanks,
         )  # fmt: skip
     if picture is not None:
         from dcdm.viewing.filling import draw, filling_of
@@ -101,7 +103,7 @@ def sample(
     if json:
         for row in range(len(prompts)):
             print(encoder.dumps(_record(row, prompts[row], result)))
-    elif not stream:
+    elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
         _print(prompts, result)
     print(_costs(result), file=sys.stderr)
 
@@ -130,7 +132,7 @@ def _json_lines(path: Path, field: str) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"--jsonl {path}: no such file")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -152,7 +154,7 @@ def _token_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
 
     ids = {}
     for text in texts:
-        text = text.encode().decode("unicode_escape")
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
         ids[text] = tokenizer.encode(text)
         if len(ids[text]) != 1:
             raise ConfigError(f"--delimiters {text!r} is {len(ids[text])} tokens of this tokenizer, not one")
@@ -166,7 +168,7 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
         "tokens": result.completions[row], "new_tokens": int(costs.new_tokens[row]),
         "forwards": int(costs.forwards[row]), "rounds": int(costs.rounds[row]),
         "computed": int(costs.computed[row]), "reused": int(costs.reused[row]),
-        "reencoded": int(costs.reencoded[row]), "batch_seconds": costs.seconds,
+        "reencoded": int(costs.reencoded[row]), "seconds_of_all": costs.seconds,
     }  # fmt: skip
 
 

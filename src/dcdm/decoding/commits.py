@@ -24,7 +24,7 @@ class View:
     """What a commit policy may look at."""
 
     log_p: Tensor
-    """(B, A, V): the distributions that tokens will be drawn from."""
+    """(B, A, V): the model's own distributions, before temperature and truncation."""
     candidates: Tensor
     """(B, A) bool: the masked positions of the active chunk; the rest are fillers."""
     position: Tensor
@@ -179,10 +179,10 @@ def commit_policy(text: str) -> Commit:
             raise ConfigError(f"commit={text!r}: {name} takes no number")
         return Commit(name, policy.make(0.0), policy.random)
     try:
-        value = float(number) if colon else policy.default
+        value = float(number if colon else policy.default)
     except ValueError:
         raise ConfigError(f"commit={text!r}: write it as {name}:{policy.default:g}") from None
-    if not policy.least <= value <= policy.most or (policy.whole and value != int(value)):
+    if not policy.least <= value <= policy.most or (policy.whole and not value.is_integer()):
         kind = "a whole number" if policy.whole else "a number"
         limits = f"of at least {policy.least:g}" + (f", at most {policy.most:g}" if policy.most < 1e9 else "")
         raise ConfigError(f"commit={text!r}: {name} takes {kind} {limits}")

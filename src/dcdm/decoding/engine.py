@@ -27,7 +27,7 @@ from dcdm.model.transformer import Model
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens that one forward committed in one row."""
+    """Tokens that one forward committed in one row; those behind an EOS turn out void."""
 
     row: int
     window: int
@@ -55,7 +55,7 @@ class Statistics:
     reencoded: Tensor
     """Positions of earlier text that later windows had to encode again."""
     new_tokens: Tensor
-    """Tokens that the model committed; prompts do not count."""
+    """Tokens that the model wrote and that stayed, EOS included; neither prompts nor what lay behind an EOS."""
     seconds: float = 0.0
 
     @classmethod
@@ -125,6 +125,7 @@ def generate(
     index: Sequence[int] | Tensor | None = None,
     eos_id: int | None = None,
     adablock: AdaBlock | None = None,
+    blanks: bool = True,
     stop: Callable[[int, list[int]], bool] | None = None,
     cancel: Callable[[int], bool] | None = None,
     on_event: Callable[[Event], None] | None = None,
@@ -133,9 +134,9 @@ def generate(
     """Complete prompts, or fill their blanks.
 
     `prompts` are token ids, or texts if there is a `tokenizer`; MASK in them (in texts `[[n]]`, n tokens) is a
-    blank to fill. `max_new_tokens` come behind the prompt: by default none if there are blanks, else as many as
-    the `window` (the model's context length) has room for. Longer texts are written window by window, the last
-    `overlap` tokens (default: half a window) being the prompt of the next one.
+    blank to fill; `blanks` False takes texts literally. `max_new_tokens` come behind each prompt: by default none
+    if it has blanks, else as many as the `window` (the model's context length) has room for. Longer texts are
+    written window by window, the last `overlap` tokens (default: half a window) being the prompt of the next one.
 
     `routing` and `commit` choose the decoder (docs/decoding.md), `cache` is "exact", "none", "frozen" (an
     approximation for the paper's routing) or "auto". A row's result follows from its prompt, `seed` and its
@@ -148,14 +149,15 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     policy = commit_policy(default_commit(model) if commit == "auto" else commit)
     check_routing(config, routing)
-    cache = resolve_cache(config, cache)
+    cache = resolve_cache(config, cache, routing)
     if routing == "adablock" and adablock is None:
         adablock = default_adablock(model, tokenizer)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     if eos_id is None and tokenizer is not None:
         eos_id = tokenizer.eos_id
-    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window or config.context_length, overlap)
+    window = config.context_length if window is None else window
+    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks)
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
@@ -206,7 +208,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.texts = [list(row) for row in self.given.rows]
-        self.left = [self.given.max_new_tokens] * len(self.texts)
+        self.left = list(self.given.new_tokens)
         self.finished = [""] * len(self.texts)
         self.statistics = Statistics.zero(len(self.texts))
 
@@ -233,7 +235,6 @@ class _Run:
             predictor_of(self.model, sets, self.cache),
             self.commit,
             self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
-            sampling=self.sampling,
             order=self._noise("order", rows, number, canvas.shape[1]),
             stopped=self._stopped(rows, contexts, sets.real),
             on_commit=self._recorder(rows, offsets, number),
@@ -245,7 +246,8 @@ class _Run:
     def _context(self, row: int, number: int) -> list[int]:
         if number == 0:
             return self.texts[row]
-        return [self.model.config.bos_id, *self.texts[row][1:][-self.given.overlap :]]
+        text = self.texts[row]
+        return [self.model.config.bos_id, *text[max(1, len(text) - self.given.overlap) :]]
 
     def _canvas(self, contexts: list[list[int]], sizes: list[int]) -> Tensor:
         config = self.model.config
@@ -266,7 +268,8 @@ class _Run:
     def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
         def reveal(view: View, fill: Tensor) -> Tensor:
             tokens = torch.zeros_like(view.position)
-            tokens[fill] = self.sampling.draw(view.log_p[fill], uniform.gather(1, view.position)[fill])
+            shaped = self.sampling.log_p(view.log_p[fill])
+            tokens[fill] = self.sampling.draw(shaped, uniform.gather(1, view.position)[fill])
             return tokens
 
         return reveal
@@ -285,8 +288,9 @@ class _Run:
                 first = torch.where(ends, place, real.shape[1]).amin(dim=-1, keepdim=True)
                 done = ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
             if self.cancel is not None:
-                for row in rows:
-                    if not self.finished[row] and self.cancel(row):
+                over = done | ~(real & ~revealed).any(dim=-1)
+                for row, ended in zip(rows, over.tolist(), strict=True):
+                    if not ended and not self.finished[row] and self.cancel(row):
                         self.finished[row] = "cancelled"
                 done = done | torch.tensor([self.finished[r] == "cancelled" for r in rows], device=z.device)
             return done
@@ -304,7 +308,6 @@ class _Run:
                     row, number, int(committed.forward[at]), int(committed.chunk[at]), positions,
                     committed.tokens[at][fill].tolist(),
                 )  # fmt: skip
-                self.statistics.new_tokens[row] += len(positions)
                 self.history.append(event)
                 if self.on_event is not None:
                     self.on_event(event)
@@ -313,17 +316,19 @@ class _Run:
 
     def _accept(self, row: int, context: list[int], size: int, line: list[int]) -> None:
         """Take over what a window wrote."""
-        start = len(context)
+        start, masked = len(context), self.model.config.mask_id
         new = line[start : start + size]
+        blanks = sum(a == masked != b for a, b in zip(context, line, strict=False))
         if context is self.texts[row]:  # the first window, whose prompt may have had blanks
             self.texts[row] = line[:start]
         self.texts[row] = self.texts[row] + new
         self.left[row] -= size
+        kept = new.index(self.eos_id) + 1 if self.eos_id in new else size
+        self.statistics.new_tokens[row] += blanks + sum(token != masked for token in new[:kept])
         if self.finished[row]:
             return
         if self.eos_id is not None and self.eos_id in new:
-            cut = len(new) - new.index(self.eos_id) - 1
-            self.texts[row] = self.texts[row][: len(self.texts[row]) - cut]
+            self.texts[row] = self.texts[row][: len(self.texts[row]) - size + kept]
             self.finished[row] = "eos"
         elif self.stop is not None and self.stop(row, self._completion(row)):
             self.finished[row] = "stop"

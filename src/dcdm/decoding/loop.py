@@ -17,8 +17,8 @@ from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, View
 from dcdm.decoding.predictors import Afresh, Remembering
 from dcdm.decoding.routes import Router
-from dcdm.decoding.sampling import Sampling
 from dcdm.model.transformer import Sets
+from dcdm.model.types import at_least_fp32
 
 
 @dataclass
@@ -68,7 +68,6 @@ def walk(
     commit: Commit,
     reveal: Reveal,
     *,
-    sampling: Sampling | None = None,
     order: Tensor | None = None,
     stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
     on_commit: Callable[[Committed], None] | None = None,
@@ -78,7 +77,6 @@ def walk(
     `order` (B, L) is the noise of random commit policies. `stopped(z, revealed)` names rows (B,) that need
     nothing more; it is asked between forwards. Returns the filled canvas and what it cost.
     """
-    sampling = sampling or Sampling()
     order = torch.zeros(z.shape, device=z.device) if order is None else order.to(z.device)
     revealed, route = sets.real & ~sets.free, routes.start(sets)
     counts = Counts.zero(len(z))
@@ -100,7 +98,8 @@ def walk(
         asked = route.active & pending
         predicted = predict(z, revealed, routes.Route(route.ids, asked), asked)
         where = predicted.asked
-        view = View(sampling.log_p(predicted.logits), where.valid, where.index, step, where.pick(order))
+        log_p = predicted.logits.to(at_least_fp32(predicted.logits)).log_softmax(dim=-1)
+        view = View(log_p, where.valid, where.index, step, where.pick(order))
         if router.narrow is not None:
             route = router.narrow(route, view, spent & busy)
             view = View(view.log_p, where.valid & where.pick(route.active), view.position, step, view.order)

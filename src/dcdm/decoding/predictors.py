@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
-from dcdm.decoding.routes import Route, without_later
+from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.cache import Memory
 from dcdm.model.layout import Compact
 from dcdm.model.masks import Slots
@@ -33,8 +33,8 @@ class Predicted:
     """(B,): positions whose keys and values were remembered instead."""
 
 
-def resolve_cache(config: ModelConfig, cache: str) -> str:
-    """The cache that "auto" means, or a refusal of what does not fit the kind."""
+def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str:
+    """The cache that "auto" means, or a refusal of what does not fit the kind and its routing."""
     if cache not in ("auto", "exact", "frozen", "none"):
         raise ConfigError(f"cache={cache!r} is not known; choose one of auto, exact, frozen, none")
     if config.routes_from_noise and cache == "exact":
@@ -44,6 +44,8 @@ def resolve_cache(config: ModelConfig, cache: str) -> str:
         )
     if not config.routes_from_noise and cache == "frozen":
         raise ConfigError("cache='frozen' is an approximation for the paper's routing; here use cache='exact'")
+    if cache == "frozen" and routing == "appendix-b":
+        raise ConfigError("cache='frozen' needs revealed tokens that stay visible; routing='appendix-b' hides some")
     if cache == "auto":
         return "none" if config.routes_from_noise else "exact"
     return cache
@@ -62,7 +64,7 @@ class Afresh:
         self.model = model
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route, asked: Tensor) -> Predicted:
-        route = without_later(route)
+        route = without_hidden(route, revealed)
         states = self.model.denoise(z, route.ids)
         if self.model.config.kind == "ar":
             states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ

@@ -20,7 +20,8 @@ class Prompts:
     rows: list[list[int]]
     """Token ids, BOS first, MASK where there is a blank."""
     has_blanks: list[bool]
-    max_new_tokens: int
+    new_tokens: list[int]
+    """To write behind each row."""
     window: int
     overlap: int
 
@@ -43,10 +44,11 @@ def read_prompts(
     max_new_tokens: int | None,
     window: int,
     overlap: int | None,
+    blanks: bool = True,
 ) -> Prompts:
-    """Rows of token ids and the sizes that hold for all of them."""
+    """Rows of token ids, and what is to be written behind each."""
     config = model.config
-    rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id)]
+    rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id, blanks)]
     if not rows:
         raise ConfigError("prompts is empty; give at least one prompt (an empty text is one)")
     if not 2 <= window <= config.max_position:
@@ -59,35 +61,36 @@ def read_prompts(
             )
         if config.bos_id in row[1:]:
             raise ConfigError(f"prompts[{number}] holds BOS ({config.bos_id}) inside; it may only come first")
-    blanks = [config.mask_id in row for row in rows]
-    room = window - max(len(row) for row in rows)
-    if max_new_tokens is None:
-        max_new_tokens = 0 if any(blanks) else max(room, 0)
-    if max_new_tokens < 0 or (max_new_tokens == 0 and not all(blanks)):
-        if room < 1:
-            raise ConfigError(_too_long(max(len(row) for row in rows), window))
-        raise ConfigError(
-            f"max_new_tokens={max_new_tokens} leaves nothing to do; give at least 1, or prompts with blanks"
-        )
-    if room < (1 if max_new_tokens else 0):
-        raise ConfigError(_too_long(max(len(row) for row in rows), window))
+        if config.pad_id in row:
+            raise ConfigError(f"prompts[{number}] holds PAD ({config.pad_id}) inside; it may only come last")
+    has_blanks = [config.mask_id in row for row in rows]
+    new_tokens = []
+    for number, (row, blank) in enumerate(zip(rows, has_blanks, strict=True)):
+        room = window - len(row)
+        wanted = max_new_tokens
+        if wanted is None:
+            wanted = 0 if blank else max(room, 1)
+        if room < (1 if wanted else 0):
+            raise ConfigError(
+                f"prompts[{number}] of {len(row)} tokens (BOS counted) does not fit into window={window}"
+                f"{' with room for one more' if wanted else ''}; shorten it or choose a larger window"
+            )
+        if wanted < 0 or (wanted == 0 and not blank):
+            raise ConfigError(
+                f"max_new_tokens={wanted} leaves nothing to do for prompts[{number}]; give at least 1, or blanks"
+            )
+        new_tokens.append(wanted)
     overlap = window // 2 - 1 if overlap is None else overlap
     if not 0 <= overlap <= window - 2:
         raise ConfigError(f"overlap={overlap} must lie between 0 and window − 2 = {window - 2}")
-    return Prompts(rows, blanks, max_new_tokens, window, overlap)
-
-
-def _too_long(length: int, window: int) -> str:
-    return (
-        f"a prompt of {length} tokens (BOS counted) does not fit into window={window} with room for one more; "
-        "shorten the prompt or choose a larger window"
-    )
+    return Prompts(rows, has_blanks, new_tokens, window, overlap)
 
 
 def _rows(
     prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
     tokenizer: Tokenizer | None,
     pad_id: int,
+    blanks: bool,
 ) -> list[list[int]]:
     if isinstance(prompts, Tensor):
         prompts = prompts.tolist()
@@ -101,7 +104,7 @@ def _rows(
         if isinstance(item, str):
             if tokenizer is None:
                 raise ConfigError(f"prompts[{number}] is text; give tokenizer=, or token ids")
-            rows.append(with_blanks(tokenizer, item))
+            rows.append(with_blanks(tokenizer, item) if blanks else tokenizer.encode(item))
         elif isinstance(item, Tensor | Sequence):
             ids = [int(t) for t in item]
             while ids and ids[-1] == pad_id:

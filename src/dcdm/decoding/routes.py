@@ -251,6 +251,6 @@ def current_ids(model: Model, z: Tensor, prompt: Tensor | None = None) -> Tensor
         revealed = revealed | (route.active & full[:, None])
 
 
-def without_later(route: Route) -> Route:
-    """Positions that the active ones cannot see become padding: nobody asks for them."""
-    return replace(route, ids=torch.where(route.ids <= route.level(), route.ids, -1))
+def without_hidden(route: Route, revealed: Tensor) -> Route:
+    """Masked positions that the active ones cannot see become padding: nobody asks for them."""
+    return replace(route, ids=torch.where((route.ids <= route.level()) | revealed, route.ids, -1))

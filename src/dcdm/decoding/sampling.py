@@ -37,15 +37,18 @@ class Sampling:
         return self.temperature == 0
 
     def log_p(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (…, V) of the tempered, truncated distribution; plain ones if greedy."""
+        """Log-probabilities (…, V) of the tempered, truncated distribution; plain ones if greedy.
+
+        `logits` may be log-probabilities as well.
+        """
         logits = logits.to(at_least_fp32(logits))
         if self.greedy:
             return logits.log_softmax(dim=-1)
         if self.temperature != 1:
-            logits = logits / self.temperature
+            logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            kept = logits.argsort(dim=-1, descending=True, stable=True)[..., : self.top_k]
+            logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept, logits.gather(-1, kept))
         if self.top_p is not None and self.top_p < 1:
             logits = logits.masked_fill(~_nucleus(logits, self.top_p), -torch.inf)
         return logits.log_softmax(dim=-1)

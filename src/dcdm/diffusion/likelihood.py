@@ -152,7 +152,7 @@ class Decoder:
         if self.sampling.greedy:
             raise ConfigError("temperature=0 is greedy: such a decoder has no likelihood")
         check_routing(model.config, self.routing)
-        resolve_cache(model.config, self.cache)
+        resolve_cache(model.config, self.cache, self.routing)
 
     @property
     def one_pass_per_chunk(self) -> bool:
@@ -238,10 +238,10 @@ class Scorer:
 
         def reveal(view: View, fill: Tensor) -> Tensor:
             true = tokens.gather(1, view.position)
-            known = true.clamp(max=view.log_p.shape[-1] - 1)[..., None]
-            nll = -view.log_p.gather(-1, known).squeeze(-1).double()
             row, at = fill.nonzero(as_tuple=True)
-            total[row.cpu(), view.position[row, at].cpu()] = nll[row, at].cpu()
+            log_p = decoder.sampling.log_p(view.log_p[row, at])
+            nll = -log_p.gather(-1, true[row, at][:, None]).squeeze(-1).double()
+            total[row.cpu(), view.position[row, at].cpu()] = nll.cpu()
             return true
 
         _, counts = walk(
@@ -251,7 +251,7 @@ class Scorer:
             predictor_of(model, sets, decoder.cache),
             commit_policy(decoder.commit),
             reveal,
-            sampling=decoder.sampling,
+            order=self.key.fold("order").rows(index, tokens.shape[1]),
         )
         return _certain(total, sets.free.sum(dim=-1), counts.forwards)
 

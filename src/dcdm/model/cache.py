@@ -11,13 +11,14 @@ hold different numbers of them.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcdm.model.attention import Ready
 from dcdm.model.masks import Mask, Slots
+from dcdm.model.types import product_type
 
 if TYPE_CHECKING:
     from dcdm.model.transformer import Model
@@ -29,14 +30,17 @@ class Memory:
     def __init__(self, model: Model, rows: int, capacity: int) -> None:
         config = model.config
         weight = model.embed_tokens.weight
-        # one slot more: fillers of shorter rows are written there, and nobody reads it
-        shape = (rows, capacity + 1, config.num_kv_heads, config.head_dim)
-        self.layers = [LayerMemory(self, weight.new_zeros(shape), weight.new_zeros(shape)) for _ in model.layers]
+        self.dtype = product_type(weight)
+
+        def zeros(*shape: int) -> Tensor:  # one slot more: fillers are written there, and nobody reads it
+            return torch.zeros(rows, capacity + 1, *shape, dtype=self.dtype, device=weight.device)
+
+        size = (config.num_kv_heads, config.head_dim)
+        self.layers = [LayerMemory(self, zeros(*size), zeros(*size)) for _ in model.layers]
         self.chunking: LayerMemory | None = None
         if model.chunking is not None:
-            chunks, _, size = model.chunking.mu.shape
-            p_bckh = weight.new_zeros(rows, capacity + 1, chunks, size)
-            self.chunking = LayerMemory(self, p_bckh, weight.new_zeros(rows, capacity + 1, config.hidden_size))
+            chunks, _, chunk_dim = model.chunking.mu.shape
+            self.chunking = LayerMemory(self, zeros(chunks, chunk_dim), zeros(config.hidden_size))
         self._slots = Slots(*torch.full((4, rows, capacity + 1), -1, device=weight.device))
         self._rows = torch.arange(rows, device=weight.device)[:, None]
         self.length = torch.zeros(rows, dtype=torch.long, device=weight.device)
@@ -59,14 +63,24 @@ class Memory:
             held[self._rows, self._index] = getattr(slots, field.name).to(held.dtype)
         self._queries = slots
 
-    def allowed(self, mask: Mask) -> Tensor | None:
-        """(B, Q, keys) bool, or None if every query sees every key. Fillers see slot 0, so that no row is empty."""
+    def allowed(self, mask: Mask) -> Allowed | None:
+        """Who sees whom, or None if every query sees every key. Fillers see slot 0, so that no row is empty."""
         keys = self._slots[:, : self._num_keys]
         held = torch.arange(self._num_keys, device=keys.chunk.device) < (self.length + self._new)[:, None]
         keys = Slots(keys.position, torch.where(held, keys.chunk, -1), keys.stream, keys.masked == 1)
         allowed = mask.dense(self._queries, keys)
         allowed[..., 0] |= self._queries.chunk < 0
-        return None if bool(allowed.all()) else allowed
+        if bool(allowed.all()):
+            return None
+        bias = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
+        return Allowed(allowed, bias.masked_fill_(~allowed, -torch.inf))
+
+
+class Allowed(NamedTuple):
+    """Who sees whom, (B, Q, keys): as booleans, and as what is added to scores."""
+
+    allowed: Tensor
+    bias: Tensor
 
 
 class LayerMemory:
@@ -78,13 +92,11 @@ class LayerMemory:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write those of the new slots (B, Q, …); all that there are, (B, keys, …), without a copy."""
         memory = self.memory
-        self.keys[memory._rows, memory._index] = keys
-        self.values[memory._rows, memory._index] = values
+        self.keys[memory._rows, memory._index] = keys.to(self.keys.dtype)
+        self.values[memory._rows, memory._index] = values.to(self.values.dtype)
         return self.keys[:, : memory._num_keys], self.values[:, : memory._num_keys]
 
-    def ready(self, allowed: Tensor | None, num_queries: int) -> Ready:
+    def ready(self, allowed: Allowed | None, num_queries: int) -> Ready:
         """What `attend` takes."""
-        bias = None
-        if allowed is not None:
-            bias = self.keys.new_zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)[:, :num_queries]
+        bias = None if allowed is None else allowed.bias[:, :num_queries]
         return Ready("sdpa", num_queries, None, None, None, bias, self)

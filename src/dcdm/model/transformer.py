@@ -193,14 +193,15 @@ class Model(nn.Module):
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config.head_dim, self.config.rope_theta, h_bqd.dtype)
         for number, (layer, own) in enumerate(zip(self.layers, memory.layers, strict=True)):
-            is_last = number == len(self.layers) - 1
+            routes = number == 0 and self.chunking is not None
+            is_last = number == len(self.layers) - 1 and not routes
             ready = own.ready(first if number == 0 else routed, num_out if is_last else tokens.shape[1])
             h_bqd, _ = layer(h_bqd, rotary, ready)
-            if number == 0 and self.chunking is not None:
+            if routes:
+                assert self.chunking is not None
                 assert memory.chunking is not None
-                seen = first if first is None else first[:, : h_bqd.shape[1]]
-                h_bqd = self.chunking.extend(h_bqd, memory.chunking, seen)
-        return self.norm(h_bqd)
+                h_bqd = self.chunking.extend(h_bqd, memory.chunking, None if first is None else first.allowed)
+        return self.norm(h_bqd[:, :num_out])
 
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
