@@ -235,7 +235,9 @@ def _losses(run: Path) -> list[float]:
 def _commands(model: Path) -> list[Example]:
     return [
         Example(f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"),
-        Example(f'dcdm chunks {model} "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"),
+        Example(
+            f'dcdm chunks {model} "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"
+        ),
         Example(
             "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
             "a model whose router forms the chunks by itself",

@@ -41,8 +41,8 @@ class Line:
             return "The two models do not differ by more than chance explains."
         better, worse = ("DCDM", "BDLM") if mean < 0 else ("BDLM", "DCDM")
         return (
-            f"With the same number of forwards, the {better} gives a byte of held-out text {math.exp(abs(mean)):.2f} "
-            f"times the probability that the {worse} gives it (geometric mean)."
+            f"With the same number of forwards, the {better} gives a byte of held-out text "
+            f"{math.exp(abs(mean)):.2f} times the probability that the {worse} gives it (geometric mean)."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def page(report: Report) -> str:
         curves=line_plot(report.curves, across="step", up="nats per byte"),
         commands="".join(_command(example) for example in report.commands),
     )
-    return assemble("DCDM demo", body, _data(report), ["tokens", "player", "report"])
+    return assemble("DCDM demo", body, _data(report), ["tokens", "player", "sections", "report"])
 
 
 def _row(line: Line) -> str:
