@@ -249,6 +249,29 @@ def test_the_page_of_tasks_has_figures_and_notes_and_says_what_is_absent():
     assert "A<C" not in page.replace("A&lt;C", "")
 
 
+def test_tasks_write_a_page_of_a_run(place, capsys, tmp_path):
+    pytest.importorskip("lm_eval")
+    row = {"goal": "eat soup", "sol1": "with a spoon", "sol2": "with a fork", "label": 0}
+    (tmp_path / "piqa_validation.jsonl").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "out"
+    main(["eval", "tasks", str(place / "dcdm-debug"), "--tasks", "piqa", "--data-dir", str(tmp_path),
+          "--samples", "2", "--json", "--report", str(out)])  # fmt: skip
+    printed, said = json.loads(capsys.readouterr().out), text_of((out / "report.html").read_text())
+    assert json.loads((out / "tasks.json").read_text()) == printed
+    assert f"{100 * printed['tasks'][0]['figures'][0]['value']:.1f}" in said
+    assert file_digest(tmp_path / "piqa_validation.jsonl") in said
+    assert f"dcdm eval tasks {place / 'dcdm-debug'} --tasks piqa" in said
+    assert "MaxVio of the steps of training" in said
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(place, capsys):
+    for command in (["ppl", str(place / "ar-debug"), "--data", str(place / "mine.txt")], ["tasks", "none"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", *command, "--report", str(place / "mine.txt" / "out")])
+        assert stopped.value.code == 2
+        assert "give a folder that can be written to" in capsys.readouterr().err
+
+
 def test_a_report_of_no_window_is_refused_before_anything_is_measured(place, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "ppl", str(place / "ar-debug"), "--data", str(place / "mine.txt"), "--report-windows", "0"])

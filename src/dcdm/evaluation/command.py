@@ -78,7 +78,7 @@ def ppl(
 
     from dcdm.evaluation.corpora import ReadingSettings, read_corpora
     from dcdm.evaluation.perplexity import Sampling
-    from dcdm.evaluation.report import Plan
+    from dcdm.evaluation.report import Plan, make_folder
     from dcdm.evaluation.suite import evaluate
     from dcdm.evaluation.windows import WindowSettings
     from dcdm.training.parallel import init_distributed, shutdown
@@ -87,6 +87,8 @@ def ppl(
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
     plan = Plan(corpora[0], window, report_windows, seed, batch_size, dtype=getattr(torch, dtype))
+    if report is not None:
+        make_folder(report)
     world = init_distributed(device)
     try:
         with _Progress(shown=world.is_main) as progress:
@@ -114,7 +116,6 @@ def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | 
     if markdown is not None:
         write_whole(markdown, table.to_markdown(result).encode())
     if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
         write_whole(report / "perplexity.json", encoded.encode())
     if json:
         print(encoded)

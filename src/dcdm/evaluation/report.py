@@ -58,9 +58,16 @@ class Plan:
             raise ConfigError(f"--report-windows {self.windows} must be at least 1")
 
 
+def make_folder(folder: Path) -> None:
+    """Make the report's folder, to be called before hours of measuring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--report {folder}: {error.strerror}; give a folder that can be written to") from error
+
+
 def write(folder: Path, page: str, data: Mapping[str, Any]) -> Path:
     """Put report.html and report.json, the numbers behind its drawings, into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", json.dumps(data, ensure_ascii=False).encode())
     write_whole(folder / "report.html", page.encode())
     return folder / "report.html"
@@ -159,7 +166,7 @@ def perplexity_page(result: Evaluation, found: Sequence[Study], plan: Plan, repe
         _section("Calibration of confidence", _calibration(found, plan.corpus.name), wide=True),
         _section("Balance of chunks", _balance(found, plan.corpus.name), wide=True),
         _section("Chunks of sample texts", _texts(found, plan.corpus.name), wide=True),
-        _section("To repeat it", repeated(repeat), wide=True),
+        _section("To repeat it", _repeated(repeat), wide=True),
     ]
     summary = f"{_many(len(result.models), 'model')} on {_many(len(result.corpora), 'corpus', 'corpora')}"
     return page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, found)
@@ -175,8 +182,8 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Repea
         _section("Benchmark tasks", _tasks(reports), wide=True),
         _section("Loss and valid bound against tokens seen", _training([study])),
         _section("Balance of chunks", _violations([study]) or _said([study], "balance")),
-        _section("What is not here", _p(absent)),
-        _section("To repeat it", repeated(repeat), wide=True),
+        _section("What is not here", _p(absent), wide=True),
+        _section("To repeat it", _repeated(repeat), wide=True),
     ]
     return page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
 
@@ -271,8 +278,8 @@ def _calibration(found: Sequence[Study], corpus: str) -> str:
         f"Windows of {corpus}, one forward per chunk (AR: per token): every prediction of a masked token, sorted "
         "by the probability of its best token. Bars: how often that token is the true one; dots: at the mean "
         "confidence of the bar, ± the binomial standard error; broken line: confidence that tells the truth; "
-        "below: how many predictions. ECE, the expected calibration error, is the mean distance of dots from the line, by "
-        "counts; chance alone makes it larger than 0."
+        "below: how many predictions. ECE, the expected calibration error, is the mean distance of dots from the "
+        "line, by counts; chance alone makes it larger than 0."
     )
     parts = []
     for study in found:
@@ -333,7 +340,7 @@ def _texts(found: Sequence[Study], corpus: str) -> str:
 def _texts_data(found: Sequence[Study]) -> list[dict[str, Any]]:
     return [
         {
-            "name": f"{study.name}: {study.kind}", "rule": _rule(one),
+            "name": f"Text {number + 1}, {study.name}: {study.kind}", "rule": _rule(one),
             "tokens": [token.text for token in one.tokens], "ids": one.frame.ids,
             "hidden": one.frame.hidden if one.axis == "noise" else None,
         }
@@ -350,16 +357,16 @@ def _rule(one: ChunkView) -> str:
 # --- to repeat it ------------------------------------------------------------------------------------------------
 
 
-def repeated(repeat: Repeat) -> str:
-    models = "".join(f"<h3>{_e(name)}</h3>{_listed(values)}" for name, values in repeat.models.items())
-    corpora = "".join(f"<h3>{_e(name)}</h3>{_listed(values)}" for name, values in repeat.corpora.items())
-    return (
-        f'<pre class="command"><code>{_e(repeat.command)}</code></pre>'
-        f'<div class="settings"><div><h3>Settings</h3>{_listed(repeat.settings)}</div>'
-        f"<div><h3>Machine</h3>{_listed(repeat.environment)}</div><div>{models}</div>"
-        + (f"<div>{corpora}</div>" if corpora else "")
-        + "</div>"
+def _repeated(repeat: Repeat) -> str:
+    groups = [("Settings", repeat.settings), ("Machine", repeat.environment)]
+    groups += [*repeat.corpora.items(), *repeat.models.items()]
+    listed = "".join(f"<div><h3>{_e(name)}</h3>{_listed(values)}</div>" for name, values in groups)
+    why = (
+        "The SHA-256 of a run's weights is that of the checkpoint's manifest.json, which holds those of all its "
+        "files; that of an exported folder is of model.safetensors."
     )
+    command = f'<pre class="command"><code>{_e(repeat.command)}</code></pre>'
+    return f'{command}<div class="settings">{listed}</div>{_p(why)}'
 
 
 def _listed(values: Mapping[str, Any]) -> str:

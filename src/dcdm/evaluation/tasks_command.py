@@ -71,6 +71,10 @@ def tasks(
 
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit} must be at least 1")
+    if report is not None:
+        from dcdm.evaluation.report import make_folder
+
+        make_folder(report)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
     if data_dir is not None:  # read by the packages when they are imported
@@ -111,7 +115,6 @@ def _draw(
     models = {study.name: {"kind": study.kind, "tokenizer": there.tokenizer.fingerprint, **there.identity()}}
     data = {} if given["data_dir"] is None else {"files": _files(given["data_dir"], reports)}
     repeat = Repeat(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tasks.json", encoded.encode())
     place = write(folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study.to_dict()})
     print(f"{place}: written; open it in a browser", file=sys.stderr)

@@ -104,11 +104,11 @@ class Bin:
 
 def reliability(bins: Sequence[Bin], across: str, up: str) -> str:
     """How often predictions are right against their confidence, and below, how many there are of each."""
-    frame = _Frame(320, 300, 0, 1, 0, 1, bottom=92)
+    frame = _Frame(320, 300, 0, 1, 0, 1, bottom=78)
     fifths = [number / 5 for number in range(6)]
     parts = _axes(frame, fifths, fifths, across, up)
     most = max(1, *(one.count for one in bins))
-    floor, deep = frame.height - 44, 26
+    floor, deep = frame.height - 24, 26
     for one in bins:
         said = f"confidence {one.low:.1f} to {one.high:.1f}: {one.count:,} predictions"
         if one.count:
@@ -183,7 +183,7 @@ class _Frame:
     high: float
     log: bool = False
     left: int = 52
-    right: int = 16
+    right: int = 22
     top: int = 14
     bottom: int = 44
 
