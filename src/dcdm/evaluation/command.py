@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
+    from dcdm.evaluation.report import Plan
     from dcdm.evaluation.suite import Evaluation
 
 
@@ -36,6 +39,7 @@ def ppl(
     csv: Path | None = None,
     markdown: Path | None = None,
     report: Path | None = None,
+    report_windows: int = 4,
 ) -> None:
     """Perplexity of models on corpora, in one table.
 
@@ -65,12 +69,16 @@ def ppl(
         json: Print one JSON object instead of the table.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
-        report: Write everything that a report needs into this folder.
+        report: Write a page into this folder, report.html, and the numbers of it as JSON: the table, curves of
+            training, decoders, calibration, balance, pictures of chunks, and all settings.
+        report_windows: Windows of the first corpus that the report decodes; calibration takes 16 times as many.
     """
+    given = dict(locals())
     import torch
 
     from dcdm.evaluation.corpora import ReadingSettings, read_corpora
     from dcdm.evaluation.perplexity import Sampling
+    from dcdm.evaluation.report import Plan, make_folder
     from dcdm.evaluation.suite import evaluate
     from dcdm.evaluation.windows import WindowSettings
     from dcdm.training.parallel import init_distributed, shutdown
@@ -78,15 +86,20 @@ def ppl(
     sampling = Sampling(samples, seed, batch_size)
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
+    plan = Plan(corpora[0], window, report_windows, seed, batch_size, dtype=getattr(torch, dtype))
+    if report is not None:
+        make_folder(report)
     world = init_distributed(device)
     try:
         with _Progress(shown=world.is_main) as progress:
             result = evaluate(
                 models, corpora, estimator, sampling, window,
-                world=world, dtype=getattr(torch, dtype), say=progress.start,
+                world=world, dtype=plan.dtype, say=progress.start,
             )  # fmt: skip
         if world.is_main:
             _publish(result, json, csv, markdown, report)
+        if world.is_main and report is not None:
+            _draw(report, result, replace(plan, device=world.device), given, world.size)
     finally:
         shutdown(world)
 
@@ -103,12 +116,26 @@ def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | 
     if markdown is not None:
         write_whole(markdown, table.to_markdown(result).encode())
     if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
         write_whole(report / "perplexity.json", encoded.encode())
     if json:
         print(encoded)
     else:
         table.print_table(result)
+
+
+def _draw(folder: Path, result: Evaluation, plan: Plan, given: dict[str, Any], processes: int) -> None:
+    """The page of a report, once the figures are safe."""
+    from dcdm.evaluation.repeating import environment, spelled
+    from dcdm.evaluation.report import Repeat, perplexity_page, study_all, write
+
+    with _Progress(shown=True) as progress:
+        found = study_all(given["models"], plan, progress.start)
+    settings = {**result.settings, "report_windows": plan.windows}
+    machine = environment(str(plan.device), processes)
+    repeat = Repeat(spelled("eval ppl", ppl, given), machine, settings, result.models, result.corpora)
+    data = {"repeat": asdict(repeat), "studies": [study.to_dict() for study in found]}
+    place = write(folder, perplexity_page(result, found, plan, repeat), data)
+    print(f"{place}: written; open it in a browser", file=sys.stderr)
 
 
 class _Progress:

@@ -66,7 +66,7 @@ def evaluate(
 ) -> Evaluation:
     """Measure every model (a run, a checkpoint or an exported folder) on every corpus by every estimator."""
     sampling, window, world = sampling or Sampling(), window or WindowSettings(), world or World()
-    found = {name: find_model(path) for name, path in _names(models).items()}
+    found = {name: find_model(path) for name, path in names_of(models).items()}
     _check(found, corpora, estimators, window)
     result = Evaluation(_settings(estimators, sampling, window, dtype))
     result.corpora = {corpus.name: _described(corpus) for corpus in corpora}
@@ -91,7 +91,7 @@ def evaluate(
     return result
 
 
-def _names(models: Sequence[str]) -> dict[str, str]:
+def names_of(models: Sequence[str]) -> dict[str, str]:
     """Short names for paths: the folder's, or the whole path where folders share one."""
     if not models:
         raise ConfigError("no model was given; name a run folder, a checkpoint in it, or an exported folder")
@@ -130,7 +130,7 @@ def _model_described(there: Found, path: str) -> dict[str, Any]:
     return {
         "path": str(path), "kind": there.config.kind,
         "routing": there.config.routing if there.config.kind == "dcdm" else None,
-        "tokenizer": there.tokenizer.fingerprint, "vocab_size": there.config.vocab_size,
+        "tokenizer": there.tokenizer.fingerprint, "vocab_size": there.config.vocab_size, **there.identity(),
     }  # fmt: skip
 
 

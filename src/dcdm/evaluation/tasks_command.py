@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -36,6 +37,7 @@ def tasks(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     dtype: Literal["float32", "bfloat16", "float64"] = "float32",
     json: bool = False,
+    report: Path | None = None,
 ) -> None:
     """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
 
@@ -60,13 +62,19 @@ def tasks(
         device: Where to compute.
         dtype: Precision of the weights.
         json: Print one JSON object instead of a table.
+        report: Write a page into this folder, report.html, and the figures as tasks.json.
     """
+    given = dict(locals())
     from dcdm.config import ConfigError
     from dcdm.evaluation.tasks import choose
     from dcdm.evaluation.tasks_report import show
 
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit} must be at least 1")
+    if report is not None:
+        from dcdm.evaluation.report import make_folder
+
+        make_folder(report)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
     if data_dir is not None:  # read by the packages when they are imported
@@ -82,11 +90,43 @@ def tasks(
             reports.append(_run(lm, one, limit, allow_code_execution, cache, items))
             if not json:
                 show(reports[-1], first=len(reports) == 1)
-    if json:
-        import json as encoder
+    import json as encoder
 
-        settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": dtype}
-        print(encoder.dumps({"settings": settings | _settings(lm), "tasks": reports}, ensure_ascii=False))
+    settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": dtype} | _settings(lm)
+    encoded = encoder.dumps({"settings": settings, "tasks": reports}, ensure_ascii=False)
+    if json:
+        print(encoded)
+    if report is not None:
+        _draw(report, encoded, settings, reports, str(lm.device), given)
+
+
+def _draw(
+    folder: Path, encoded: str, settings: dict[str, Any], reports: list[dict[str, Any]], device: str,
+    given: dict[str, Any],
+) -> None:  # fmt: skip
+    """The page of a report, beside its figures."""
+    from dcdm.evaluation.repeating import environment, spelled
+    from dcdm.evaluation.report import Repeat, begun, tasks_page, write
+    from dcdm.files import write_whole
+    from dcdm.training.loading import find_model
+
+    there = find_model(given["model"])
+    study = begun(Path(given["model"]).name, there)
+    models = {study.name: {"kind": study.kind, "tokenizer": there.tokenizer.fingerprint, **there.identity()}}
+    data = {} if given["data_dir"] is None else {"files": _files(given["data_dir"], reports)}
+    repeat = Repeat(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
+    write_whole(folder / "tasks.json", encoded.encode())
+    place = write(folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study.to_dict()})
+    print(f"{place}: written; open it in a browser", file=sys.stderr)
+
+
+def _files(folder: Path, reports: list[dict[str, Any]]) -> dict[str, str]:
+    """SHA-256 of the local files of these benchmarks."""
+    from dcdm.evaluation.tasks import BENCHMARKS
+    from dcdm.files import file_digest
+
+    stems = tuple(BENCHMARKS[report["task"]].stem for report in reports)
+    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.name.startswith(stems)}
 
 
 def _shots(texts: tuple[str, ...]) -> dict[str, int]:

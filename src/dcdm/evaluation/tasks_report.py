@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +92,28 @@ def show(report: dict[str, Any], first: bool) -> None:
     """Print a benchmark's lines of the table, under a head for the first."""
     if first:
         print("  ".join(f"{name:<{width}}" for name, width in COLUMNS.items()).rstrip())
+    for line in cells(report):
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, COLUMNS.values(), strict=True)).rstrip())
+    for note in remarks(report):
+        print(f"    {note}")
+    print(f"    {report['seconds']:.0f} s", flush=True)
+
+
+def cells(report: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A benchmark's lines of the table, a cell for each of `COLUMNS`."""
     for number, line in enumerate(report["figures"]):
         spread = "" if line["stderr"] is None else f" ± {100 * line['stderr']:.1f}"
         noise = line["monte_carlo_stderr"]
-        cells = (
-            report["title"] if number == 0 else "", report["shots"], _metric(line),
-            f"{100 * line['value']:.1f}{spread}", f"{100 * line['chance']:.1f}", line["questions"],
+        yield [
+            report["title"] if number == 0 else "", str(report["shots"]), _metric(line),
+            f"{100 * line['value']:.1f}{spread}", f"{100 * line['chance']:.1f}", str(line["questions"]),
             "–" if noise is None else f"{noise:.2f} ({100 * line['within_noise']:.0f} %)",
-        )  # fmt: skip
-        print("  ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip())
-    for note in (*report["notes"], *_remarks(report["counts"])):
-        print(f"    {note}")
-    print(f"    {report['seconds']:.0f} s", flush=True)
+        ]  # fmt: skip
+
+
+def remarks(report: Mapping[str, Any]) -> list[str]:
+    """What a reader of a benchmark's figures must know."""
+    return [*report["notes"], *_remarks(report["counts"])]
 
 
 def _metric(line: dict[str, Any]) -> str:

@@ -6,15 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import file_digest
 from dcdm.model.transformer import Model, build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights, newest_whole
+from dcdm.training.manifest import MANIFEST, read_manifest
+
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,19 @@ class Found:
     config: ModelConfig
     tokenizer: Tokenizer
     weights: Callable[[], dict[str, Tensor]]
+    place: Path
+    """The checkpoint, or the exported folder."""
+    run: Path | None = None
+    """The run folder that the checkpoint stands in."""
+
+    def identity(self) -> dict[str, Any]:
+        """Which weights these are: where they stand, their step, and a SHA-256 that covers all of them."""
+        if self.run is None:
+            return {"weights": str(self.place), "step": None, "sha256": file_digest(self.place / WEIGHTS)}
+        manifest = self.place / MANIFEST  # it holds the SHA-256 of every file
+        return {
+            "weights": str(self.place), "step": read_manifest(self.place).step, "sha256": file_digest(manifest)
+        }  # fmt: skip
 
     def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
         """The model with its weights, ready for evaluation."""
@@ -66,7 +84,7 @@ def find_model(path: str | Path, *, average: bool = True) -> Found:
         averaged = load_weights(checkpoint, "ema") if average and config.train.ema_decay else {}
         return load_weights(checkpoint) | averaged
 
-    return Found(config.model, Tokenizer.load(run / "tokenizer"), weights)
+    return Found(config.model, Tokenizer.load(run / "tokenizer"), weights, checkpoint, run)
 
 
 def _exported(folder: Path) -> Found:
@@ -77,7 +95,7 @@ def _exported(folder: Path) -> Found:
     def weights() -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
-        stored = load_file(folder / "model.safetensors")
+        stored = load_file(folder / WEIGHTS)
         return {name.removeprefix("model."): value for name, value in stored.items()}
 
-    return Found(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights)
+    return Found(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights, folder)

@@ -14,14 +14,16 @@ from dcdm.viewing import palette
 
 
 @torch.no_grad()
-def chunk_ids(model: Model, tokens: Tensor) -> Tensor | None:
+def chunk_ids(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
+) -> Tensor | None:
     """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""
     if model.config.kind == "ar":
         return None
     if not model.config.routes_from_noise:
-        return model.partition(tokens).ids
-    masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens).free
-    return model.encode(tokens, masked).chunk_ids
+        return model.partition(tokens, prompt, index).ids
+    masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens, prompt).free
+    return model.encode(tokens, masked, prompt=prompt).chunk_ids
 
 
 def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:

@@ -1,0 +1,1 @@
+if (byId("texts")) chunkTexts(byId("texts"), data.texts);
