@@ -123,6 +123,8 @@ MODELS = {
     "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug",
     "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug-causal",
     "runs/demo/dcdm": "dcdm-debug-causal", "runs/demo/bdlm": "bdlm-debug", "run": "mdlm-debug",
+    **{f"runs/{name}": name for name in ("ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal")},
+    "runs/dcdm-moe-debug": "dcdm-debug",
 }  # fmt: skip
 
 
@@ -153,6 +155,15 @@ def write_texts(folder: Path) -> None:
     rows = (f'{{"question": "What is {n} and 0?", "answer": "It is {n}."}}\n' for n in range(400))
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "prompts.jsonl").write_text('{"prompt": "def main("}\n' * 2)
+    for name in ("wikitext2", "data/wikitext2"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "test.txt").write_text(text)
+    for name in ("lambada", "pubmed", "arxiv"):
+        (folder / "data" / f"{name}.jsonl").write_text('{"text": "so it goes on"}\n' * 40)
+    (folder / "tasks").mkdir()
+    question = '{"goal": "open it", "sol1": "pull", "sol2": "wait", "label": 0}\n'
+    for split in ("train", "validation"):
+        (folder / "tasks" / f"piqa_{split}.jsonl").write_text(question * 4)
 
 
 @pytest.fixture

@@ -47,20 +47,8 @@ def line_plot(curves: Sequence[Curve], across: str, up: str) -> str:
     ticks = _ticks(min(values), max(values))
     frame = _Frame(640, 300, 1, max(2, steps), ticks[0], ticks[-1], right=70)
     ends = _apart([frame.y(points[-1][1]) if points else 0.0 for points in smooth])
-<<<<<<< HEAD
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(_spoken(curves, smooth, up))}">'
-    ]
-    parts += [_grid(frame, tick) for tick in ticks]
-    parts += [_mark(frame, step) for step in sorted({1, steps // 2, steps} - {0})]
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{across}</text>')
-    middle = HEIGHT / 2
-    turned = f'transform="rotate(-90 14 {middle})"'
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" {turned}>{up}</text>')
-=======
     marks = sorted({1, steps // 2, steps} - {0})
     parts = _axes(frame, [float(step) for step in marks], ticks, across, up)
->>>>>>> report
     for number, (curve, points, end) in enumerate(zip(curves, smooth, ends, strict=True)):
         if points:
             parts.append(_line(frame, points, palette.colour(number + 1), DASHES[number % len(DASHES)]))
@@ -258,17 +246,6 @@ def short(value: float) -> str:
     return f"{value:.10g}"
 
 
-<<<<<<< HEAD
-def _drawn(frame: _Frame, curve: Curve, points: Sequence[tuple[float, float]], number: int, end: float) -> str:
-    if not points:
-        return ""
-    path = " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in points)
-    colour, dash = palette.colour(number + 1), DASHES[number % len(DASHES)]
-    line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash}"/>'
-    x = frame.x(points[-1][0]) + 8
-    place = f'x="{x:.1f}" y="{end + 4:.1f}" class="name" style="fill:{colour}"'
-    return f"{line}<text {place}>{html.escape(curve.name)}</text>"
-=======
 def _drawn(frame: _Frame, one: Series) -> list[str]:
     colour = palette.colour(one.colour)
     parts = [_line(frame, one.points, colour, one.dash)] if one.joined and len(one.points) > 1 else []
@@ -305,8 +282,7 @@ def _bar(frame: _Frame, left: float, right: float, value: float, look: str, said
 
 
 def _name(x: float, y: float, name: str, colour: str) -> str:
-    return f'<text x="{x:.1f}" y="{y + 4:.1f}" class="name" fill="{colour}">{html.escape(name)}</text>'
->>>>>>> report
+    return f'<text x="{x:.1f}" y="{y + 4:.1f}" class="name" style="fill:{colour}">{html.escape(name)}</text>'
 
 
 def _apart(heights: list[float], gap: float = 16) -> list[float]:

@@ -14,6 +14,10 @@ from dcdm.viewing.filling import Filling
 from dcdm.viewing.page import assemble, asset
 from dcdm.viewing.plot import Curve, line_plot
 
+CAUTION = (
+    "One seed each, a few minutes of training, each model with an objective of its own: errors over windows do not "
+    "cover any of that."
+)
 MinusSign = str.maketrans("-", "−")
 
 
@@ -28,6 +32,8 @@ class Line:
     difference: tuple[float, float]
     """DCDM − BDLM, window by window."""
     windows: int
+    exact: bool
+    """Whether the values are likelihoods, not bounds."""
 
     @property
     def cells(self) -> tuple[str, str, str]:
@@ -38,11 +44,13 @@ class Line:
         """What the difference means, in one sentence."""
         mean, error = self.difference
         if not abs(mean) > 2 * error:
-            return "The two models do not differ by more than chance explains."
+            return f"By the {self.name} figure the two models do not differ by more than chance explains."
         better, worse = ("DCDM", "BDLM") if mean < 0 else ("BDLM", "DCDM")
+        if not self.exact:  # bounds may be loose, so they say nothing about how probable text is
+            return f"By the {self.name} figure the {better} does better, by {abs(mean):.3f} nats per byte."
         return (
-            f"With the same number of forwards, the {better} gives a byte of held-out text "
-            f"{math.exp(abs(mean)):.2f} times the probability that the {worse} gives it (geometric mean)."
+            f"By the {self.name} figure the {better} does better: a byte of held-out text is "
+            f"{math.exp(abs(mean)):.2f} times as probable as under the {worse} (geometric mean)."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +91,8 @@ def page(report: Report) -> str:
         rows="".join(_row(line) for line in report.lines),
         windows=report.lines[0].windows,
         meanings="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(r.meaning)}.</li>" for r in report.lines),
-        verdict=html.escape(report.lines[-1].verdict),
+        verdicts="".join(f"<p><strong>{html.escape(line.verdict)}</strong></p>" for line in report.lines),
+        caution=html.escape(CAUTION),
         curves=line_plot(report.curves, across="step", up="nats per byte"),
         commands="".join(_command(example) for example in report.commands),
     )
