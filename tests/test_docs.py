@@ -123,7 +123,8 @@ MODELS = {
     "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug",
     "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug-causal",
     "runs/demo/dcdm": "dcdm-debug-causal", "runs/demo/bdlm": "bdlm-debug", "run": "mdlm-debug",
-    **{f"runs/{name}": name for name in ("ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal")},
+    "runs/ar-debug": "ar-debug", "runs/mdlm-debug": "mdlm-debug", "runs/bdlm-debug": "bdlm-debug",
+    "runs/dcdm-debug": "dcdm-debug", "runs/dcdm-debug-causal": "dcdm-debug-causal",
     "runs/dcdm-moe-debug": "dcdm-debug",
 }  # fmt: skip
 
