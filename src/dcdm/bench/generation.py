@@ -188,10 +188,13 @@ def draw(rows: list[Decoded], path: Path) -> None:
             x, y, [r.bits_stderr for r in points], fmt=marks.get(kind, "o"), color=colour, label=kind, capsize=2
         )
         for r in points:
+            if r.tokens_per_forward < 1.15 and r.commit != "position":
+                continue  # they lie on each other, and cost nearly what one position per forward costs
             axes.annotate(
                 r.commit, (r.tokens_per_forward, r.bits), fontsize=6, xytext=(4, 3), textcoords="offset points"
             )
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("tokens per forward (samples)")
     axes.set_ylabel("bits per token of held-out text (lower is better)")
     axes.legend()
