@@ -252,3 +252,12 @@ def test_every_reason_is_given_and_every_left_out_python_block_is_still_there():
     assert all(why for *_, why in INSTEAD)
     for name, first in UNFINISHED_PYTHON.items():
         assert any(block.text.startswith(first) for block in blocks(ROOT / "docs" / name))
+
+
+def test_nothing_holds_the_marks_of_an_unfinished_merge():
+    folders = [ROOT / name for name in ("src", "docs", "examples", "tests")]
+    files = [
+        p for folder in folders for p in folder.rglob("*") if p.suffix in {".py", ".md", ".html", ".css", ".js"}
+    ]
+    marks = re.compile(r"^(<{7} |>{7} )", re.MULTILINE)
+    assert [p.name for p in files if marks.search(p.read_text(encoding="utf-8"))] == []
