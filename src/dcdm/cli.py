@@ -71,7 +71,7 @@ def presets(json: bool = False) -> None:
         table.add_column(column, no_wrap=True)
     for name, values in rows.items():
         table.add_row(name, *("–" if value is None else str(value) for value in values.values()))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def train(
