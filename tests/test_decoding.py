@@ -406,10 +406,8 @@ def test_long_texts_are_written_window_by_window():
     context = torch.tensor([[model.config.bos_id, *text[11:16], *text[16:26]]])
     prompt = torch.arange(16)[None] < 6
     uniform = Key(0).fold("generate").fold("token", 0, 1).uniform(16)
-    order = []
 
     def reveal(view, fill):
-        order.extend(view.position[fill].tolist())
         drawn = torch.zeros_like(view.position)
         drawn[fill] = Sampling().draw(view.log_p[fill], uniform[view.position[fill]])
         return drawn

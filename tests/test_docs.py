@@ -27,6 +27,8 @@ LEFT_OUT = {
     "tensorboard": "does not return",
     "dcdm serve": "does not return",
     "curl": "needs a server",
+    "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
+    "dcdm eval quality": "needs a scorer that readers bring; test_quality.py runs it on one of its own",
     "dcdm bench": "takes minutes; every subject has a test of its own",
 }
 """How a command begins that is not run, and why."""
@@ -35,6 +37,8 @@ INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "start weights that readers bring"),
     (r"--steps \d+", "--steps 2", "a model of two steps will do"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
+    (r" --tasks all", " --tasks piqa", "one task's file is enough"),
+    (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
     (r"^dcdm demo$", "dcdm demo --steps 2 --data train.txt", "takes minutes"),
 ]
 """Rewritings of a command: pattern, replacement, why."""
@@ -121,7 +125,7 @@ SMALL = [
 ]  # fmt: skip
 MODELS = {
     "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug",
-    "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug-causal",
+    "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug",
     "runs/demo/dcdm": "dcdm-debug-causal", "runs/demo/bdlm": "bdlm-debug", "run": "mdlm-debug",
     "runs/ar-debug": "ar-debug", "runs/mdlm-debug": "mdlm-debug", "runs/bdlm-debug": "bdlm-debug",
     "runs/dcdm-debug": "dcdm-debug", "runs/dcdm-debug-causal": "dcdm-debug-causal",
@@ -131,7 +135,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """What readers have when they come to a page: small runs, an exported folder, texts of their own."""
+    """What readers have when they come to a page: small runs, texts of their own."""
     folder = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCDM_CACHE", str(folder / "cache"))

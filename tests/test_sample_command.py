@@ -112,6 +112,11 @@ def test_bad_prompt_files_are_named(runs, tmp_path, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+def test_without_blanks_a_prompt_is_taken_literally(runs, capsys):
+    main(["sample", str(runs["ar"]), "--prompt", "a[[2]]", "--length", "3", "--no-blanks", "--no-stop-at-eos"])
+    assert capsys.readouterr().out.startswith("a[[2]]")
+
+
 def test_streamed_events_rebuild_the_text(runs, capsys):
     main(["sample", str(runs["causal"]), "--prompt", "ab[[3]]c[[2]]", "--stream", "--json"])
     *events, record = records(capsys)

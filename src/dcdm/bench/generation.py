@@ -78,9 +78,7 @@ def choices(model: Model, tokenizer: Tokenizer) -> list[_Choice]:
     return found
 
 
-def measure(
-    path: str, samples: int, windows: int, seed: int, say: Callable[[str], None], repeats: int = 1
-) -> list[Decoded]:
+def measure(path: str, samples: int, windows: int, seed: int, say: Callable[[str], None]) -> list[Decoded]:
     """All decoders of one model: `samples` texts of a window each, `windows` of held-out text."""
     model, tokenizer = load_model(path)
     held_out = _held_out(model, tokenizer, windows)
@@ -88,14 +86,10 @@ def measure(
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
     for choice in choices(model, tokenizer):
         say(f"{path}: {choice.routing} {choice.commit} cache={choice.cache}")
-        runs = [
-            generate(
-                model, [[]] * samples, routing=choice.routing, commit=choice.commit, cache=choice.cache,
-                adablock=choice.adablock, seed=seed + turn, batch_size=samples,
-            )
-            for turn in range(repeats)
-        ]  # fmt: skip
-        costs = max((run.statistics for run in runs), key=lambda s: s.tokens_per_second)
+        costs = generate(
+            model, [[]] * samples, routing=choice.routing, commit=choice.commit, cache=choice.cache,
+            adablock=choice.adablock, seed=seed, batch_size=samples,
+        ).statistics  # fmt: skip
         bits, stderr, what = _quality(model, held_out, choice, seed)
         config = model.config
         rows.append(
@@ -166,7 +160,7 @@ def print_table(rows: list[Decoded]) -> None:
 
 
 def draw(rows: list[Decoded], path: Path) -> None:
-    """Bits per token against tokens per forward, one line per kind."""
+    """Bits per token against tokens per forward, one colour per kind."""
     import matplotlib
 
     matplotlib.use("Agg")

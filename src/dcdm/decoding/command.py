@@ -89,7 +89,7 @@ def sample(
     if routing == "adablock":
         ends = _token_ids(tokenizer, delimiters)
         adablock = AdaBlock(ends, loaded.config.block_size or 8, least=delimiter_threshold)
-    with _Stream(tokenizer, prompts, stream) as on_event:
+    with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
             commit=commit, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
@@ -104,7 +104,7 @@ def sample(
         for row in range(len(prompts)):
             print(encoder.dumps(_record(row, prompts[row], result)))
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
-        _print(prompts, result)
+        _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
 
 
@@ -172,13 +172,13 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(prompts: list[str], result: Generation) -> None:
+def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
     from dcdm.decoding.prompts import BLANK
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        print(text if BLANK.search(prompt) else prompt + text)
+        print(text if blanks and BLANK.search(prompt) else prompt + text)
 
 
 def _costs(result: Generation) -> str:
@@ -194,15 +194,16 @@ def _costs(result: Generation) -> str:
 class _Stream:
     """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere."""
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool, blanks: bool) -> None:
         self.tokenizer, self.on = tokenizer, on
         self.live: Any = None
         self.known: dict[int, int] = {}
         self.chunk: dict[int, int] = {}
-        if prompts:
+        if on:
             from dcdm.decoding.prompts import with_blanks
 
-            self.known = dict(enumerate(with_blanks(tokenizer, prompts[0]), start=1))
+            given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
+            self.known = dict(enumerate(given, start=1))
 
     def __enter__(self) -> Any:
         if not self.on:

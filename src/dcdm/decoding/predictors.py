@@ -6,7 +6,6 @@ B batch   L positions   A asked positions   V the tokens that can be predicted
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from dcdm.model.cache import Memory
 from dcdm.model.layout import Compact
 from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model, Sets
-
-Cache = Literal["auto", "exact", "frozen", "none"]
 
 
 @dataclass(frozen=True)

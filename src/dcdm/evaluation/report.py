@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dcdm.training.loading import Found, find_model
 from dcdm.viewing import palette
 from dcdm.viewing.chunks import ChunkView, view, window_from
 from dcdm.viewing.page import assemble
+from dcdm.viewing.pieces import bullets, details, drawing, escape, grid, many, paragraph, section, small_drawing
 from dcdm.viewing.plot import (
     DASHES,
     SHAPES,
@@ -32,7 +32,6 @@ from dcdm.viewing.plot import (
     bars,
     chart,
     key,
-    legend,
     reliability,
 )  # fmt: skip
 
@@ -160,15 +159,15 @@ def perplexity_page(result: Evaluation, found: Sequence[Study], plan: Plan, repe
     count = max((study.decoders[0].windows for study in found if study.decoders), default=0)
     source = f"{count} windows of {plan.corpus.name}"
     sections = [
-        _section("Perplexity", _figures(result), wide=True),
-        _section("Loss and valid bound against tokens seen", _training(found)),
-        _section("Bits per token against forwards", _decoders(found, source)),
-        _section("Calibration of confidence", _calibration(found, plan.corpus.name), wide=True),
-        _section("Balance of chunks", _balance(found, plan.corpus.name), wide=True),
-        _section("Chunks of sample texts", _texts(found, plan.corpus.name), wide=True),
-        _section("To repeat it", _repeated(repeat), wide=True),
+        section("Perplexity", _figures(result), wide=True),
+        section("Loss and valid bound against tokens seen", _training(found)),
+        section("Bits per token against forwards", _decoders(found, source)),
+        section("Calibration of confidence", _calibration(found, plan.corpus.name), wide=True),
+        section("Balance of chunks", _balance(found, plan.corpus.name), wide=True),
+        section("Chunks of sample texts", _texts(found, plan.corpus.name), wide=True),
+        section("To repeat it", _repeated(repeat), wide=True),
     ]
-    summary = f"{_many(len(result.models), 'model')} on {_many(len(result.corpora), 'corpus', 'corpora')}"
+    summary = f"{many(len(result.models), 'model')} on {many(len(result.corpora), 'corpus', 'corpora')}"
     return page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, found)
 
 
@@ -179,23 +178,19 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Repea
         "which benchmark tasks are not: dcdm eval ppl … --report has them."
     )
     sections = [
-        _section("Benchmark tasks", _tasks(reports), wide=True),
-        _section("Loss and valid bound against tokens seen", _training([study])),
-        _section("Balance of chunks", _violations([study]) or _said([study], "balance")),
-        _section("What is not here", _p(absent), wide=True),
-        _section("To repeat it", _repeated(repeat), wide=True),
+        section("Benchmark tasks", _tasks(reports), wide=True),
+        section("Loss and valid bound against tokens seen", _training([study])),
+        section("Balance of chunks", _violations([study]) or _said([study], "balance")),
+        section("What is not here", paragraph(absent), wide=True),
+        section("To repeat it", _repeated(repeat), wide=True),
     ]
     return page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
 
 
 def page(title: str, summary: str, sections: Sequence[str], found: Sequence[Study]) -> str:
-    head = f'<header><h1>{_e(title)}</h1><p class="quiet">{_e(summary)}</p></header>'
+    head = f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(summary)}</p></header>'
     body = f'{head}\n<main class="sections">\n{"".join(sections)}</main>'
     return assemble(title, body, {"texts": _texts_data(found)}, PIECES)
-
-
-def _section(title: str, inner: str, wide: bool = False) -> str:
-    return f'<section class="panel{" wide" if wide else ""}">\n<h2>{_e(title)}</h2>\n{inner}\n</section>\n'
 
 
 def _figures(result: Evaluation) -> str:
@@ -203,7 +198,9 @@ def _figures(result: Evaluation) -> str:
     unfit = dict.fromkeys(
         f"{row.model}: {row.estimator} does not fit ({row.reason})" for row in result.rows if isinstance(row, Unfit)
     )
-    return _table(header, lines, text=("corpus", "model", "left out")) + _p(f"{table.LEGEND}.") + _list(unfit)
+    return (
+        grid(header, lines, text=("corpus", "model", "left out")) + paragraph(f"{table.LEGEND}.") + bullets(unfit)
+    )
 
 
 def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -215,7 +212,7 @@ def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
         "value, chance: per cent; ±: standard error over questions; noise: mean Monte-Carlo standard error of a "
         "choice in nats, and in brackets the share of questions whose best choice leads within it."
     )
-    return _table(list(COLUMNS), lines, text=("task", "metric")) + _p(why) + _list(notes)
+    return grid(list(COLUMNS), lines, text=("task", "metric")) + paragraph(why) + bullets(notes)
 
 
 # --- drawings ----------------------------------------------------------------------------------------------------
@@ -235,7 +232,7 @@ def _training(found: Sequence[Study]) -> str:
         "Lines: loss of training, averaged over stretches. Marks: the kind's valid estimator on held-out text of "
         "the training's own data, ± its standard error over windows."
     )
-    return _drawing(drawn, keys, what) + _said(found, "training")
+    return drawing(drawn, keys, what) + _said(found, "training")
 
 
 def _curves(study: Study, training: Training, number: int) -> list[Series]:
@@ -262,9 +259,9 @@ def _decoders(found: Sequence[Study], source: str) -> str:
     what = f"Exact likelihood of {source} under each decoder, ± its standard error over windows; lower is better."
     drawn = chart(lines, "forwards per window", "bits per token", log=True)
     rows = [_decoded(study, one) for study in found for one in study.decoders]
-    numbers = _table(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit"))
+    numbers = grid(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit"))
     return (
-        _drawing(drawn, [*_names(found), *marks], what) + _details("As a table", numbers) + _said(found, "decoders")
+        drawing(drawn, [*_names(found), *marks], what) + details("As a table", numbers) + _said(found, "decoders")
     )
 
 
@@ -289,11 +286,11 @@ def _calibration(found: Sequence[Study], corpus: str) -> str:
                 f"ECE {one.error:.3f}; {one.count:,} predictions, mean confidence {one.confidence:.3f}, "
                 f"{one.accuracy:.3f} right"
             )
-            parts.append(_small(study.name, drawn, said))
+            parts.append(small_drawing(study.name, drawn, said))
     header = ["model", *(f"{low / 10:.1f}–{(low + 1) / 10:.1f}" for low in range(studies.BINS))]
     rows = [[s.name, *(f"{b.count:,}" for b in s.calibration.bins)] for s in found if s.calibration is not None]
-    counts = _details("Counts of predictions by confidence", _table(header, rows, text=("model",)))
-    return f'{_p(what)}<div class="small-ones">{"".join(parts)}</div>{counts}'
+    counts = details("Counts of predictions by confidence", grid(header, rows, text=("model",)))
+    return f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>{counts}'
 
 
 def _balance(found: Sequence[Study], corpus: str) -> str:
@@ -303,16 +300,16 @@ def _balance(found: Sequence[Study], corpus: str) -> str:
             level = sum(one.sizes) / len(one.sizes)
             drawn = bars(one.sizes, "chunk", "tokens", level)
             said = (
-                f"{_many(one.windows, 'window')}: MaxVio {one.violation:.3f} over all of them, "
+                f"{many(one.windows, 'window')}: MaxVio {one.violation:.3f} over all of them, "
                 f"{one.window_violation:.3f} of a window on average"
             )
-            parts.append(_small(f"{study.name}: {study.kind}", drawn, said))
+            parts.append(small_drawing(f"{study.name}: {study.kind}", drawn, said))
     what = (
         f"Tokens of {corpus} in each chunk; broken line: equal shares. MaxVio is how far the largest chunk exceeds "
         "an equal share: 0 is perfect balance. Chunks of the paper's routing depend on noise; half of the tokens "
         "are masked here."
     )
-    drawn = f'{_p(what)}<div class="small-ones">{"".join(parts)}</div>' if parts else ""
+    drawn = f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>' if parts else ""
     return drawn + _violations(found) + _said(found, "balance")
 
 
@@ -326,7 +323,7 @@ def _violations(found: Sequence[Study]) -> str:
     drawn = chart(lines, "tokens seen", "MaxVio")
     shown = {one.name for one in lines}
     keys = [entry for entry in _names(found) if entry[1] in shown]
-    return _drawing(drawn, keys, "MaxVio of the steps of training, averaged over stretches.") if drawn else ""
+    return drawing(drawn, keys, "MaxVio of the steps of training, averaged over stretches.") if drawn else ""
 
 
 def _texts(found: Sequence[Study], corpus: str) -> str:
@@ -334,7 +331,7 @@ def _texts(found: Sequence[Study], corpus: str) -> str:
         f"Windows of {corpus}. Tokens of one colour and number form a chunk: they are predicted together, seeing "
         "the chunks with smaller numbers. Outlined tokens are MASK to the router."
     )
-    return _p(what) + '<div id="texts" class="texts"></div>' + _said(found, "views")
+    return paragraph(what) + '<div id="texts" class="texts"></div>' + _said(found, "views")
 
 
 def _texts_data(found: Sequence[Study]) -> list[dict[str, Any]]:
@@ -360,17 +357,19 @@ def _rule(one: ChunkView) -> str:
 def _repeated(repeat: Repeat) -> str:
     groups = [("Settings", repeat.settings), ("Machine", repeat.environment)]
     groups += [*repeat.corpora.items(), *repeat.models.items()]
-    listed = "".join(f"<div><h3>{_e(name)}</h3>{_listed(values)}</div>" for name, values in groups)
+    listed = "".join(f"<div><h3>{escape(name)}</h3>{_listed(values)}</div>" for name, values in groups)
     why = (
         "The SHA-256 of a run's weights is that of the checkpoint's manifest.json, which holds those of all its "
         "files; that of an exported folder is of model.safetensors."
     )
-    command = f'<pre class="command"><code>{_e(repeat.command)}</code></pre>'
-    return f'{command}<div class="settings">{listed}</div>{_p(why)}'
+    command = f'<pre class="command"><code>{escape(repeat.command)}</code></pre>'
+    return f'{command}<div class="settings">{listed}</div>{paragraph(why)}'
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    rows = "".join(f"<dt>{_e(name.replace('_', ' '))}</dt><dd>{_e(_shown(v))}</dd>" for name, v in values.items())
+    rows = "".join(
+        f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(_shown(v))}</dd>" for name, v in values.items()
+    )
     return f"<dl>{rows}</dl>"
 
 
@@ -382,45 +381,8 @@ def _shown(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-# --- pieces of HTML ----------------------------------------------------------------------------------------------
-
-
-_e: Callable[[str], str] = html.escape
-
-
-def _p(text: str) -> str:
-    return f'<p class="small quiet">{_e(text)}</p>'
-
-
-def _list(texts: Sequence[str] | Mapping[str, Any]) -> str:
-    items = "".join(f"<li>{_e(text)}</li>" for text in texts)
-    return f'<ul class="small quiet">{items}</ul>' if items else ""
-
-
 def _said(found: Sequence[Study], part: str) -> str:
-    return _list([f"{study.name}: {study.missing[part]}." for study in found if part in study.missing])
-
-
-def _details(title: str, inner: str) -> str:
-    return f'<details class="small"><summary>{_e(title)}</summary>{inner}</details>'
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str]) -> str:
-    looks = [' class="text"' if name in text else "" for name in header]
-    head = "".join(f'<th scope="col"{look}>{_e(name)}</th>' for name, look in zip(header, looks, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{look}>{_e(str(cell))}</td>' for cell, look in zip(row, looks, strict=True))}</tr>\n"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _drawing(drawn: str, keys: Sequence[tuple[str, str]], caption: str) -> str:
-    return f"<figure>{drawn}{legend(keys)}<figcaption>{_p(caption)}</figcaption></figure>" if drawn else ""
-
-
-def _small(title: str, drawn: str, said: str) -> str:
-    return f"<figure><h3>{_e(title)}</h3>{drawn}<figcaption>{_p(said)}</figcaption></figure>"
+    return bullets([f"{study.name}: {study.missing[part]}." for study in found if part in study.missing])
 
 
 def _names(found: Sequence[Study]) -> list[tuple[str, str]]:
@@ -430,7 +392,3 @@ def _names(found: Sequence[Study]) -> list[tuple[str, str]]:
 
 def _dash(number: int) -> str:
     return DASHES[(number - 1) % len(DASHES)]
-
-
-def _many(count: int, one: str, more: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
