@@ -606,3 +606,37 @@ def test_an_exact_cache_for_the_papers_routing_is_refused():
         dcdm.score(tiny.model("mdlm"), tiny.tokens(1, 4), "trajectory", commit="first-hitting")
     with pytest.raises(ConfigError, match="greedy"):
         dcdm.score(tiny.model("mdlm"), tiny.tokens(1, 4), "trajectory", sampling=Sampling(0.0))
+
+
+@pytest.mark.parametrize("kind", ["causal", "ar"])
+def test_requests_with_their_own_seed_and_length_share_a_batch(kind):
+    model = model_of(kind)
+    ended = {}
+    together = dcdm.generate(
+        model, [[1, 2], [3], [1, 2]], max_new_tokens=[3, 11, 6], seed=[5, 6, 7], index=[0, 0, 0],
+        on_end=lambda row, end: ended.setdefault(row, (len(ended), end)),
+    )  # fmt: skip
+    for row, (prompt, size, seed) in enumerate([([1, 2], 3, 5), ([3], 11, 6), ([1, 2], 6, 7)]):
+        alone = dcdm.generate(model, [prompt], max_new_tokens=size, seed=seed)
+        assert together.completions[row] == alone.completions[0]
+        assert ended[row][1].completion == alone.completions[0]
+        assert ended[row][1].costs["forwards"] == int(alone.forwards[0]) == int(together.forwards[row])
+    assert [ended[row][0] for row in (0, 1, 2)] == [0, 2, 1], "the shortest ends first"
+
+
+def test_events_say_how_sure_the_model_was():
+    model = model_of("causal")
+    result = dcdm.generate(model, [[1, 2]], max_new_tokens=9, commit="position", temperature=0)
+    sure = [p for event in result.history for p in event.log_p]
+    assert len(sure) == 9
+    assert all(math.log(1 / model.config.vocab_size) < p <= 0 for p in sure), (
+        "greedy: at least as probable as chance"
+    )
+
+
+def test_seeds_and_lengths_must_match_the_prompts():
+    model = model_of("causal")
+    with pytest.raises(ConfigError, match="seed has 1 entries for 2 prompts"):
+        dcdm.generate(model, [[1], [2]], max_new_tokens=2, seed=[1])
+    with pytest.raises(ConfigError, match="max_new_tokens has 3 entries for 2 prompts"):
+        dcdm.generate(model, [[1], [2]], max_new_tokens=[1, 2, 3])

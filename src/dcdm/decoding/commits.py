@@ -38,6 +38,12 @@ class View:
         """(B, A): the probability of the best token; −1 for fillers."""
         return self.log_p.amax(dim=-1).exp().masked_fill(~self.candidates, -1.0)
 
+    def log_p_of(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """(B, A): the log-probability of `tokens` (B, A) at the positions `where` (B, A); 0 elsewhere."""
+        found = torch.zeros(where.shape, dtype=self.log_p.dtype, device=where.device)
+        found[where] = self.log_p[where].gather(-1, tokens[where][:, None]).squeeze(-1)
+        return found
+
     def entropy(self) -> Tensor:
         """(B, A) in nats; inf for fillers."""
         surprise = self.log_p.masked_fill(self.log_p == -torch.inf, 0)

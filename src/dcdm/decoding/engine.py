@@ -24,6 +24,8 @@ from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
 
+_COUNTED = ("new_tokens", "forwards", "rounds", "computed", "reused", "reencoded")
+
 
 @dataclass(frozen=True)
 class Event:
@@ -38,6 +40,17 @@ class Event:
     positions: list[int]
     """In the row's whole text, BOS at 0."""
     tokens: list[int]
+    log_p: list[float]
+    """What the model itself gave each token, before temperature and truncation."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one row ended, for those who do not wait for the whole batch."""
+
+    completion: list[int]
+    finished: str
+    costs: dict[str, int]
 
 
 @dataclass
@@ -62,9 +75,13 @@ class Statistics:
     def zero(cls, rows: int) -> Statistics:
         return cls(*torch.zeros(6, rows, dtype=torch.long))
 
-    def add(self, rows: list[int], counts: Counts) -> None:
+    def add(self, row: int, counts: Counts, at: int) -> None:
+        """What row `at` of a walk cost."""
         for name in ("forwards", "rounds", "computed", "reused"):
-            getattr(self, name)[rows] += getattr(counts, name)
+            getattr(self, name)[row] += getattr(counts, name)[at]
+
+    def of(self, row: int) -> dict[str, int]:
+        return {name: int(getattr(self, name)[row]) for name in _COUNTED}
 
     @property
     def tokens_per_forward(self) -> float:
@@ -76,8 +93,7 @@ class Statistics:
 
     def summary(self) -> dict[str, float]:
         """Totals over the rows, for printing."""
-        names = ("new_tokens", "forwards", "rounds", "computed", "reused", "reencoded")
-        totals: dict[str, float] = {name: int(getattr(self, name).sum()) for name in names}
+        totals: dict[str, float] = {name: int(getattr(self, name).sum()) for name in _COUNTED}
         per_token = self.seconds / max(1, totals["new_tokens"])
         more = {
             "seconds": self.seconds,
@@ -112,7 +128,7 @@ def generate(
     prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
     *,
     tokenizer: Tokenizer | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: int | Sequence[int | None] | None = None,
     window: int | None = None,
     overlap: int | None = None,
     routing: str = "auto",
@@ -121,7 +137,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     cache: str = "auto",
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     index: Sequence[int] | Tensor | None = None,
     eos_id: int | None = None,
     adablock: AdaBlock | None = None,
@@ -129,21 +145,25 @@ def generate(
     stop: Callable[[int, list[int]], bool] | None = None,
     cancel: Callable[[int], bool] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    on_end: Callable[[int, Ended], None] | None = None,
     batch_size: int = 16,
 ) -> Generation:
     """Complete prompts, or fill their blanks.
 
     `prompts` are token ids, or texts if there is a `tokenizer`; MASK in them (in texts `[[n]]`, n tokens) is a
-    blank to fill; `blanks` False takes texts literally. `max_new_tokens` come behind each prompt: by default none
-    if it has blanks, else as many as the `window` (the model's context length) has room for. Longer texts are
-    written window by window, the last `overlap` tokens (default: half a window) being the prompt of the next one.
+    blank to fill; `blanks` False takes texts literally. `max_new_tokens` (one number, or one for each prompt) come
+    behind each prompt: by default none if it has blanks, else as many as the `window` (the model's context length)
+    has room for. Longer texts are written window by window, the last `overlap` tokens (default: half a window)
+    being the prompt of the next one.
 
     `routing` and `commit` choose the decoder (docs/decoding.md), `cache` is "exact", "none", "frozen" (an
-    approximation for the paper's routing) or "auto". A row's result follows from its prompt, `seed` and its
-    `index` alone: neither the batch nor the padding changes it.
+    approximation for the paper's routing) or "auto". A row's result follows from its prompt, its `seed` (one for
+    all, or one for each) and its `index` (by default its place) alone: neither the batch nor the padding changes
+    it.
 
-    `on_event` receives tokens as they are committed, out of order; `cancel(row)` is asked between forwards;
-    `stop(row, completion)` after each window.
+    `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
+    the others of its batch go on. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
+    window.
     """
     config = model.config
     sampling = Sampling(temperature, top_k, top_p)
@@ -161,9 +181,15 @@ def generate(
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
+    seeds = [seed] * len(given.rows) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(given.rows):
+        raise ConfigError(
+            f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
+        )
+    keys = [Key(each).fold("generate") for each in seeds]
     run = _Run(
-        model, given, sampling, policy, routing, adablock, cache, Key(seed).fold("generate"), numbers, eos_id,
-        stop, cancel, on_event,
+        model, given, sampling, policy, routing, adablock, cache, keys, numbers, eos_id,
+        stop, cancel, on_event, on_end,
     )  # fmt: skip
     started = time.perf_counter()
     for at in range(0, len(given.rows), batch_size):
@@ -198,12 +224,13 @@ class _Run:
     routing: str
     adablock: AdaBlock | None
     cache: str
-    key: Key
+    keys: list[Key]
     numbers: list[int]
     eos_id: int | None
     stop: Callable[[int, list[int]], bool] | None
     cancel: Callable[[int], bool] | None
     on_event: Callable[[Event], None] | None
+    on_end: Callable[[int, Ended], None] | None
     history: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -228,7 +255,7 @@ class _Run:
         offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
         if number:
             self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
-        z, counts = walk(
+        walk(
             canvas,
             sets,
             router_of(self.model, sets, torch.tensor([self.numbers[r] for r in rows]), self.routing, self.adablock),
@@ -236,12 +263,9 @@ class _Run:
             self.commit,
             self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
             order=self._noise("order", rows, number, canvas.shape[1]),
-            stopped=self._stopped(rows, contexts, sets.real),
+            stopped=self._stopped(rows, contexts, sizes, sets.real),
             on_commit=self._recorder(rows, offsets, number),
         )
-        self.statistics.add(rows, counts)
-        for row, context, size, line in zip(rows, contexts, sizes, z.tolist(), strict=True):
-            self._accept(row, context, size, line)
 
     def _context(self, row: int, number: int) -> list[int]:
         if number == 0:
@@ -262,7 +286,7 @@ class _Run:
         """(B, L) uniform: one number per position, whatever the batch and its padding."""
         drawn = torch.zeros(len(rows), length, dtype=torch.float64)
         for at, row in enumerate(rows):
-            drawn[at] = self.key.fold(use, self.numbers[row], number).uniform(self.given.window)[:length]
+            drawn[at] = self.keys[row].fold(use, self.numbers[row], number).uniform(self.given.window)[:length]
         return drawn
 
     def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
@@ -275,25 +299,28 @@ class _Run:
         return reveal
 
     def _stopped(
-        self, rows: list[int], contexts: list[list[int]], real: Tensor
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Rows whose text is complete up to an EOS, and cancelled ones."""
+        self, rows: list[int], contexts: list[list[int]], sizes: list[int], real: Tensor
+    ) -> Callable[[Tensor, Tensor, Counts], Tensor]:
+        """Rows that need nothing more: full, complete up to an EOS, or cancelled. Each is taken over at once."""
         place = torch.arange(real.shape[1], device=real.device)
         behind = place >= torch.tensor([len(c) for c in contexts], device=real.device)[:, None]
+        taken = [False] * len(rows)
 
-        def stopped(z: Tensor, revealed: Tensor) -> Tensor:
-            done = torch.zeros(len(rows), dtype=torch.bool, device=z.device)
+        def stopped(z: Tensor, revealed: Tensor, counts: Counts) -> Tensor:
+            done = ~(real & ~revealed).any(dim=-1)
             if self.eos_id is not None:
                 ends = (z == self.eos_id) & revealed & behind
                 first = torch.where(ends, place, real.shape[1]).amin(dim=-1, keepdim=True)
-                done = ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
-            if self.cancel is not None:
-                over = done | ~(real & ~revealed).any(dim=-1)
-                for row, ended in zip(rows, over.tolist(), strict=True):
-                    if not ended and not self.finished[row] and self.cancel(row):
-                        self.finished[row] = "cancelled"
-                done = done | torch.tensor([self.finished[r] == "cancelled" for r in rows], device=z.device)
-            return done
+                done |= ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
+            over = done.tolist()
+            for at, row in enumerate(rows):
+                if not over[at] and self.cancel is not None and not taken[at] and self.cancel(row):
+                    self.finished[row], over[at] = "cancelled", True
+                if over[at] and not taken[at]:
+                    taken[at] = True
+                    self.statistics.add(row, counts, at)
+                    self._accept(row, contexts[at], sizes[at], z[at].tolist())
+            return torch.tensor(taken, device=z.device)
 
         return stopped
 
@@ -306,7 +333,7 @@ class _Run:
                 positions = (committed.position[at][fill] + offsets[at]).tolist()
                 event = Event(
                     row, number, int(committed.forward[at]), int(committed.chunk[at]), positions,
-                    committed.tokens[at][fill].tolist(),
+                    committed.tokens[at][fill].tolist(), committed.log_p[at][fill].tolist(),
                 )  # fmt: skip
                 self.history.append(event)
                 if self.on_event is not None:
@@ -326,14 +353,16 @@ class _Run:
         kept = new.index(self.eos_id) + 1 if self.eos_id in new else size
         self.statistics.new_tokens[row] += blanks + sum(token != masked for token in new[:kept])
         if self.finished[row]:
-            return
-        if self.eos_id is not None and self.eos_id in new:
+            pass  # cancelled
+        elif self.eos_id is not None and self.eos_id in new:
             self.texts[row] = self.texts[row][: len(self.texts[row]) - size + kept]
             self.finished[row] = "eos"
         elif self.stop is not None and self.stop(row, self._completion(row)):
             self.finished[row] = "stop"
         elif self.left[row] <= 0:
             self.finished[row] = "length"
+        if self.finished[row] and self.on_end is not None:
+            self.on_end(row, Ended(self._completion(row), self.finished[row], self.statistics.of(row)))
 
     def _completion(self, row: int) -> list[int]:
         start = 1 if self.given.has_blanks[row] else len(self.given.rows[row])

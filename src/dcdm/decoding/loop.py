@@ -49,6 +49,8 @@ class Committed:
     """(B, A)."""
     fill: Tensor
     """(B, A) bool: which of them were filled."""
+    log_p: Tensor
+    """(B, A): the model's own log-probability of the token; 0 where nothing was filled."""
     chunk: Tensor
     """(B,): the number of the row's chunk, from 1 in the order of filling."""
     forward: Tensor
@@ -69,13 +71,13 @@ def walk(
     reveal: Reveal,
     *,
     order: Tensor | None = None,
-    stopped: Callable[[Tensor, Tensor], Tensor] | None = None,
+    stopped: Callable[[Tensor, Tensor, Counts], Tensor] | None = None,
     on_commit: Callable[[Committed], None] | None = None,
 ) -> tuple[Tensor, Counts]:
     """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk.
 
-    `order` (B, L) is the noise of random commit policies. `stopped(z, revealed)` names rows (B,) that need
-    nothing more; it is asked between forwards. Returns the filled canvas and what it cost.
+    `order` (B, L) is the noise of random commit policies. `stopped(z, revealed, counts)` names rows (B,) that need
+    nothing more; it is asked between forwards and once more at the end. Returns the filled canvas and what it cost.
     """
     order = torch.zeros(z.shape, device=z.device) if order is None else order.to(z.device)
     revealed, route = sets.real & ~sets.free, routes.start(sets)
@@ -85,7 +87,7 @@ def walk(
     while True:
         pending = sets.real & ~revealed
         if stopped is not None:
-            pending &= ~stopped(z, revealed)[:, None]
+            pending &= ~stopped(z, revealed, counts)[:, None]
         busy = pending.any(dim=-1)
         if not bool(busy.any()):
             return z, counts
@@ -113,4 +115,4 @@ def walk(
         counts.computed += torch.where(busy, predicted.computed, 0).cpu()
         counts.reused += torch.where(busy, predicted.reused, 0).cpu()
         if on_commit is not None:
-            on_commit(Committed(view.position, tokens, fill, chunk, counts.forwards))
+            on_commit(Committed(view.position, tokens, fill, view.log_p_of(tokens, fill), chunk, counts.forwards))

@@ -41,7 +41,7 @@ def read_prompts(
     model: Model,
     prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
     tokenizer: Tokenizer | None,
-    max_new_tokens: int | None,
+    max_new_tokens: int | Sequence[int | None] | None,
     window: int,
     overlap: int | None,
     blanks: bool = True,
@@ -64,10 +64,12 @@ def read_prompts(
         if config.pad_id in row:
             raise ConfigError(f"prompts[{number}] holds PAD ({config.pad_id}) inside; it may only come last")
     has_blanks = [config.mask_id in row for row in rows]
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(rows)
+    if len(limits) != len(rows):
+        raise ConfigError(f"max_new_tokens has {len(limits)} entries for {len(rows)} prompts")
     new_tokens = []
-    for number, (row, blank) in enumerate(zip(rows, has_blanks, strict=True)):
+    for number, (row, blank, wanted) in enumerate(zip(rows, has_blanks, limits, strict=True)):
         room = window - len(row)
-        wanted = max_new_tokens
         if wanted is None:
             wanted = 0 if blank else max(room, 1)
         if room < (1 if wanted else 0):
