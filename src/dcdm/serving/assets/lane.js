@@ -1,0 +1,125 @@
+import { Canvas } from "./canvas.js";
+import { make, many } from "./dom.js";
+import { Recording } from "./recording.js";
+import { denoise } from "./stream.js";
+
+const ENDS = {
+  eos: "ended with the end-of-text token",
+  length: "filled to its length",
+  stop: "ended by a stop text",
+  cancelled: "stopped",
+};
+const figure = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toPrecision(3).replace(/\.?0+$/, ""));
+const number = (value) => value.toLocaleString("en");
+
+/** What a run cost: its name, how it reads from the "done" event, and what it means. */
+const FIGURES = [
+  ["tokens/s", (done) => done.tokens_per_second, figure, "New tokens per second, measured by the server"],
+  ["forwards", (done) => done.costs.forwards, number, "Passes through the whole network"],
+  ["tokens per forward", (done) => done.tokens_per_forward, figure, "New tokens for each pass"],
+  ["computed", (done) => done.costs.computed, number, "Positions that went through the network, summed over the forwards"],
+  ["reused", (done) => done.costs.reused, number, "Positions read from the cache instead, summed over the forwards"],
+  ["seconds", (done) => done.seconds, figure, "From the start to the last token, measured by the server"],
+];
+
+/** One decoder's canvas with its figures. */
+export class Lane {
+  constructor(letter, special, tell) {
+    this.letter = letter;
+    this.special = special;
+    this.recording = null;
+    this.running = false;
+    const box = make("div");
+    this.name = make("h3", {});
+    this.tag = make("span", { className: "quiet small" });
+    this.figures = make("dl", { className: "figures" });
+    this.element = make("div", { className: "lane" }, make("div", { className: "lane-head" }, this.name, this.tag), box, this.figures);
+    this.canvas = new Canvas(box, `Canvas ${letter}`, tell);
+    this.box = box;
+    this.clear();
+  }
+
+  /** Nothing shown; `why` is said in its place. */
+  clear(why = "The text will be filled in here.") {
+    this.recording = null;
+    this.running = false;
+    this.canvas.recording = null;
+    this.canvas.places = [];
+    this.tag.textContent = "";
+    this.box.replaceChildren(make("p", { className: "quiet hint" }, why));
+    this.figures.replaceChildren();
+  }
+
+  get steps() {
+    return this.recording?.steps ?? [];
+  }
+
+  draw(at, fresh) {
+    if (this.recording) this.canvas.draw(Math.min(at, this.steps.length), fresh && at <= this.steps.length);
+  }
+
+  /** Run a request; `changed(what)` hears "start", "commit" and "done". */
+  async run(request, signal, changed) {
+    this.running = true;
+    try {
+      await denoise(request, signal, (name, data) => {
+        if (name === "start") {
+          this.recording = new Recording(data, this.special);
+          this.canvas.open(this.recording);
+          this.tag.textContent = `${data.routing}, ${data.commit}, cache ${data.cache}`;
+        } else {
+          this.canvas.grow(this.recording.add(name, data));
+        }
+        if (name === "done") {
+          this.running = false;
+          this.showFigures();
+        }
+        changed(name);
+      });
+    } finally {
+      this.running = false;
+    }
+  }
+
+  /** How far a run has come, in words. */
+  get progress() {
+    if (!this.recording) return "Waiting for the server …";
+    const { filled, blanks, done } = this.recording;
+    if (!done) return `${filled} of ${many(blanks, "token")} filled`;
+    const { costs, finish_reason: reason, seconds } = done;
+    return `${many(costs.new_tokens, "token")} in ${many(costs.forwards, "forward")} and ${figure(seconds)} s; ${ENDS[reason] ?? reason}.`;
+  }
+
+  /** The figures, with bars against `other` if there are two. */
+  showFigures(other = null) {
+    const done = this.recording?.done;
+    if (!done) return;
+    const tiles = FIGURES.map(([name, read, write, about]) => {
+      const tile = make("div", { title: about }, make("dt", {}, name), make("dd", {}, write(read(done))));
+      if (other) {
+        const most = Math.max(read(done), read(other), 1e-9);
+        const bar = make("span", { className: "bar", ariaHidden: "true" });
+        bar.style.setProperty("--share", read(done) / most);
+        tile.append(bar);
+      }
+      return tile;
+    });
+    this.figures.replaceChildren(...tiles);
+  }
+}
+
+/** Two runs in one sentence. */
+export function verdict(first, second) {
+  const [a, b] = [first.recording?.done, second.recording?.done];
+  if (!a || !b) return "";
+  const times = (value, other, more, fewer, same) => {
+    const ratio = value / other;
+    if (!Number.isFinite(ratio) || ratio <= 0) return same;
+    if (Math.abs(ratio - 1) < 0.02) return same;
+    return ratio > 1 ? `${figure(ratio)} times ${more}` : `${figure(1 / ratio)} times ${fewer}`;
+  };
+  const forwards = times(b.costs.forwards, a.costs.forwards, "as many forwards as A", "fewer forwards than A", "as many forwards as A");
+  const speed = times(b.tokens_per_second, a.tokens_per_second, "as fast", "slower", "equally fast");
+  const text = a.text === b.text ? "Both wrote the same text." : "The texts differ.";
+  return `B took ${forwards} and was ${speed}, in one run of each. ${text}`;
+}
