@@ -5,7 +5,7 @@ const UNSEEN = /^[\p{C}\p{Z}\p{M}]$/u; // controls, odd spaces and marks without
 
 /** Bounds of the colours of confidence, lowest first, and what the legend calls them. */
 const CONFIDENCE = [0.1, 0.25, 0.5, 0.75, 0.9, Infinity];
-export const CONFIDENCE_NAMES = ["below 10 %", "10 to 25 %", "25 to 50 %", "50 to 75 %", "75 to 90 %", "90 % or more"];
+export const CONFIDENCE_NAMES = ["under 10 %", "10–25 %", "25–50 %", "50–75 %", "75–90 %", "90 % and over"];
 export const ORDERS = 8;
 
 /** A letter as it is shown, and whether it stands for one that cannot be seen. */
@@ -55,6 +55,7 @@ export class Canvas {
   /** Show a new recording, which may still grow. */
   open(recording) {
     this.recording = recording;
+    this.container.classList.toggle("hundreds", recording.blanks > 99);
     this.container.replaceChildren();
     this.places = [];
     this.current = 0;

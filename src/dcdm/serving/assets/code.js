@@ -73,7 +73,7 @@ print(answer.choices[0].text)
 `;
 }
 
-export const FORMS = { command: "Command line", python: "Python", openai: "OpenAI client", curl: "curl", text: "Text" };
+export const FORMS = { command: "Shell", python: "Python", openai: "OpenAI", curl: "curl", text: "Text" };
 
 /** The request in one of the forms above; `text` is what came out of it, if anything has. */
 export function written(form, request, model, text) {

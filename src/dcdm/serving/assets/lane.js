@@ -16,7 +16,7 @@ const number = (value) => value.toLocaleString("en");
 const FIGURES = [
   ["tokens/s", (done) => done.tokens_per_second, figure, "New tokens per second, measured by the server"],
   ["forwards", (done) => done.costs.forwards, number, "Passes through the whole network"],
-  ["tokens per forward", (done) => done.tokens_per_forward, figure, "New tokens for each pass"],
+  ["tokens/forward", (done) => done.tokens_per_forward, figure, "New tokens for each pass"],
   ["computed", (done) => done.costs.computed, number, "Positions that went through the network, summed over the forwards"],
   ["reused", (done) => done.costs.reused, number, "Positions read from the cache instead, summed over the forwards"],
   ["seconds", (done) => done.seconds, figure, "From the start to the last token, measured by the server"],
@@ -33,7 +33,8 @@ export class Lane {
     this.name = make("h3", {});
     this.tag = make("span", { className: "quiet small" });
     this.figures = make("dl", { className: "figures" });
-    this.element = make("div", { className: "lane" }, make("div", { className: "lane-head" }, this.name, this.tag), box, this.figures);
+    this.costs = make("div", { className: "lane-figures" }, make("h3", {}, letter), this.figures);
+    this.element = make("div", { className: "lane" }, make("div", { className: "lane-head" }, this.name, this.tag), box);
     this.canvas = new Canvas(box, `Canvas ${letter}`, tell);
     this.box = box;
     this.clear();
@@ -66,7 +67,8 @@ export class Lane {
         if (name === "start") {
           this.recording = new Recording(data, this.special);
           this.canvas.open(this.recording);
-          this.tag.textContent = `${data.routing}, ${data.commit}, cache ${data.cache}`;
+          const routing = data.routing === "auto" ? [] : [data.routing];
+          this.tag.textContent = [...routing, data.commit, `cache ${data.cache}`].join(" · ");
         } else {
           this.canvas.grow(this.recording.add(name, data));
         }
@@ -112,14 +114,10 @@ export class Lane {
 export function verdict(first, second) {
   const [a, b] = [first.recording?.done, second.recording?.done];
   if (!a || !b) return "";
-  const times = (value, other, more, fewer, same) => {
-    const ratio = value / other;
-    if (!Number.isFinite(ratio) || ratio <= 0) return same;
-    if (Math.abs(ratio - 1) < 0.02) return same;
-    return ratio > 1 ? `${figure(ratio)} times ${more}` : `${figure(1 / ratio)} times ${fewer}`;
-  };
-  const forwards = times(b.costs.forwards, a.costs.forwards, "as many forwards as A", "fewer forwards than A", "as many forwards as A");
-  const speed = times(b.tokens_per_second, a.tokens_per_second, "as fast", "slower", "equally fast");
+  const ratio = b.tokens_per_second / Math.max(a.tokens_per_second, 1e-9);
+  const speed = Math.abs(ratio - 1) < 0.02 ? "equally fast" : ratio > 1 ? `${figure(ratio)} times as fast` : `${figure(1 / ratio)} times slower`;
+  const forwards = many(b.costs.forwards, "forward");
+  const took = a.costs.forwards === b.costs.forwards ? `${forwards}, as A did,` : `${forwards} where A took ${number(a.costs.forwards)}`;
   const text = a.text === b.text ? "Both wrote the same text." : "The texts differ.";
-  return `B took ${forwards} and was ${speed}, in one run of each. ${text}`;
+  return `B took ${took} and was ${speed}, in one run of each. ${text}`;
 }

@@ -138,6 +138,6 @@ export class Player {
       this.button.ariaLabel = title;
       this.button.textContent = this.playing ? "❚❚" : "▶";
     }
-    this.show(this.at, moving || this.playing);
+    this.show(this.at, moving || this.playing || this.at < length);
   }
 }

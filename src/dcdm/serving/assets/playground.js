@@ -43,6 +43,7 @@ class Playground {
     const tell = (sentence) => (byId("token").textContent = sentence);
     this.lanes = ["A", "B"].map((letter) => new Lane(letter, info.special_tokens ?? {}, tell));
     byId("lanes").append(...this.lanes.map((lane) => lane.element));
+    byId("figures").append(...this.lanes.map((lane) => lane.costs));
     this.abort = null;
     this.requests = null; // of the run that is shown
 
@@ -116,10 +117,11 @@ class Playground {
     const two = this.comparing;
     this.decoders[0].title.textContent = two ? "Decoder A" : "Decoder";
     this.decoders[1].title.textContent = "Decoder B";
-    this.decoders[1].element.hidden = this.lanes[1].element.hidden = byId("which").hidden = !two;
+    for (const part of [this.decoders[1].element, this.lanes[1].element, this.lanes[1].costs, byId("which")]) part.hidden = !two;
+    this.lanes[0].costs.firstChild.hidden = !two;
     this.lanes[0].name.textContent = two ? "A" : "Canvas";
     this.lanes[1].name.textContent = "B";
-    byId("lanes").classList.toggle("two", two);
+    for (const id of ["lanes", "figures"]) byId(id).classList.toggle("two", two);
     if (!two) this.which.set("0");
     this.figures();
     this.player.draw();
@@ -193,6 +195,7 @@ class Playground {
     let waiting = false;
     const update = () => {
       waiting = false;
+      if (!this.abort) return; // the run has ended since
       this.player.grown();
       this.say(`${this.comparing ? `${lane.letter}: ` : ""}${lane.progress}`);
     };
@@ -230,6 +233,7 @@ class Playground {
     const [a, b] = this.lanes.map((lane) => lane.recording?.done ?? null);
     this.lanes[0].showFigures(this.comparing ? b : null);
     this.lanes[1].showFigures(a);
+    byId("figures").hidden = !a && !b;
     const told = this.comparing ? verdict(...this.lanes) : "";
     byId("verdict").textContent = told;
     byId("verdict").hidden = !told;
