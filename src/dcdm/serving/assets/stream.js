@@ -13,7 +13,7 @@ const GONE = "The server does not answer. Is dcdm serve still running?";
 async function ask(address, options = {}) {
   let answer;
   try {
-    answer = await fetch(address, options);
+    answer = await fetch(new URL(address, location.origin), options); // the page's own address may hold a password
   } catch (reason) {
     if (reason.name === "AbortError") throw reason;
     throw new Problem(GONE, { again: true });
