@@ -21,6 +21,13 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run", "--disable-dev-shm-usage", "--window-size=1280,900",
 )  # fmt: skip
+CELLS = """
+const box = document.querySelectorAll("#lanes .tokens")[arguments[0]];
+return JSON.stringify([...box.querySelectorAll(".token")].map((cell) => ({
+  look: [...cell.classList], text: cell.textContent,
+  chunk: Number(cell.dataset.chunk), forward: Number(cell.dataset.forward),
+})));
+"""
 PATIENCE = 60.0
 """Seconds to wait for what must come; the machine may be busy."""
 
@@ -92,10 +99,24 @@ class Page:
         return self
 
     def size(self, width: int, height: int) -> None:
-        self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.cdp(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
 
     def cdp(self, command: str, **arguments: Any) -> None:
         self.driver.execute_cdp_cmd(command, arguments)
+
+    def offline(self, yes: bool) -> None:
+        """Take the network away, or give it back."""
+        rate = 0 if yes else -1
+        self.cdp("Network.enable")
+        self.cdp(
+            "Network.emulateNetworkConditions",
+            offline=yes,
+            latency=0,
+            downloadThroughput=rate,
+            uploadThroughput=rate,
+        )
 
     def js(self, expression: str, *arguments: Any) -> Any:
         return self.driver.execute_script(f"return {expression}", *arguments)
@@ -107,13 +128,20 @@ class Page:
         return self.js("document.getElementById(arguments[0]).textContent", name)
 
     def click(self, selector: str) -> None:
-        self.driver.execute_script("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
+        self.driver.execute_script(
+            "document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector
+        )
         self.driver.find_element("css selector", selector).click()
 
     def keys(self, *keys: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
 
         ActionChains(self.driver).send_keys(*keys).perform()
+
+    def chord(self, held: str, key: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).key_down(held).send_keys(key).key_up(held).perform()
 
     def fill(self, name: str, value: str) -> None:
         """Put a value into a control, as if it had been typed."""
@@ -140,14 +168,7 @@ class Page:
 
     def cells(self, lane: int = 0) -> list[dict[str, Any]]:
         """Every position as it is shown: its classes, its chunk and forward where it is filled."""
-        return json.loads(
-            self.js(
-                "JSON.stringify([...document.querySelectorAll('#lanes .tokens')[arguments[0]].querySelectorAll('.token')]"
-                ".map((c) => ({look: [...c.classList], chunk: Number(c.dataset.chunk), forward: Number(c.dataset.forward),"
-                " text: c.textContent})))",
-                lane,
-            )
-        )
+        return json.loads(self.driver.execute_script(CELLS, lane))
 
     def masked(self, lane: int = 0) -> int:
         return self.js(
