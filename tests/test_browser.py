@@ -325,7 +325,7 @@ def test_errors_are_shown_kindly_beside_what_caused_them(page, app, address, mon
     with monkeypatch.context() as patched:
         patched.setattr(app.state.scheduler, "submit", full)
         page.generate()
-        assert "too many requests" in page.text("problem")
+        assert "Too many requests" in page.text("problem")
     page.shot("busy")
     page.until("!document.querySelector('#problem button').disabled", "the pause to end")
     page.click("#problem button")

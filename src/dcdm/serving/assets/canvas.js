@@ -42,6 +42,7 @@ export class Canvas {
     container.setAttribute("role", "listbox");
     container.setAttribute("aria-label", name);
     container.addEventListener("keydown", (event) => this.move(event));
+    container.addEventListener("pointerleave", () => this.leave());
     for (const kind of ["pointerover", "focusin", "click"]) {
       container.addEventListener(kind, (event) => {
         const place = event.target.closest(".token");
@@ -50,6 +51,20 @@ export class Canvas {
         this.choose(this.places.indexOf(place));
       });
     }
+  }
+
+  /** What is pointed at stays marked only as long as it is. */
+  leave() {
+    if (!this.container.matches(":focus-within")) this.places[this.current]?.classList.remove("at");
+  }
+
+  /** Keep what is being filled in sight where the canvas is longer than its box. */
+  follow() {
+    const fresh = this.container.querySelector(".fresh");
+    const { scrollHeight, clientHeight, scrollTop } = this.container;
+    if (!fresh || scrollHeight <= clientHeight) return;
+    const top = fresh.offsetTop;
+    if (top < scrollTop || top + fresh.offsetHeight > scrollTop + clientHeight) this.container.scrollTop = top - clientHeight / 2;
   }
 
   /** Show a new recording, which may still grow. */
@@ -101,6 +116,7 @@ export class Canvas {
       place.dataset.forward = seen ? cell.forward : "";
       place.dataset.chunk = seen ? cell.chunk : "";
     });
+    if (fresh) this.follow();
     if (this.container.matches(":hover, :focus-within")) this.say();
   }
 

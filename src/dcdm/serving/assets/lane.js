@@ -97,7 +97,7 @@ export class Lane {
     const done = this.recording?.done;
     if (!done) return;
     const tiles = FIGURES.map(([name, read, write, about]) => {
-      const tile = make("div", { title: about }, make("dt", {}, name), make("dd", {}, write(read(done))));
+      const tile = make("div", { title: about }, make("dt", {}, ...name.split(/(?<=\/)/).flatMap((part, at) => (at ? [make("wbr"), part] : [part]))), make("dd", {}, write(read(done))));
       if (other) {
         const most = Math.max(read(done), read(other), 1e-9);
         const bar = make("span", { className: "bar", ariaHidden: "true" });

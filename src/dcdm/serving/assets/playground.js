@@ -37,6 +37,7 @@ async function begin() {
 class Playground {
   constructor(model, info) {
     this.model = model;
+    this.chunks = info.num_chunks;
     this.shared = new Shared(byId("shared"), info);
     this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
     byId("decoders").append(...this.decoders.map((each) => each.element));
@@ -140,7 +141,7 @@ class Playground {
     const keys = [swatch("given", "given"), swatch("masked", "masked")];
     if (colours === "chunk") {
       const most = Math.max(0, ...this.shown().flatMap((lane) => lane.steps.map((step) => step.chunk)));
-      for (let chunk = 1; chunk <= Math.min(8, most || 8); chunk++) {
+      for (let chunk = 1; chunk <= Math.min(8, most || this.chunks || 8); chunk++) {
         keys.push(make("span", { className: `swatch ${chunkClass(chunk)}` }, String(chunk)));
       }
       keys.push(make("span", { className: "quiet" }, most > 8 ? "chunk; the colours repeat after eight" : "chunk, in the order of filling"));
@@ -216,7 +217,7 @@ class Playground {
     if (problem) {
       this.shown().forEach((lane) => lane.recording || lane.clear());
       const stopped = problem.name === "AbortError";
-      this.say(stopped ? "Stopped." : "Not finished.");
+      this.say(stopped ? "Stopped." : this.lanes[at].recording ? "Not finished." : "Nothing was generated.");
       this.player.grown();
       if (!stopped) showProblem(problem, () => this.generate(), this, at);
       return;

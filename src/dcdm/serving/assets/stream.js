@@ -2,8 +2,9 @@
 
 /** What went wrong, in words for a person; `field` is the request's field at fault, `wait` seconds to hold off. */
 export class Problem extends Error {
-  constructor(message, { field = null, wait = 0, again = false, reload = false } = {}) {
-    super(message);
+  constructor(said, { field = null, wait = 0, again = false, reload = false } = {}) {
+    const message = said.replace(/^[a-z]+ /, (word) => word[0].toUpperCase() + word.slice(1));
+    super(/[.!?]$/.test(message) ? message : `${message}.`);
     Object.assign(this, { field, wait, again, reload });
   }
 }
@@ -52,7 +53,10 @@ export async function denoise(request, signal, on) {
   });
   let done = false;
   for await (const { name, data } of events(answer.body.getReader())) {
-    if (name === "error") throw new Problem(data.error?.message ?? "The server gave up without saying why.", { again: true });
+    if (name === "error") {
+      const { message = "The server gave up without saying why.", param = null } = data.error ?? {};
+      throw new Problem(message, { field: param, again: !param });
+    }
     on(name, data);
     done ||= name === "done";
   }
