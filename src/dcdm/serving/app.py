@@ -16,17 +16,18 @@ from starlette.responses import PlainTextResponse, Response
 import dcdm
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
-from dcdm.serving import denoise
+from dcdm.serving import chat, completions, denoise
 from dcdm.serving.access import Gate
+from dcdm.serving.completions import Answer, Plan
 from dcdm.serving.errors import Refusal
 from dcdm.serving.logs import logger
 from dcdm.serving.metrics import Metrics
 from dcdm.serving.page import INDEX, load_assets
 from dcdm.serving.scheduler import Scheduler
-from dcdm.serving.schemas import DenoiseRequest, ErrorBody
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
-from dcdm.serving.streaming import EventStream, Json
+from dcdm.serving.streaming import EventStream, Json, while_connected
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
@@ -39,7 +40,17 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"model": ErrorBody, "description": "Too many requests wait; Retry-After says when to come again."},
     503: {"model": ErrorBody, "description": "The server is shutting down."},
 }
-EVENTS = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "Server-sent events."}
+EVENTS: dict[str, Any] = {
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "description": "Server-sent events.",
+}
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    **REFUSALS,
+    200: {
+        "description": "OpenAI's object; with `stream`, server-sent events of its chunks.",
+        "content": {"application/json": {"schema": {"type": "object"}}, **EVENTS["content"]},
+    },
+}
 
 
 def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm") -> FastAPI:
@@ -112,7 +123,7 @@ def _of_validation(error: RequestValidationError) -> Refusal:
     if any(each["type"] == "extra_forbidden" for each in found):
         unknown = [str(each["loc"][-1])[:100] for each in found if each["type"] == "extra_forbidden"]
         return Refusal(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
-    said = "; or ".join(dict.fromkeys(problems[:4]))
+    said = "; or ".join(dict.fromkeys(problem.removeprefix("Value error, ") for problem in problems[:4]))
     return Refusal(400, f"{name}: {said}", code="invalid_value", param=None if name == "body" else name)
 
 
@@ -166,12 +177,29 @@ def _models(app: FastAPI) -> None:
 def _generation(app: FastAPI) -> None:
     served: Served = app.state.served
     scheduler: Scheduler = app.state.scheduler
+    template = chat.template_of(served)
+
+    async def answer(request: Request, plan: Plan) -> Response:
+        ticket = scheduler.submit(plan.rows)
+        answer = Answer(served, plan, ticket, request.state.notes)
+        if plan.stream:
+            return EventStream(answer.stream(), ticket)
+        with ticket:
+            return Json(await while_connected(request, answer.whole()))
+
+    @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
+    async def completing(request: Request, body: CompletionRequest) -> Response:
+        return await answer(request, await run_in_threadpool(completions.prepare, served, body))
+
+    @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
+    async def chatting(request: Request, body: ChatRequest) -> Response:
+        return await answer(request, await run_in_threadpool(chat.prepare, served, template, body))
 
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         row = await run_in_threadpool(denoise.prepare, served, body)
         ticket = scheduler.submit([row])
-        return EventStream(denoise.stream(served, ticket), ticket)
+        return EventStream(denoise.stream(served, ticket, request.state.notes), ticket)
 
 
 def _without_422(app: FastAPI) -> None:

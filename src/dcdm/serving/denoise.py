@@ -74,16 +74,23 @@ def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:
     return {"position": position, "token": token, "text": tokenizer.decode([token]), "given": True}
 
 
-async def stream(served: Served, ticket: Ticket) -> AsyncIterator[str]:
+async def stream(served: Served, ticket: Ticket, notes: dict[str, Any]) -> AsyncIterator[str]:
+    """The events of a row; the notes are what the log will say."""
+    notes |= {"texts": 1, "prompt_tokens": len(ticket.rows[0].prompt)}
     with ticket:
         yield _sse("start", start(served, ticket.rows[0], f"dn-{uuid4().hex}"))
         try:
             async for _, message in ticket.messages():
                 if isinstance(message, Last):
+                    costs = message.ended.costs
+                    notes |= {"completion_tokens": costs["new_tokens"], "forwards": costs["forwards"]}
+                    if served.settings.log_prompts:
+                        notes |= {"completions": [message.message["text"]]}
                     yield _sse("done", message.message)
                 else:
                     yield _sse("commit", message)
         except Refusal as refusal:
+            notes["code"] = refusal.code
             yield _sse("error", refusal.body())
 
 

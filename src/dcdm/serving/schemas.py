@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MAX_INTEGER = 2**63 - 1
 
-Short = Annotated[str, Field(max_length=256)]
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half a surrogate pair, which no encoding can hold") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+Short = Annotated[Text, Field(max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -16,7 +26,7 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -48,7 +58,7 @@ class Generating(Body):
     cache: Short | None = Field(
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
-    user: str | None = Field(None, description="Accepted and ignored.")
+    user: Text | None = Field(None, description="Accepted and ignored.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
@@ -66,13 +76,13 @@ class Generating(Body):
 
 class CompletionRequest(Generating):
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="A text, several, token ids, or several lists of them. `[[8]]` is taken literally.")
     max_tokens: MaxTokens | None = Field(None, description="New tokens of each text. Default 16.")
-    suffix: str | None = Field(
+    suffix: Text | None = Field(
         None, description="What follows: exactly max_tokens tokens are filled in between. Not for AR models."
     )
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
@@ -85,12 +95,12 @@ class CompletionRequest(Generating):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Short | None = None
 
     def text(self) -> str:
@@ -106,7 +116,7 @@ class ChatRequest(Generating):
 
 
 class DenoiseRequest(Body):
-    prompt: str = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
+    prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
     model: Short | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None,
