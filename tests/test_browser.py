@@ -215,6 +215,17 @@ def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt
     assert json.loads(words[words.index("-d") + 1])["prompt"] == prompt
 
 
+def test_the_openai_client_fills_the_same_blank(page, app, address):
+    pytest.importorskip("openai")
+    page.open(address, prompt="x = [[5]] + 'y'\n", seed=2, a_commit="chunk")
+    page.click("#languages label:nth-of-type(3)")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(page.text("code"), {})
+    text = expected(app, "x = [[5]] + 'y'\n", seed=2, commit="chunk").texts[0]
+    assert text == f"x = {out.getvalue()[:-1]} + 'y'\n"
+
+
 def test_settings_live_in_the_address(page, address):
     page.open(address, prompt=PROMPT, seed=3, compare=1, b_commit="factor:2", b_temperature="0.5", colour="order")
     assert page.js("document.getElementById('compare').checked")

@@ -52,17 +52,16 @@ const ends = ({ delimiters, delimiter_threshold }) => (delimiters ? { delimiters
 /** OpenAI's completions know a prompt and a suffix, so at most one blank; the model's own settings go beside. */
 function client(request, model) {
   const [before, length, after, ...more] = request.prompt.split(/\[\[(\d+)\]\]/);
-  if (more.length || (length && request.max_tokens)) {
-    return "# OpenAI's completions know a prompt and a suffix: one blank, or text to go on from.\n# For more blanks use the Python or curl form.\n";
+  if (more.length || (length && request.max_tokens) || request.delimiters || !request.stop_at_eos) {
+    return "# OpenAI's completions know less: one blank or text to go on from, which ends at the end-of-text token.\n# Use another form for this.\n";
   }
-  const tokens = length ?? request.max_tokens;
-  const own = changed(request).filter(([name]) => ["routing", "commit", "top_k", "cache", "stop_at_eos"].includes(name));
   const values = { model, prompt: before, ...(after ? { suffix: after } : {}) };
   const lines = Object.entries(values).map(([name, text]) => `    ${name}=${python(text)},\n`);
-  if (tokens) lines.push(`    max_tokens=${tokens},\n`);
+  lines.push(`    max_tokens=${length ?? request.max_tokens ?? 64},\n`);
   lines.push(`    temperature=${request.temperature},\n    seed=${request.seed},\n`);
   if (request.top_p !== null) lines.push(`    top_p=${request.top_p},\n`);
-  const literal = (value) => (typeof value === "string" ? python(value) : value === false ? "False" : value);
+  const own = changed(request).filter(([name]) => ["routing", "commit", "top_k", "cache"].includes(name));
+  const literal = (value) => (typeof value === "string" ? python(value) : value);
   if (own.length) lines.push(`    extra_body={${own.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},\n`);
   return `from openai import OpenAI
 
