@@ -10,8 +10,8 @@ import { Decoder, Shared } from "./settings.js";
 import { models } from "./stream.js";
 
 const EXAMPLES = {
-  "a method": "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
-  "a line": "def [[6]](self):[[20]]return self",
+  method: "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
+  line: "def [[6]](self):[[20]]return self",
   "go on": "import os\n\ndef ",
   "from nothing": "",
 };
