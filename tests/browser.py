@@ -157,7 +157,7 @@ class Page:
         self.finished()
 
     def finished(self) -> None:
-        self.until("document.getElementById('stop').disabled", "the run to end")
+        self.until("document.getElementById('lanes').ariaBusy !== 'true'", "the run to end")
 
     def scrub(self, step: int) -> None:
         self.driver.execute_script(

@@ -231,6 +231,7 @@ def test_settings_live_in_the_address(page, address):
     assert page.js("document.getElementById('compare').checked")
     assert page.js("document.getElementById('b-commit').value") == "factor"
     page.fill("seed", "11")
+    page.until("location.hash.includes('seed=11')", "the address")
     page.driver.refresh()
     page.until("document.querySelectorAll('.decoder').length === 2", "the page")
     assert page.js("document.getElementById('seed').value") == "11"
@@ -403,6 +404,7 @@ def test_the_keyboard_alone_is_enough(page, app, address):
     assert stops.index("prompt") < stops.index("max_tokens") < stops.index("seed") < stops.index("generate")
     page.keys(Keys.ENTER)
     page.finished()
+    assert page.js("document.activeElement.id") == "generate"
     page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
 
     while not page.js("document.activeElement.classList.contains('token')"):
@@ -441,7 +443,7 @@ def test_the_keyboard_alone_is_enough(page, app, address):
     page.fill("max_tokens", "1000")
     page.keys(Keys.TAB, Keys.TAB)
     page.chord(Keys.CONTROL, Keys.ENTER)
-    page.until("!document.getElementById('stop').disabled", "the run to begin")
+    page.until("document.getElementById('lanes').ariaBusy === 'true'", "the run to begin")
     page.keys(Keys.ESCAPE)
     page.finished()
 
@@ -474,7 +476,7 @@ const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 while (walk.nextNode()) {
   const element = walk.currentNode.parentElement;
   const style = getComputedStyle(element);
-  if (!walk.currentNode.data.trim() || element.closest("[disabled], .masked, .skip")) continue;
+  if (!walk.currentNode.data.trim() || element.closest("[aria-disabled=true], .masked, .skip")) continue;
   if (!element.checkVisibility({ visibilityProperty: true })) continue;
   const [light, dark] = [luminance(channels(style.color)), luminance(ground(element))].sort((a, b) => b - a);
   const ratio = (light + 0.05) / (dark + 0.05);

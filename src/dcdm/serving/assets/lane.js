@@ -13,13 +13,13 @@ const figure = (value) => (value >= 100 ? Math.round(value).toLocaleString("en")
 const number = (value) => value.toLocaleString("en");
 
 /** What a run cost: its name, how it reads from the "done" event, and what it means. */
-const FIGURES = [
-  ["tokens/s", (done) => done.tokens_per_second, figure, "New tokens per second, measured by the server"],
-  ["forwards", (done) => done.costs.forwards, number, "Passes through the whole network"],
-  ["tokens/forward", (done) => done.tokens_per_forward, figure, "New tokens for each pass"],
-  ["computed", (done) => done.costs.computed, number, "Positions that went through the network, summed over the forwards"],
-  ["reused", (done) => done.costs.reused, number, "Positions read from the cache instead, summed over the forwards"],
-  ["seconds", (done) => done.seconds, figure, "From the start to the last token, measured by the server"],
+export const FIGURES = [
+  ["tokens/s", (done) => done.tokens_per_second, figure, "new tokens per second, measured by the server"],
+  ["forwards", (done) => done.costs.forwards, number, "passes through the whole network"],
+  ["tokens/forward", (done) => done.tokens_per_forward, figure, "new tokens for each pass"],
+  ["computed", (done) => done.costs.computed, number, "positions that went through the network, summed over the forwards"],
+  ["reused", (done) => done.costs.reused, number, "positions read from the cache instead, summed over the forwards"],
+  ["seconds", (done) => done.seconds, figure, "from the start to the last token, measured by the server"],
 ];
 
 /** One decoder's canvas with its figures. */
@@ -96,8 +96,8 @@ export class Lane {
   showFigures(other = null) {
     const done = this.recording?.done;
     if (!done) return;
-    const tiles = FIGURES.map(([name, read, write, about]) => {
-      const tile = make("div", { title: about }, make("dt", {}, ...name.split(/(?<=\/)/).flatMap((part, at) => (at ? [make("wbr"), part] : [part]))), make("dd", {}, write(read(done))));
+    const tiles = FIGURES.map(([name, read, write]) => {
+      const tile = make("div", {}, make("dt", {}, ...name.split(/(?<=\/)/).flatMap((part, at) => (at ? [make("wbr"), part] : [part]))), make("dd", {}, write(read(done))));
       if (other) {
         const most = Math.max(read(done), read(other), 1e-9);
         const bar = make("span", { className: "bar", ariaHidden: "true" });

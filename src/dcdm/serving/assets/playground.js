@@ -3,7 +3,7 @@
 import { CONFIDENCE_NAMES, ORDERS } from "./canvas.js";
 import { FORMS, written } from "./code.js";
 import { byId, choice, chunkClass, make, many, stillness } from "./dom.js";
-import { Lane, verdict } from "./lane.js";
+import { FIGURES, Lane, verdict } from "./lane.js";
 import { Player } from "./player.js";
 import { clearProblems, showProblem } from "./problems.js";
 import { Decoder, Shared } from "./settings.js";
@@ -77,6 +77,7 @@ class Playground {
       chip.addEventListener("click", () => this.prompt(text));
       byId("examples").append(chip);
     }
+    byId("figures-about").append(...FIGURES.map(([name, , , about]) => make("div", {}, make("dt", {}, name), make("dd", {}, about))));
     byId("insert").addEventListener("click", () => {
       const area = byId("prompt");
       area.setRangeText("[[8]]", area.selectionStart, area.selectionEnd, "end");
@@ -174,6 +175,7 @@ class Playground {
     if (!requests) return;
     this.requests = requests;
     this.abort = new AbortController();
+    this.say("Generating …");
     this.busy(true);
     byId("verdict").hidden = true;
     this.shown().forEach((lane, at) => lane.clear(at ? "Waits for A, so that neither slows the other." : "Waiting for the server …"));
@@ -246,11 +248,10 @@ class Playground {
   }
 
   busy(yes) {
-    byId("generate").disabled = yes;
-    byId("stop").disabled = !yes;
-    byId("lanes").setAttribute("aria-busy", String(yes));
-    if (yes && document.activeElement === document.body) byId("stop").focus({ preventScroll: true });
-    else if (!yes && document.activeElement === document.body) byId("generate").focus({ preventScroll: true });
+    byId("generate").ariaDisabled = String(yes); // not disabled: whoever pressed it keeps the focus
+    byId("stop").ariaDisabled = String(!yes);
+    byId("lanes").ariaBusy = String(yes);
+    byId("status").ariaLive = yes ? "off" : "polite"; // every token would be too much to listen to
   }
 
   /** On narrow screens the canvas is below the form. */
@@ -290,7 +291,8 @@ class Playground {
     if (this.colours.value() !== "chunk") kept.set("colour", this.colours.value());
     if (this.numbers.value() !== "forward") kept.set("number", this.numbers.value());
     this.kept = kept.toString();
-    history.replaceState(null, "", `#${this.kept}`);
+    clearTimeout(this.keeping); // browsers refuse to rewrite the address too often
+    this.keeping = setTimeout(() => history.replaceState(null, "", `#${this.kept}`), 200);
   }
 
   restore() {
