@@ -13,7 +13,7 @@ const EXAMPLES = {
   method: "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
   line: "def [[6]](self):[[20]]return self",
   "go on": "import os\n\ndef ",
-  "from nothing": "",
+  empty: "",
 };
 const BLANK = /\[\[(\d+)\]\]/g;
 
