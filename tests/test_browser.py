@@ -355,6 +355,27 @@ def test_errors_are_shown_kindly_beside_what_caused_them(page, app, address, mon
     assert page.js("document.getElementById('problem').hidden")
 
 
+def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch):
+    from dcdm.serving import denoise
+
+    whole = denoise.stream
+
+    async def cut(*arguments):
+        number = 0
+        async for event in whole(*arguments):
+            if number < 4:
+                yield event
+            number += 1
+
+    monkeypatch.setattr(denoise, "stream", cut)
+    page.open(address, prompt=PROMPT, a_commit="position")
+    page.generate()
+    assert "stopped in the middle" in page.text("problem")
+    assert page.text("status") == "Not finished."
+    page.scrub(3)
+    assert page.masked() == BLANKS - 3
+
+
 def test_the_page_works_behind_a_key(page):
     with serving(app_of("causal", api_key="opensesame")) as address:
         page.open(address.replace("//", "//me:opensesame@"), prompt=PROMPT)
