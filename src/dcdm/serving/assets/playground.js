@@ -97,7 +97,7 @@ class Playground {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !this.abort) this.generate();
       if (event.key === "Escape") this.abort?.abort();
     });
-    if (innerWidth < 640) this.decoders.forEach((each) => (each.element.open = false));
+    if (innerWidth < 768) this.decoders.forEach((each) => (each.element.open = false));
   }
 
   prompt(text) {
