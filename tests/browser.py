@@ -1,14 +1,12 @@
-"""Debian's Chromium, driven through chromedriver, and a server for it to look at."""
+"""Debian's Chromium, driven through chromedriver."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,32 +28,6 @@ return JSON.stringify([...box.querySelectorAll(".token")].map((cell) => ({
 """
 PATIENCE = 60.0
 """Seconds to wait for what must come; the machine may be busy."""
-
-
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """An application on a free port of loopback, in a thread of this process; its address."""
-    import uvicorn
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        thread.start()
-        until(lambda: server.started, "the server to start")
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(PATIENCE)
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for a condition; what it gave."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {PATIENCE:g} s for {what}")
 
 
 @contextmanager
@@ -121,8 +93,11 @@ class Page:
     def js(self, expression: str, *arguments: Any) -> Any:
         return self.driver.execute_script(f"return {expression}", *arguments)
 
-    def until(self, expression: str, what: str) -> Any:
-        return until(lambda: self.js(expression), what)
+    def until(self, expression: str, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self.js(expression):
+            assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for {what}"
+            time.sleep(0.02)
 
     def text(self, name: str) -> str:
         return self.js("document.getElementById(arguments[0]).textContent", name)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import tiny
-from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium, serving
+from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.engine import generate
+from live import live, slow_down, until
 from test_viewing_chunks import exported
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
@@ -28,24 +29,24 @@ LONG = {"prompt": "x = ", "length": 1000, "eos": 0, "a_commit": "position"}
 NARROW = 360
 
 
-def app_of(name: str, **settings):
-    pytest.importorskip("fastapi")
-    from dcdm.serving.app import create_app
-    from dcdm.serving.settings import Settings
-
-    model = tiny.model(name, symbols=257, scale=4.0).float()
-    return create_app(model, byte_tokenizer(), Settings(**settings), f"tiny-{name}")
+def model_of(name: str):
+    return tiny.model(name, symbols=257, scale=4.0).float(), byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def app():
-    return app_of("causal")
+def server():
+    with live(model=model_of("causal")) as server:
+        yield server
 
 
-@pytest.fixture(scope="module")
-def address(app):
-    with serving(app) as address:
-        yield address
+@pytest.fixture
+def app(server):
+    return server.app
+
+
+@pytest.fixture
+def address(server):
+    return server.url
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,12 @@ def test_the_slider_shows_what_every_forward_filled(page, app, address):
     assert page.masked() == len(steps[-1])
 
 
-def test_pausing_holds_the_canvas_while_the_text_still_comes_and_stopping_ends_it(page, app, address):
+def test_pausing_holds_the_canvas_while_the_text_comes_and_stopping_ends_it(
+    page, server, address, monkeypatch
+):
+    slow_down(monkeypatch)
+    cancelled = 'dcdm_texts_total{ended="cancelled"}'
+    before = server.figure(cancelled)
     page.open(address, **LONG)
     page.click("#generate")
     page.until("document.querySelectorAll('#lanes .token').length > 100", "the canvas")
@@ -144,6 +150,7 @@ def test_pausing_holds_the_canvas_while_the_text_still_comes_and_stopping_ends_i
     page.click("#stop")
     page.finished()
     assert page.text("status") == "Stopped."
+    until(lambda: server.figure(cancelled) == before + 1)
     assert page.masked() == held
     page.click(".play")
     page.until(f"document.querySelectorAll('#lanes .token.masked').length < {held}", "the replay to go on")
@@ -183,7 +190,7 @@ def test_two_decoders_stand_side_by_side_with_their_figures(page, app, address):
 
 @pytest.mark.parametrize("prompt", ['it\'s "$HOME" `x` \\n [[4]]\n!', "-x [[3]] <b>&amp;</b>\tü€😀"])
 def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt, tmp_path):
-    folder = tmp_path / "tiny-causal"
+    folder = tmp_path / app.state.served.name
     served = app.state.served
     exported("causal", folder, scale=4.0)
     settings = {"temperature": "0.7", "top_k": "20", "top_p": "0.9", "cache": "none"}
@@ -290,8 +297,8 @@ def test_invisible_characters_are_shown_and_markup_stays_text(page, address):
 )
 def test_only_settings_that_fit_the_model_are_offered(page, name, routings, caches):
     options = "[...document.getElementById(arguments[0]).options].map((o) => o.value)"
-    with serving(app_of(name)) as address:
-        page.open(address, prompt="x", length=12)
+    with live(model=model_of(name)) as server:
+        page.open(server.url, prompt="x", length=12)
         assert page.js(options, "a-routing") == routings
         assert sorted(page.js(options, "a-cache")) == sorted(caches)
         assert page.js("document.getElementById('a-routing').closest('.field').hidden") == (len(routings) == 1)
@@ -377,8 +384,8 @@ def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch
 
 
 def test_the_page_works_behind_a_key(page):
-    with serving(app_of("causal", api_key="opensesame")) as address:
-        page.open(address.replace("//", "//me:opensesame@"), prompt=PROMPT)
+    with live(model=model_of("causal"), api_key="opensesame") as server:
+        page.open(server.url.replace("//", "//me:opensesame@"), prompt=PROMPT)
         page.generate()
         assert "16 tokens" in page.text("status")
 
@@ -411,7 +418,7 @@ return [at.id || at.className || at.name || at.tagName, visible];
 """
 
 
-def test_the_keyboard_alone_is_enough(page, app, address):
+def test_the_keyboard_alone_is_enough(page, address, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
     page.open(address, prompt=PROMPT, a_commit="position", eos=0)
@@ -463,6 +470,7 @@ def test_the_keyboard_alone_is_enough(page, app, address):
         raise AssertionError("the focus never leaves the page")
     page.fill("max_tokens", "1000")
     page.keys(Keys.TAB, Keys.TAB)
+    slow_down(monkeypatch)
     page.chord(Keys.CONTROL, Keys.ENTER)
     page.until("document.getElementById('lanes').ariaBusy === 'true'", "the run to begin")
     page.keys(Keys.ESCAPE)

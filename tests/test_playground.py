@@ -37,9 +37,7 @@ def test_the_page_needs_no_inline_script_or_style():
 def test_scripts_are_short_and_never_read_text_as_markup(name):
     text = ASSETS[name]
     assert text.count("\n") < 400
-    assert not re.search(
-        r"(inner|outer|Adjacent)HTML|document\.write|\beval\(|Function\(|Attribute\(.style", text
-    )
+    assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|\beval\(|Function\(|Attribute\(.style", text)
 
 
 def test_every_id_that_scripts_ask_for_is_in_the_page_once():
