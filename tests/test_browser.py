@@ -132,9 +132,7 @@ def test_the_slider_shows_what_every_forward_filled(page, app, address):
     assert page.masked() == len(steps[-1])
 
 
-def test_pausing_holds_the_canvas_while_the_text_comes_and_stopping_ends_it(
-    page, server, address, monkeypatch
-):
+def test_pausing_holds_the_canvas_while_the_text_comes_and_stopping_ends_it(page, server, address, monkeypatch):
     slow_down(monkeypatch)
     cancelled = 'dcdm_texts_total{ended="cancelled"}'
     before = server.figure(cancelled)
