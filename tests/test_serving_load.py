@@ -111,9 +111,7 @@ def test_32_callers_for_a_minute_leave_memory_flat(tmp_path):
         found = asyncio.run(hammer(url, pairs, seconds))
         after = figure(url, "process_resident_memory_bytes")
         tokens = figure(url, "dcdm_new_tokens_total")
-        print(
-            f"answers {dict(found)}, memory {before / 2**20:.0f} → {after / 2**20:.0f} MB, {tokens:.0f} tokens in all"
-        )
+        print(f"{dict(found)}, {before / 2**20:.0f} → {after / 2**20:.0f} MB, {tokens:.0f} tokens in all")
         assert set(found) <= {200, 429}
         assert after - before < 20 * 2**20
     finally:
