@@ -216,7 +216,9 @@ class Scorer:
         variance = torch.zeros(len(tokens), dtype=torch.float64)
         forwards, chunks = torch.zeros_like(index), 0
         while bool((sets.real & ~revealed).any()):
-            route = router.next(tokens.masked_fill(~revealed, mask_id), revealed, route)
+            asking = (sets.real & ~revealed).any(dim=-1)
+            z = tokens.masked_fill(~revealed, mask_id)
+            route = router.next(z, revealed, route, asking).where(asking, route)
 
             def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active) -> Tensor:
                 z = tokens.masked_fill(masked | ~shown, mask_id)
@@ -238,10 +240,12 @@ class Scorer:
 
         def reveal(view: View, fill: Tensor) -> Tensor:
             true = tokens.gather(1, view.position)
-            row, at = fill.nonzero(as_tuple=True)
-            log_p = decoder.sampling.log_p(view.log_p[row, at])
-            nll = -log_p.gather(-1, true[row, at][:, None]).squeeze(-1).double()
-            total[row.cpu(), view.position[row, at].cpu()] = nll.cpu()
+
+            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return -decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
+
+            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
+            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
             return true
 
         _, counts = walk(
