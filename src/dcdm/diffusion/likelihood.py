@@ -219,17 +219,18 @@ class Scorer:
             asking = (sets.real & ~revealed).any(dim=-1)
             z = tokens.masked_fill(~revealed, mask_id)
             route = router.next(z, revealed, route, asking).where(asking, route)
+            active = route.active & ~revealed  # none in a row that is full
 
-            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active) -> Tensor:
+            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | active) -> Tensor:
                 z = tokens.masked_fill(masked | ~shown, mask_id)
                 return _scattered(model, model.denoise(z, ids), tokens, masked)
 
             chunks += 1
             key = self.key.fold("chunk", chunks)
-            more, spread, passes = self._expected(nll_of, route.active.long(), 1, index, key)
+            more, spread, passes = self._expected(nll_of, active.long(), 1, index, key)
             cost, variance = cost + more, variance + spread
             forwards += passes
-            revealed = revealed | route.active
+            revealed = revealed | active
         return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
 
     def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
