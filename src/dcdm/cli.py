@@ -243,6 +243,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
         "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
     ),
+    "serve": ("dcdm serve runs/first", "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000"),
     "export": ("dcdm export runs/first exported",),
     "verify": ("dcdm verify runs/first", "dcdm verify exported --json"),
     "bench": ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png"),
@@ -296,6 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.decoding import command as sampling
     from dcdm.evaluation import command as perplexity
     from dcdm.evaluation import quality_command, tasks_command
+    from dcdm.serving import command as serving
     from dcdm.viewing import command as viewing
 
     commands: Commands = {
@@ -304,6 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
         "train": train,
         "chunks": viewing.chunks,
         "sample": sampling.sample,
+        "serve": serving.serve,
         "export": export,
         "verify": verify,
         "bench": bench,

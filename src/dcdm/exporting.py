@@ -104,7 +104,7 @@ class Check:
 def verify(path: Path) -> Iterator[Check]:
     """Checks of a run, a checkpoint or an exported folder, one after the other."""
     if (path / "config.json").exists():
-        yield Check("checksums", _wrong_sums(path))
+        yield Check("checksums", wrong_sums(path))
         stored = load_file(path / "model.safetensors")
     else:
         checkpoint = path
@@ -128,7 +128,7 @@ def verify(path: Path) -> Iterator[Check]:
         yield Check("cached decoding equals uncached", cache_errors(model))
 
 
-def _wrong_sums(folder: Path) -> list[str]:
+def wrong_sums(folder: Path) -> list[str]:
     if not (folder / SUMS).exists():
         return [f"{SUMS} is missing: nothing can be compared"]
     sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))

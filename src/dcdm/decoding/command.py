@@ -75,8 +75,7 @@ def sample(
     import torch
 
     from dcdm.config import ConfigError
-    from dcdm.decoding.engine import generate
-    from dcdm.decoding.routes import AdaBlock
+    from dcdm.decoding.engine import adablock_of, generate
     from dcdm.training.loading import load_model
     from dcdm.training.parallel import choose_device
 
@@ -87,8 +86,8 @@ def sample(
     loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
     adablock = None
     if routing == "adablock":
-        ends = _token_ids(tokenizer, delimiters)
-        adablock = AdaBlock(ends, loaded.config.block_size or 8, least=delimiter_threshold)
+        ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
+        adablock = adablock_of(loaded, tokenizer, ends, delimiter_threshold)
     with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
@@ -147,18 +146,6 @@ def _json_lines(path: Path, field: str) -> list[str]:
     if not prompts:
         raise ConfigError(f"--jsonl {path} holds no prompt")
     return prompts
-
-
-def _token_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
-    from dcdm.config import ConfigError
-
-    ids = {}
-    for text in texts:
-        text = text.replace("\\n", "\n").replace("\\t", "\t")
-        ids[text] = tokenizer.encode(text)
-        if len(ids[text]) != 1:
-            raise ConfigError(f"--delimiters {text!r} is {len(ids[text])} tokens of this tokenizer, not one")
-    return tuple(token for (token,) in ids.values())
 
 
 def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:

@@ -30,6 +30,11 @@ class Predicted:
     """(B,): positions whose keys and values were remembered instead."""
 
 
+def fitting_caches(config: ModelConfig) -> list[str]:
+    """The caches that fit a model's kind; "auto" comes first."""
+    return ["auto", "none", "frozen"] if config.routes_from_noise else ["auto", "exact", "none"]
+
+
 def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str:
     """The cache that "auto" means, or a refusal of what does not fit the kind and its routing."""
     if cache not in ("auto", "exact", "frozen", "none"):

@@ -9,6 +9,7 @@ To add one: write a function that makes a `Router` and enter it in `router_of`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -89,25 +90,33 @@ def start(sets: Sets) -> Route:
     return Route(ids, torch.zeros_like(sets.free))
 
 
-def check_routing(config: ModelConfig, name: str) -> None:
-    """Refuse by name what does not fit the kind."""
-    base = name.partition(":")[0]
-    described = {"ar": "AR", "mdlm": "MDLM", "bdlm": "BDLM", "dcdm": f"DCDM with {config.routing} routing"}[
-        config.kind
-    ]
+def described(config: ModelConfig) -> str:
+    """The kind of a model as people call it."""
+    return f"DCDM with {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+
+
+def fitting_routings(config: ModelConfig) -> list[str]:
+    """The routings that fit a model's kind; "auto", which is its own, comes first."""
     fits = ["auto"]
     if config.routes_from_noise:
         fits += ["paper-chunk", "paper-step", "appendix-b"]
     if config.kind in ("bdlm", "mdlm"):
         fits += ["blocks", "adablock"]
+    return fits
+
+
+def check_routing(config: ModelConfig, name: str) -> None:
+    """Refuse by name what does not fit the kind."""
+    base, colon, number = name.partition(":")
+    fits = fitting_routings(config)
     if base not in ROUTINGS:
         raise ConfigError(f"routing={name!r} is not known; choose one of {', '.join(ROUTINGS)}")
     if base not in fits:
-        raise ConfigError(f"routing={name!r} does not fit {described}; choose one of {', '.join(fits)}")
-    if ":" in name and (
-        base != "blocks" or not name.partition(":")[2].isdigit() or int(name.partition(":")[2]) < 1
-    ):
+        raise ConfigError(f"routing={name!r} does not fit {described(config)}; choose one of {', '.join(fits)}")
+    if colon and (base != "blocks" or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
         raise ConfigError(f"routing={name!r}: only blocks takes a number, as in blocks:8")
+    if name == "blocks" and config.block_size is None:
+        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
 
 
 def router_of(
@@ -183,9 +192,8 @@ def _causal_rounds(model: Model, sets: Sets) -> Router:
 def _blocks(config: ModelConfig, sets: Sets, name: str) -> Router:
     """Blocks in order. For BDLM they are what a position may see; MDLM sees everything and only fills in order."""
     number = name.partition(":")[2]
-    size = int(number) if number else config.block_size or 0
-    if size < 1:
-        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
+    size = int(number) if number else config.block_size
+    assert size is not None
     block = routing.label(sets.free, sets.real, (routing.free_rank(sets.free) + size - 1) // size)
     ids = block if config.kind == "bdlm" else routing.fixed_partition(config, sets.free, sets.real)
     return Router(lambda z, revealed, *_: Route(ids, lowest(block, sets.real & ~revealed)))
