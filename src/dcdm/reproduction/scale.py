@@ -60,10 +60,14 @@ class Scale:
 
 
 def cpu() -> Scale:
-    """A few million parameters, 4k BPE, windows of 256: a run of minutes on one core."""
-    base = ModelConfig("mdlm", 4096, 128, 4, 4, 2, 32, 384, context_length=256)
+    """About a million parameters, 4k BPE, windows of 256: a run of minutes on one core.
+
+    Wider and deeper networks see fewer tokens in that time, and the diffusion models among them do not get far
+    beyond the frequencies of single tokens (docs/LOG.md).
+    """
+    base = ModelConfig("mdlm", 4096, 128, 2, 4, 2, 32, 384, context_length=256)
     return Scale(
-        "cpu", base, "bpe:4096", steps=600, batch_size=4, learning_rate=3e-3, tuning_steps=150,
+        "cpu", base, "bpe:4096", steps=1000, batch_size=4, learning_rate=3e-3, tuning_steps=150,
         evaluations=6, curve_windows=16, curve_samples=2, heldout_windows=64, heldout_samples=4,
         sequential_windows=24, sequential_samples=2, zeroshot_windows=24, frontier_windows=8, task_items=20,
         sizes={
