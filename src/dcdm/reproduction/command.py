@@ -27,6 +27,7 @@ def reproduce(
 
     Names: loss-curves, downstream, adaptive, scaling, training-steps, k-ablation, point-vs-subspace, zero-shot,
     moe, partitions, or all. A finished run is never repeated; Ctrl-C saves and leaves, the same command goes on.
+    report, in place of a name, makes the page and the tables of docs/reproduction.md anew from the results.
 
     Args:
         names: Experiments.
@@ -51,6 +52,12 @@ def reproduce(
         return
     if not names:
         raise ConfigError("name an experiment, or all; `dcdm reproduce --list` says what there is")
+    if names == ("report",):
+        _report(results, "cpu" if scale == "paper" else scale)
+        return
+    if scale == "paper":
+        _spell_out(names)
+        return
     from dcdm.reproduction.experiments import specs
     from dcdm.reproduction.queue import INTERRUPTED, log_of, work_off
 
@@ -65,6 +72,22 @@ def reproduce(
     if state.waiting:
         print(f"{len(state.waiting)} runs are left; the same command goes on", file=sys.stderr)
     sys.exit(1 if state.failed else INTERRUPTED if state.waiting else 0)
+
+
+def _report(results: Path, scale: str) -> None:
+    from dcdm.reproduction.report import write_report
+
+    document = Path("docs/reproduction.md") if scale == "cpu" and Path("docs/reproduction.md").exists() else None
+    print(write_report(results, scale, document, Path("docs/images/reproduction")))
+
+
+def _spell_out(names: tuple[str, ...]) -> None:
+    """Commands and costs at the paper's scale."""
+    from dcdm.reproduction.experiments import chosen_experiments
+    from dcdm.reproduction.paper_scale import describe
+    from dcdm.reproduction.scale import cpu
+
+    print("\n\n".join(describe(one) for one in chosen_experiments(cpu(), [*names])))
 
 
 def _overview(places: Places) -> _Overview:

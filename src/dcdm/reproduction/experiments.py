@@ -96,14 +96,18 @@ def experiments(scale: Scale) -> dict[str, Experiment]:
     return {one.name: one for one in made}
 
 
+def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
+    """The experiments called so, or `all`."""
+    known = experiments(scale)
+    if unknown := sorted(set(names) - {*known, "all"}):
+        raise ConfigError(f"no experiment is called {', '.join(unknown)}; there are {', '.join(known)}, and all")
+    return [one for one in known.values() if "all" in names or one.name in names]
+
+
 def specs(scale: Scale, names: list[str], seeds: tuple[int, ...] = SEEDS) -> list[RunSpec]:
     """The runs of these experiments (or `all`), each once: the main kinds seed by seed, then the others."""
-    known, table = experiments(scale), variants(scale)
-    if "all" in names:
-        names = list(known)
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"no experiment is called {', '.join(unknown)}; there are {', '.join(known)}, and all")
-    wanted = {variant for name in names for variant in known[name].variants}
+    table = variants(scale)
+    wanted = {variant for one in chosen_experiments(scale, names) for variant in one.variants}
     wanted |= {parent for name in wanted if (parent := table[name].parent) is not None}
     chosen = [one for one in table.values() if one.name in wanted]
     first = [one for one in chosen if one.measures == MAIN]

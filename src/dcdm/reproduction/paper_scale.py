@@ -13,7 +13,10 @@ from dcdm.training.settings import TrainConfig, debug_defaults
 
 UTILISATION = 0.4
 MEMORY = 80e9  # bytes of one device
-CORPORA = "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl pubmed=pubmed.jsonl arxiv=arxiv.jsonl"  # noqa: E501
+CORPORA = (
+    "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl pubmed=pubmed.jsonl "
+    "arxiv=arxiv.jsonl"
+)
 STEPS = {"point-vs-subspace": 200_000, "zero-shot": 500_000}
 """Where the paper says otherwise than its general 500,000."""
 
@@ -55,9 +58,7 @@ def job(name: str, steps: int) -> Job:
     devices = 8 if "0.1b" in name else 64
     costs, length = bill(config), config.context_length
     share = batch // devices
-    state = (
-        state_bytes(config, devices) + 2 * costs.total_parameters
-    )  # sharded state, bf16 copies of a block in turn
+    state = state_bytes(config, devices) + 2 * costs.total_parameters  # the latter: gathered bf16 copies, at most
     micro, checkpointing = _fit(name, share, state)
     operations = costs.training * batch * steps * (4 / 3 if checkpointing else 1)
     seconds = costs.step_seconds(batch, devices, UTILISATION) * steps * (4 / 3 if checkpointing else 1)
@@ -89,7 +90,15 @@ def evaluation(experiment: str, names: Sequence[str]) -> list[str]:
     if experiment == "partitions":
         return [f"dcdm eval ppl {runs} --data wikitext=wikitext.txt --estimator auto trajectory --report out"]
     asked = "math,gsm8k,humaneval" if experiment == "adaptive" else "all"
-    return [f"dcdm eval tasks runs/{name} --tasks {asked} --data-dir TASKS" for name in names]
+    lines = [f"dcdm eval tasks runs/{name} --tasks {asked} --data-dir TASKS" for name in names]
+    if experiment == "adaptive":
+        lines += [
+            "python -m dcdm.evaluation --model dcdm --tasks minerva_math,gsm8k,humaneval "
+            f"--model_args pretrained=runs/{name},routing=adablock"
+            for name in names
+            if name.startswith("bdlm")
+        ]
+    return lines
 
 
 def describe(experiment: Experiment) -> str:
@@ -101,14 +110,15 @@ def describe(experiment: Experiment) -> str:
         "# once, on one machine (GPT-2's tokenizer, windows of 1,024)",
         "dcdm data prepare openwebtext --tokenizer gpt2 --out DATA/openwebtext",
         "",
-        "# training: AdamW (0.9, 0.999, 1e-8), weight decay 0.01, peak 3e-4, cosine to 0, 2,500 warm-up steps, clip 1.0",
+        "# training: AdamW (0.9, 0.999, 1e-8), weight decay 0.01, peak 3e-4, cosine to 0, 2,500 warm-up steps",
         *(one.command for one in jobs),
         "",
-        "# evaluation",
-        *evaluation(experiment.name, experiment.presets),
     ]  # fmt: skip
-    if experiment.name in ("downstream", "adaptive"):
-        lines[-1:] = [*_tuning(experiment.presets), lines[-1]]
+    tuned = experiment.name in ("downstream", "adaptive")
+    if tuned:
+        lines += ["# fine-tuning on GSM8K; MATH has a training split of its own", *_tuning(experiment.presets), ""]
+    names = [f"{name}-gsm8k" for name in experiment.presets] if tuned else experiment.presets
+    lines += ["# evaluation", *evaluation(experiment.name, names)]
     lines += [
         "", f"# bill: H800 at {UTILISATION:.0%} of 989 TFLOP/s, estimated, not measured",
         f"{'model':24}{'devices':>8}{'steps':>9}{'batch':>7}{'tokens':>9}{'EFLOP':>9}{'GPU-hours':>11}{'GB/device':>11}",
@@ -126,7 +136,7 @@ def describe(experiment: Experiment) -> str:
 
 def _tuning(names: Sequence[str]) -> list[str]:
     return [
-        f"dcdm train --preset {name} --run runs/{name}-gsm8k --init runs/{name} --data gsm8k_train.jsonl --steps 1000 "
-        "--set data.reading.prompt_field=question data.reading.response_field=answer"
+        f"dcdm train --preset {name} --run runs/{name}-gsm8k --init runs/{name} --data gsm8k_train.jsonl "
+        "--steps 1000 --set data.reading.prompt_field=question data.reading.response_field=answer"
         for name in names
     ]

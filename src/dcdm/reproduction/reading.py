@@ -135,7 +135,7 @@ def curve_points(results: Results, variant: str, name: str = "validation") -> li
     for at in range(len(curves[0])):
         values = [curve[at][1] for curve in curves]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        points.append((curves[0][at][0], statistics.fmean(values), spread))
+        points.append(((at + 1) / len(curves[0]), statistics.fmean(values), spread))
     return points
 
 

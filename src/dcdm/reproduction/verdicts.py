@@ -1,7 +1,7 @@
 """Claims of the paper, each with a verdict that follows from results: an interval over paired seeds decides.
 
-`one < other` is confirmed where the 95 % interval of the difference lies below zero, not confirmed where it lies above,
-and cannot be told otherwise; a claim of several parts is as good as its weakest part.
+`one < other` is confirmed where the 95 % interval of the difference lies below zero, not confirmed where it lies
+above, and cannot be told otherwise; a claim of several parts is as good as its weakest part.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _part(name: str, difference: Interval | None) -> Part:
 def claims(results: Results) -> list[Claim]:
     """Every claim, in the order of the paper."""
     makers: tuple[Callable[[Results], Claim], ...] = (
-        loss_order, surrogate_order, earlier, every_size, subspace_loss, subspace_balance, interior_optimum, mixture,
-        zero_shot, adablock,
+        loss_order, surrogate_order, earlier, every_size, subspace_loss, subspace_balance, interior_optimum,
+        mixture, zero_shot, adablock,
     )  # fmt: skip
     return [make(results) for make in makers]
 
