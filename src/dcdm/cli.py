@@ -204,7 +204,8 @@ def bench(
 
     Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
     goal. estimator measures the Monte-Carlo error of likelihoods. generate compares the decoders of trained models,
-    speed beside quality. arithmetic measures nothing and prints what the presets cost on GPUs.
+    speed beside quality. serving lets eight callers ask one server, batched and one at a time. arithmetic measures
+    nothing and prints what the presets cost on GPUs.
 
     Args:
         subject: What to measure.
@@ -215,7 +216,7 @@ def bench(
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
         plot: Draw time and memory against length (generate: quality against speed) into this PNG.
-        models: For generate: run folders, checkpoints or exported folders.
+        models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
     """

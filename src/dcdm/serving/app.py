@@ -45,15 +45,23 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"model": ErrorBody, "description": "Too many requests wait; Retry-After says when to come again."},
     503: {"model": ErrorBody, "description": "The server is shutting down."},
 }
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+STATUS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Yes.", "content": OBJECT}, 503: {"description": "No.", "content": OBJECT}
+}  # fmt: skip
+CARD: dict[int | str, dict[str, Any]] = {
+    **REFUSALS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}
+}  # fmt: skip
+EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 EVENTS: dict[str, Any] = {
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {"text/event-stream": {"schema": EVENT}},
     "description": "Server-sent events.",
 }
 ANSWERS: dict[int | str, dict[str, Any]] = {
     **REFUSALS,
     200: {
         "description": "OpenAI's object; with `stream`, server-sent events of its chunks.",
-        "content": {"application/json": {"schema": {"type": "object"}}, **EVENTS["content"]},
+        "content": {**OBJECT, **EVENTS["content"]},
     },
 }
 
@@ -72,7 +80,7 @@ def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = N
 
     app = FastAPI(
         title="dcdm", version=dcdm.__version__, description="A block diffusion language model behind HTTP.",
-        lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Json,
+        lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
     app.state.served, app.state.scheduler, app.state.metrics = served, scheduler, metrics
     app.add_middleware(Gate, settings=settings, metrics=metrics)
@@ -155,11 +163,11 @@ def _pages(app: FastAPI) -> None:
 def _watching(app: FastAPI) -> None:
     scheduler: Scheduler = app.state.scheduler
 
-    @app.get("/healthz", summary="Whether the server lives")
+    @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
     async def healthz() -> Response:
         return Json({"status": "ok"}) if scheduler.alive else Json({"status": "the model's thread is gone"}, 503)
 
-    @app.get("/readyz", summary="Whether the server takes requests")
+    @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
     async def readyz() -> Response:
         return Json({"status": "shutting down"}, 503) if scheduler.draining else Json({"status": "ready"})
 
@@ -171,11 +179,11 @@ def _watching(app: FastAPI) -> None:
 def _models(app: FastAPI) -> None:
     served: Served = app.state.served
 
-    @app.get("/v1/models", summary="The served model", responses=REFUSALS)
+    @app.get("/v1/models", summary="The served model", responses=CARD)
     async def models() -> Response:
         return Json({"object": "list", "data": [served.card()]})
 
-    @app.get("/v1/models/{name}", summary="The served model by its name", responses=REFUSALS)
+    @app.get("/v1/models/{name}", summary="The served model by its name", responses=CARD)
     async def one(name: str) -> Response:
         served.check_name(name)
         return Json(served.card())

@@ -143,8 +143,10 @@ def run(app: FastAPI, listening: socket.socket, drain_seconds: float) -> None:
 
 def server_of(app: FastAPI, drain_seconds: float) -> Any:
     """uvicorn's server, which tells the application when it is asked to end."""
+    import asyncio
     import contextlib
     import signal
+    import threading
     from collections.abc import Iterator
 
     import uvicorn
@@ -154,8 +156,15 @@ def server_of(app: FastAPI, drain_seconds: float) -> Any:
             app.state.scheduler.draining = True
             super().handle_exit(sig, frame)
 
+        async def shutdown(self, sockets: Any = None) -> None:
+            asyncio.get_running_loop().call_later(drain_seconds, app.state.scheduler.refuse_all)
+            await super().shutdown(sockets)
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():  # who started it ends it
+                yield
+                return
             handled = (signal.SIGINT, signal.SIGTERM)
             before = {number: signal.signal(number, self.handle_exit) for number in handled}
             try:
@@ -167,7 +176,7 @@ def server_of(app: FastAPI, drain_seconds: float) -> Any:
     return Server(
         uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=int(drain_seconds), limit_concurrency=1024,
+            timeout_graceful_shutdown=int(drain_seconds) + 5, limit_concurrency=1024,
             h11_max_incomplete_event_size=1 << 16,
         )
     )  # fmt: skip

@@ -15,7 +15,9 @@ from dcdm.model.transformer import Model
 from dcdm.training.loading import find_model, load_model
 
 
-def load(path: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype) -> tuple[Model, Tokenizer]:
+def load(
+    path: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Model, Tokenizer]:
     """The model in an exported folder, whose checksums are compared; of a run folder, the model that it exports."""
     if find_model(path).run is None:
         if (path / SUMS).exists() and (wrong := wrong_sums(path)):

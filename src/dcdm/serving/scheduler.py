@@ -158,13 +158,20 @@ class Scheduler:
         self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in ticket.rows))
         return ticket
 
-    def close(self, seconds: float = 10.0) -> None:
-        """Stop what is being computed between two forwards, and the thread."""
+    def refuse_all(self) -> None:
+        """Give up what waits and what is being computed; its callers are told."""
         with self._changed:
-            self.draining = self._closed = True
+            self.draining = True
             for ticket in {ticket for ticket, _ in self._waiting} | set(self._running):
+                ticket.tell(ticket.rows[0], errors.closing())
                 ticket.given_up = True
             self._waiting.clear()
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Stop what is being computed between two forwards, and the thread."""
+        self.refuse_all()
+        with self._changed:
+            self._closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -233,9 +240,9 @@ class Scheduler:
             ticket, row = batch[at]
             ticket.end(row, ended)
             self.metrics.running.dec()
-            self.metrics.ended.labels("stop" if row.reader.satisfied else ended.finished).inc()
             self.metrics.new_tokens.inc(ended.costs["new_tokens"])
             self.metrics.forwards.inc(ended.costs["forwards"])
+            self.metrics.ended.labels("stop" if row.reader.satisfied else ended.finished).inc()
 
         generate(
             self.served.model,

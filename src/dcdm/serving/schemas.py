@@ -99,7 +99,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Short | None = None
 
