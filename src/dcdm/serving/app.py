@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,17 +22,13 @@ from dcdm.serving.completions import Answer, Plan
 from dcdm.serving.errors import Refusal
 from dcdm.serving.logs import logger
 from dcdm.serving.metrics import Metrics
+from dcdm.serving.page import INDEX, load_assets
 from dcdm.serving.scheduler import Scheduler
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
 
-ASSETS = Path(__file__).parent / "assets"
-KINDS = {
-    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
-    ".png": "image/png", ".ico": "image/x-icon", ".json": "application/json",
-}  # fmt: skip
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
     401: {"model": ErrorBody, "description": "No key, or a wrong one."},
@@ -141,23 +136,21 @@ def _of_validation(error: RequestValidationError) -> Refusal:
 
 
 def _pages(app: FastAPI) -> None:
+    assets = load_assets()
+
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        if not (ASSETS / "index.html").is_file():
-            return PlainTextResponse(
-                "dcdm: POST /v1/completions, POST /v1/denoise, GET /v1/models, /openapi.json\n"
-            )
-        return _asset("index.html")
+        return _asset(INDEX)
 
     @app.get("/assets/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
         return _asset(name)
 
     def _asset(name: str) -> Response:
-        path = ASSETS / name
-        if name not in {file.name for file in ASSETS.glob("*")} or path.suffix not in KINDS:
+        if name not in assets:
             raise HTTPException(404)
-        return Response(path.read_bytes(), media_type=KINDS[path.suffix], headers={"Cache-Control": "no-cache"})
+        content, kind = assets[name]
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 def _watching(app: FastAPI) -> None:

@@ -146,6 +146,7 @@ class Served:
                 "commits": [_commit(name) for name in commits],
                 "caches": fitting_caches(config),
                 "default_commit": default_commit(self.model),
+                "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
                 "limits": {
                     "max_tokens": settings.max_tokens,
