@@ -257,6 +257,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
     ),
     "eval tasks": ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",),
+    "reproduce": (
+        "dcdm reproduce --list",
+        "dcdm reproduce loss-curves --data texts",
+        "dcdm reproduce scaling --scale paper",
+    ),
     "eval quality": ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",),
 }
 
@@ -298,6 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.decoding import command as sampling
     from dcdm.evaluation import command as perplexity
     from dcdm.evaluation import quality_command, tasks_command
+    from dcdm.reproduction import command as reproduction
     from dcdm.serving import command as serving
     from dcdm.viewing import command as viewing
 
@@ -316,6 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Measure a model.",
             {"ppl": perplexity.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},
         ),
+        "reproduce": reproduction.reproduce,
     }
     given = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in given or "DCDM_DEBUG" in os.environ

@@ -165,7 +165,14 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        print(text if blanks and BLANK.search(prompt) else prompt + text)
+        whole = text if blanks and BLANK.search(prompt) else prompt + text
+        print(harmless(whole) if sys.stdout.isatty() else whole)
+
+
+def harmless(text: str) -> str:
+    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
+    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def _costs(result: Generation) -> str:
@@ -223,6 +230,6 @@ class _Stream:
         text = Text()
         for position in range(1, max(self.known) + 1):
             token = self.known.get(position, self.tokenizer.mask_id)
-            shown = "░" if token == self.tokenizer.mask_id else self.tokenizer.decode([token])
+            shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
             text.append(shown, style=on_colour(self.chunk[position]) if position in self.chunk else "dim")
         return text

@@ -3,7 +3,7 @@
 A policy is a pure function of predicted distributions (and, for the random orders, of noise drawn beforehand),
 never of sampled values: that is what makes the likelihood of a decoder computable.
 
-    B batch   A asked positions   V the tokens that can be predicted
+    B batch   A asked positions
 
 To add one: write a `Rule` and enter it in `POLICIES`.
 """
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.decoding.distributions import Distributions
 
 
 @dataclass(frozen=True)
 class View:
     """What a commit policy may look at."""
 
-    log_p: Tensor
-    """(B, A, V): the model's own distributions, before temperature and truncation."""
+    predicted: Distributions
+    """The model's own distributions, before temperature and truncation."""
     candidates: Tensor
     """(B, A) bool: the masked positions of the active chunk; the rest are fillers."""
     position: Tensor
@@ -36,18 +37,11 @@ class View:
 
     def confidence(self) -> Tensor:
         """(B, A): the probability of the best token; −1 for fillers."""
-        return self.log_p.amax(dim=-1).exp().masked_fill(~self.candidates, -1.0)
-
-    def log_p_of(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """(B, A): the log-probability of `tokens` (B, A) at the positions `where` (B, A); 0 elsewhere."""
-        found = torch.zeros(where.shape, dtype=self.log_p.dtype, device=where.device)
-        found[where] = self.log_p[where].gather(-1, tokens[where][:, None]).squeeze(-1)
-        return found
+        return self.predicted.best[0].exp().masked_fill(~self.candidates, -1.0)
 
     def entropy(self) -> Tensor:
         """(B, A) in nats; inf for fillers."""
-        surprise = self.log_p.masked_fill(self.log_p == -torch.inf, 0)
-        return (-self.log_p.exp() * surprise).sum(dim=-1).masked_fill(~self.candidates, torch.inf)
+        return self.predicted.entropy.masked_fill(~self.candidates, torch.inf)
 
 
 Rule = Callable[[View], Tensor]

@@ -302,10 +302,12 @@ class _Run:
 
     def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
         def reveal(view: View, fill: Tensor) -> Tensor:
-            tokens = torch.zeros_like(view.position)
-            shaped = self.sampling.log_p(view.log_p[fill])
-            tokens[fill] = self.sampling.draw(shaped, uniform.gather(1, view.position)[fill])
-            return tokens
+            chances = uniform.gather(1, view.position)
+
+            def draw(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return self.sampling.draw(self.sampling.log_p(log_p), chances[row, at])
+
+            return view.predicted.measure(draw, fill, 0)
 
         return reveal
 

@@ -1,0 +1,76 @@
+"""The page and the document of the results: both come from the JSON files alone, in seconds."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+from dcdm.config import ConfigError
+from dcdm.files import write_whole
+from dcdm.reproduction.plots import plots
+from dcdm.reproduction.reading import Results, read_results
+from dcdm.reproduction.tables import Grid, grids
+from dcdm.viewing.page import assemble
+from dcdm.viewing.pieces import section
+
+REGION = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DRAWN_WITH = {
+    "kinds": ("loss-curves",), "frontier": ("frontier", "frontier-partitions"), "scaling": ("scaling",),
+    "k-ablation": ("k-ablation",), "point-vs-subspace": ("point-vs-subspace", "violation"),
+}  # fmt: skip
+"""Table → the drawings that stand under it."""
+
+
+def write_report(results_folder: Path, scale: str, document: Path | None, images: Path | None) -> Path:
+    """Write the page beside the results and, where given, the document's tables and pictures; returns the page."""
+    results = read_results(results_folder, scale)
+    tables, drawings = grids(results), plots(results)
+    page = results_folder / f"{scale}.html"
+    write_whole(page, page_of(results, tables, drawings).encode())
+    if document is not None and images is not None:
+        images.mkdir(parents=True, exist_ok=True)
+        for name, drawn in drawings.items():
+            write_whole(images / f"{name}.svg", drawn.encode())
+        try:
+            text = document.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{document} cannot be read: {error.strerror}; start in the repository's root"
+            ) from error
+        write_whole(document, filled(text, tables, drawings).encode())
+    return page
+
+
+def filled(text: str, tables: dict[str, Grid], drawings: dict[str, str]) -> str:
+    """The document with every region between `<!-- begin NAME -->` and `<!-- end -->` made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name in tables:
+            inner = tables[name].markdown()
+        elif name in drawings:
+            inner = f"![{name}](images/reproduction/{name}.svg)"
+        else:
+            inner = "*(No finished run yet.)*"
+        return f"{found[1]}\n{inner}\n\n{found[3]}"
+
+    return REGION.sub(made, text)
+
+
+def page_of(results: Results, tables: dict[str, Grid], drawings: dict[str, str]) -> str:
+    """One self-contained HTML file with every table and drawing."""
+    parts = []
+    for name, grid in tables.items():
+        drawn = "".join(f"<figure>{drawings[d]}</figure>" for d in DRAWN_WITH.get(name, ()) if d in drawings)
+        parts.append(section(grid.title, grid.html().replace("**", "") + drawn, wide=True))
+    seeds = sorted({seed for _, seed in results.runs})
+    summary = (
+        f"{len(results.runs)} runs at {results.scale} scale, seeds {', '.join(map(str, seeds))}. Intervals are "
+        "95 % over seeds. A surrogate is not a bound and never stands in one column with bounds."
+    )
+    body = (
+        '<header><h1>The paper’s experiments, run</h1><p class="summary">'
+        f'{html.escape(summary)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
+    )
+    return assemble("DCDM: reproduction", body, {}, ["sections", "evaluation"])

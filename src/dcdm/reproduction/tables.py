@@ -1,0 +1,338 @@
+"""The tables of the report, from results alone; the same for the page and for the document."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcdm.reproduction.experiments import experiments
+from dcdm.reproduction.reading import VALID, Interval, Path_, Results, interval
+from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
+from dcdm.reproduction.variants import TUNED, variants
+from dcdm.reproduction.verdicts import claims, k_rows
+
+NONE = "–"
+Minus = str.maketrans("-", "−")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows under a header; the first column holds names."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        lines = [self.header, tuple("---" for _ in self.header), *self.rows]
+        text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return f"{text}\n\n{self.note}" if self.note else text
+
+    def html(self) -> str:
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            f'<tr><th scope="row">{html.escape(row[0])}</th>'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+            for row in self.rows
+        )  # fmt: skip
+        note = f'<p class="small">{html.escape(self.note)}</p>' if self.note else ""
+        return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
+
+
+def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
+    """Mean ± half the 95 % interval."""
+    if value is None:
+        return NONE
+    text = f"{value.mean:{'+' if sign else ''}.{digits}f}"
+    text += f" ± {value.half:.{digits}f}" if value.half is not None else " (one seed)"
+    return text.translate(Minus)
+
+
+def grids(results: Results) -> dict[str, Grid]:
+    """Every table by name; one without a finished run is left out."""
+    makers: dict[str, Callable[[Results], Grid]] = {
+        "verdicts": verdict_table, "parts": part_table, "kinds": kinds, "surrogate": surrogate, "scaling": scaling,
+        "k-ablation": k_ablation, "point-vs-subspace": point, "zero-shot": zero_shot, "moe": mixture,
+        "partitions": partitions, "frontier": frontier, "policies": policies, "downstream": downstream,
+        "adaptive": adaptive, "contents": contents, "cost": cost,
+    }  # fmt: skip
+    made = {name: make(results) for name, make in makers.items()}
+    return {name: grid for name, grid in made.items() if grid.rows}
+
+
+def verdict_table(results: Results) -> Grid:
+    rows = []
+    for claim in claims(results):
+        figures = "; ".join(f"{part.name} {shown(part.difference, sign=True)}" for part in claim.parts[:2])
+        rows.append((claim.says, f"**{claim.verdict}**", figures or NONE))
+    note = "Differences in nats per token (or MaxVio), 95 % intervals over paired seeds; below 0 favours the claim."
+    return Grid("Claims", ("claim", "verdict", "first figures"), rows, note)
+
+
+def part_table(results: Results) -> Grid:
+    rows = [
+        (claim.name, part.name, shown(part.difference, sign=True), part.verdict)
+        for claim in claims(results) for part in claim.parts
+    ]  # fmt: skip
+    return Grid("Every comparison", ("claim", "comparison", "difference", "verdict"), rows)
+
+
+def _rows(results: Results, names: Sequence[str], cells: Callable[[str], Sequence[str]]) -> list[tuple[str, ...]]:
+    known = variants(scale(results.scale))
+    return [(known[name].says, *cells(name)) for name in names if results.seeds(name)]
+
+
+def _parameters(results: Results, name: str) -> str:
+    seed = results.seeds(name)[0]
+    sizes = results.runs[name, seed]["parameters"]
+    total, active = (f"{sizes[part] / 1e6:.2f}M" for part in ("total", "active"))
+    return total if total == active else f"{total} ({active} active)"
+
+
+def _speed(results: Results, name: str) -> str:
+    found = [results.machines[name, seed]["training_tokens_per_second"] for seed in results.seeds(name)
+             if (name, seed) in results.machines]  # fmt: skip
+    return f"{sorted(found)[len(found) // 2]:,.0f}" if found else NONE
+
+
+def _perplexity(value: Interval | None) -> str:
+    return NONE if value is None else f"{math.exp(value.mean):.0f}"
+
+
+def _violation(results: Results, name: str) -> str:
+    return shown(results.mean(name, ("balance",), "violation"), 2)
+
+
+def kinds(results: Results) -> Grid:
+    def cells(name: str) -> tuple[str, ...]:
+        valid = results.mean(name, VALID)
+        return (
+            _parameters(results, name), shown(valid), shown(results.mean(name, VALID, "bits_per_byte")),
+            _perplexity(valid), shown(results.mean(name, ("heldout", "surrogate"))),
+            shown(results.mean(name, ("heldout", "chunk"))), _violation(results, name), _speed(results, name),
+        )  # fmt: skip
+
+    names = [name for name, one in variants(scale(results.scale)).items() if "zeroshot" in one.measures]
+    header = (
+        "model", "parameters", "valid bound", "bits/byte", "perplexity", "surrogate (not a bound)",
+        "one forward per chunk", "MaxVio", "training tokens/s",
+    )  # fmt: skip
+    note = "Nats per token on WikiText-2 test; AR exact; the paper's routing by its sequential bound, fewer windows"
+    return Grid("Kinds", header, _rows(results, names, cells), note)
+
+
+def surrogate(results: Results) -> Grid:
+    """The two numbers of the same weights, on the same windows."""
+    rows = []
+    for name, one in variants(scale(results.scale)).items():
+        gap = results.difference(name, name, ("heldout", "surrogate"), VALID)
+        if gap is not None:
+            surrogate_value, valid = (results.mean(name, path) for path in (("heldout", "surrogate"), VALID))
+            rows.append((one.says, shown(surrogate_value), shown(valid), shown(gap, sign=True)))
+    header = ("model", "surrogate (not a bound)", "sequential bound", "surrogate − bound, same windows")
+    return Grid("Surrogate against bound", header, rows)
+
+
+def _compared(results: Results, names: Sequence[str], base: str | None, title: str) -> Grid:
+    def cells(name: str) -> tuple[str, ...]:
+        versus = NONE if base is None or name == base else shown(results.difference(name, base), sign=True)
+        valid = results.mean(name, VALID)
+        return (
+            _parameters(results, name), shown(valid), shown(results.mean(name, VALID, "bits_per_byte")),
+            shown(results.mean(name, ("heldout", "surrogate"))), versus, _violation(results, name),
+            _speed(results, name),
+        )  # fmt: skip
+
+    against = "" if base is None else f" − {base}"
+    header = (
+        "model", "parameters", "valid bound", "bits/byte", "surrogate (not a bound)", f"bound{against}", "MaxVio",
+        "training tokens/s",
+    )  # fmt: skip
+    return Grid(title, header, _rows(results, names, cells))
+
+
+def _experiment(results: Results, name: str) -> tuple[str, ...]:
+    return experiments(scale(results.scale))[name].variants
+
+
+def scaling(results: Results) -> Grid:
+    return _compared(results, _experiment(results, "scaling"), None, "Three sizes")
+
+
+def point(results: Results) -> Grid:
+    return _compared(results, _experiment(results, "point-vs-subspace"), "paper", "Point against subspace")
+
+
+def mixture(results: Results) -> Grid:
+    return _compared(results, _experiment(results, "moe"), "paper", "Mixture of experts")
+
+
+def partitions(results: Results) -> Grid:
+    return _compared(
+        results, _experiment(results, "partitions"), "strided-full", "Partitions and how they are trained"
+    )
+
+
+def k_ablation(results: Results) -> Grid:
+    names = [name for fixed in (False, True) for _, name in k_rows(results, fixed)]
+    counts = [name for name in _experiment(results, "k-ablation") if name.startswith("strided")]
+    return _compared(results, [*dict.fromkeys(names), *counts], "paper", "Number of chunks")
+
+
+def zero_shot(results: Results) -> Grid:
+    def cells(name: str) -> list[str]:
+        found = []
+        for corpus in ZERO_SHOT:
+            value = results.mean(name, ("zeroshot", corpus, "valid"))
+            found += [shown(value), _perplexity(value)]
+        return found
+
+    header = ("model", *(text for corpus in ZERO_SHOT for text in (corpus, f"{corpus} perplexity")))
+    note = "Valid bounds (AR exact) in nats per token, a few windows of each."
+    return Grid("Zero-shot", header, _rows(results, _experiment(results, "zero-shot"), cells), note)
+
+
+def frontier(results: Results) -> Grid:
+    def cells(name: str) -> list[str]:
+        return [_at(results, name, f"{share:g}") for share in FORWARDS_PER_TOKEN] + [_at(results, name, "chunk")]
+
+    names = [name for name, one in variants(scale(results.scale)).items() if "frontier" in one.measures]
+    titles = [f"1/{round(1 / share)}" if share < 1 else "1" for share in FORWARDS_PER_TOKEN]
+    note = (
+        "Exact nats per token at so many forwards per token, most confident positions first. In brackets the "
+        "forwards per token where they differ by more than a tenth; – where a kind has more blocks than forwards."
+    )
+    return Grid("Speed against quality", ("model", *titles, "one per chunk"), _rows(results, names, cells), note)
+
+
+def _at(results: Results, name: str, point_name: str) -> str:
+    path: Path_ = ("frontier", point_name)
+    value = results.mean(name, path)
+    if value is None:
+        return NONE
+    forwards, asked = results.mean(name, path, "forwards"), 1.0
+    length = results.runs[name, results.seeds(name)[0]]["settings"]["model"]["context_length"]
+    assert forwards is not None
+    real = forwards.mean / (length - 1)
+    if point_name != "chunk":
+        asked = float(point_name)
+    bracket = "" if point_name != "chunk" and abs(real / asked - 1) < 0.1 else f" ({real:.3f})"
+    return shown(value) + bracket
+
+
+def policies(results: Results) -> Grid:
+    rows = []
+    known = variants(scale(results.scale))
+    for name, one in known.items():
+        seeds = results.seeds(name)
+        found = results.figure(name, seeds[0], ("policies",)) if seeds else None
+        for policy in found or ():
+            value, forwards = (
+                results.mean(name, ("policies", policy), key) for key in ("nats_per_token", "forwards")
+            )
+            length = results.runs[name, seeds[0]]["settings"]["model"]["context_length"]
+            share = NONE if forwards is None else f"{forwards.mean / (length - 1):.2f}"
+            rows.append((one.says, policy, share, shown(value)))
+    return Grid("Other decoders", ("model", "decoder", "forwards per token", "nats per token"), rows)
+
+
+def _tuned(results: Results) -> list[str]:
+    return [f"{name}-tuned" for name in TUNED if results.seeds(f"{name}-tuned")]
+
+
+def downstream(results: Results) -> Grid:
+    """Accuracies over seeds, and the likelihood of answers."""
+    names = _tuned(results)
+    tasks: dict[tuple[str, str], dict[str, list[float]]] = {}
+    chances: dict[tuple[str, str], float | None] = {}
+    for name in names:
+        for seed in results.seeds(name):
+            for task, lines in (results.figure(name, seed, ("tasks", "choices")) or {}).items():
+                for line in lines:
+                    if line["metric"] not in ("acc", "acc,none"):
+                        continue
+                    key = (task, line.get("task", task))
+                    tasks.setdefault(key, {}).setdefault(name, []).append(line["value"])
+                    chances[key] = line.get("chance")
+    rows = [
+        (task if own == task else own, *(shown(interval(values.get(name, [])), 1) for name in names),
+         NONE if chances[task, own] is None else f"{chances[task, own]:.1f}")
+        for (task, own), values in tasks.items()
+    ]  # fmt: skip
+    for task in ("gsm8k", "math", "humaneval"):
+        path: Path_ = ("tasks", "answers", task, "valid")
+        label = f"{task}, nats per token of the answer" + ("" if task == "gsm8k" else ", not adapted")
+        cells = [shown(results.mean(name, path)) for name in names]
+        if any(cell != NONE for cell in cells):
+            rows.append((label, *cells, NONE))
+    right = [_right(results, name) for name in names]
+    if any(cell != NONE for cell in right):
+        rows.append(("gsm8k, right answers", *right, NONE))
+    note = "Accuracies in per cent with 95 % intervals over seeds; the questions are few."
+    return Grid("Benchmarks", ("benchmark", *(name.removesuffix("-tuned") for name in names), "chance"), rows, note)
+
+
+def _right(results: Results, name: str) -> str:
+    found = [results.figure(name, seed, ("tasks", "exact_match", "gsm8k", "auto")) for seed in results.seeds(name)]
+    there = [one for one in found if one]
+    return f"{sum(one['right'] for one in there)} of {sum(one['of'] for one in there)}" if there else NONE
+
+
+def adaptive(results: Results) -> Grid:
+    rows = []
+    for name in _tuned(results):
+        seed = results.seeds(name)[0]
+        for task in ("gsm8k", "math", "humaneval"):
+            decoders = results.figure(name, seed, ("tasks", "answers", task, "decoders")) or {}
+            for decoder in decoders:
+                path: Path_ = ("tasks", "answers", task, "decoders", decoder)
+                forwards = results.mean(name, path, "forwards_per_token")
+                rows.append((name.removesuffix("-tuned"), task, decoder, NONE if forwards is None else
+                             f"{forwards.mean:.2f}", shown(results.mean(name, path))))  # fmt: skip
+    header = ("model", "benchmark", "decoder", "forwards per token", "nats per token of the answer")
+    return Grid("Blocks chosen in decoding", header, rows)
+
+
+def contents(results: Results) -> Grid:
+    rows: list[tuple[str, ...]] = []
+    for name, one in variants(scale(results.scale)).items():
+        seeds = results.seeds(name)
+        found = results.figure(name, seeds[0], ("contents",)) if seeds else None
+        if found:
+            told = [results.mean(name, ("contents",), key)
+                    for key in ("bits_about_class", "bits_about_place", "neighbours_together")]  # fmt: skip
+            rows.append((one.says, *(shown(value) for value in told), _marked(found)))
+    header = (
+        "model", "bits about the kind of token", "bits about the place", "neighbours in one chunk",
+        "tokens that mark chunks (seed 0)",
+    )  # fmt: skip
+    return Grid("What chunks contain", header, rows)
+
+
+def _marked(found: dict[str, Any]) -> str:
+    parts = []
+    for chunk, marks in enumerate(found["marks"], start=1):
+        if marks:
+            text, share = marks[0]
+            parts.append(f"{chunk}: “{' '.join(text.split()) or 'line end'}” {share:.0%}")
+    return ", ".join(parts[:8])
+
+
+def cost(results: Results) -> Grid:
+    rows = []
+    known = variants(scale(results.scale))
+    for name, one in known.items():
+        seconds = [results.machines[name, seed]["seconds"] for seed in results.seeds(name)
+                   if (name, seed) in results.machines]  # fmt: skip
+        if seconds:
+            training = sum(part["training"] for part in seconds) / len(seconds)
+            rest = sum(v for part in seconds for k, v in part.items() if k not in ("training", "last start"))
+            rows.append((one.says, str(len(seconds)), f"{training / 60:.1f}", f"{rest / len(seconds) / 60:.1f}",
+                         _speed(results, name)))  # fmt: skip
+    return Grid(
+        "What it took", ("model", "seeds", "training, minutes", "measuring, minutes", "training tokens/s"), rows
+    )

@@ -1,0 +1,209 @@
+"""Claims of the paper, each with a verdict that follows from results: an interval over paired seeds decides.
+
+`one < other` is confirmed where the 95 % interval of the difference lies below zero, not confirmed where it lies
+above, and cannot be told otherwise; a claim of several parts is as good as its weakest part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dcdm.reproduction.reading import VALID, Interval, Path_, Results, interval, worst
+
+CONFIRMED, NOT, UNKNOWN = "confirmed at this scale", "not confirmed", "cannot tell"
+WEAKEST_FIRST = (NOT, UNKNOWN, CONFIRMED)
+ZERO_SHOT = ("lambada", "pubmed", "arxiv")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison: a name for it, the difference, and what it says."""
+
+    name: str
+    difference: Interval | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    name: str
+    says: str
+    experiment: str
+    parts: tuple[Part, ...]
+    note: str = ""
+    """What to keep in mind beside the verdict."""
+
+    @property
+    def verdict(self) -> str:
+        return worst((part.verdict for part in self.parts), WEAKEST_FIRST) if self.parts else UNKNOWN
+
+
+def verdict_of(difference: Interval | None) -> str:
+    """What a difference that the claim wants below zero says."""
+    if difference is None or difference.half is None:
+        return UNKNOWN
+    if difference.below_zero:
+        return CONFIRMED
+    return NOT if difference.above_zero else UNKNOWN
+
+
+def _part(name: str, difference: Interval | None) -> Part:
+    return Part(name, difference, verdict_of(difference))
+
+
+def claims(results: Results) -> list[Claim]:
+    """Every claim, in the order of the paper."""
+    makers: tuple[Callable[[Results], Claim], ...] = (
+        loss_order, surrogate_order, earlier, every_size, subspace_loss, subspace_balance, interior_optimum,
+        mixture, zero_shot, adablock,
+    )  # fmt: skip
+    return [make(results) for make in makers]
+
+
+def loss_order(results: Results) -> Claim:
+    """DCDM below BDLM below MDLM, by valid bounds."""
+    return Claim(
+        "loss", "DCDM has a lower loss than BDLM, and BDLM than MDLM", "loss-curves",
+        (
+            _part("DCDM (paper) − BDLM", results.difference("paper", "bdlm8")),
+            _part("BDLM − MDLM", results.difference("bdlm8", "mdlm")),
+        ),
+        "valid bounds: sequential for DCDM, NELBO for the others",
+    )  # fmt: skip
+
+
+def surrogate_order(results: Results) -> Claim:
+    """The same by the number that the paper reports."""
+    surrogate = ("heldout", "surrogate")
+    return Claim(
+        "loss, as the paper counts it", "the same by the paper's own number", "loss-curves",
+        (
+            _part("surrogate of DCDM − bound of BDLM", results.difference("paper", "bdlm8", surrogate, VALID)),
+            _part("BDLM − MDLM", results.difference("bdlm8", "mdlm")),
+        ),
+        "the surrogate is not a bound, so this ordering says nothing about likelihood",
+    )  # fmt: skip
+
+
+def earlier(results: Results) -> Claim:
+    """The order holds from early in training on: at every validation point after the first third."""
+    parts = []
+    for one, other, name in (("paper", "bdlm8", "DCDM − BDLM"), ("bdlm8", "mdlm", "BDLM − MDLM")):
+        seeds = results.seeds(one, other)
+        curves = [[results.figure(v, seed, ("curve", "validation")) or [] for v in (one, other)] for seed in seeds]
+        points = min((len(curve) for pair in curves for curve in pair), default=0)
+        for at in range(points):
+            if (at + 1) / points > 1 / 3:
+                found = interval([a[at][1] - b[at][1] for a, b in curves])
+                parts.append(_part(f"{name} at {(at + 1) / points:.0%} of training", found))
+    return Claim(
+        "earlier in training", "the order DCDM, BDLM, MDLM emerges early in training and stays", "training-steps",
+        tuple(parts), "on the few windows that are scored during training",
+    )  # fmt: skip
+
+
+def every_size(results: Results) -> Claim:
+    parts = []
+    for size in ("-small", "", "-large"):
+        shown = size.removeprefix("-") or "main"
+        parts.append(_part(f"DCDM − BDLM, {shown}", results.difference(f"paper{size}", f"bdlm8{size}")))
+        parts.append(_part(f"BDLM − MDLM, {shown}", results.difference(f"bdlm8{size}", f"mdlm{size}")))
+    return Claim("every scale", "the order holds at every model size", "scaling", tuple(parts))
+
+
+def subspace_loss(results: Results) -> Claim:
+    surrogate = ("heldout", "surrogate")
+    return Claim(
+        "subspace: loss", "a subspace gives a lower loss than a point (h=1)", "point-vs-subspace",
+        (
+            _part("subspace − point, valid bound", results.difference("paper", "paper-point")),
+            _part("subspace − point, surrogate", results.difference("paper", "paper-point", surrogate)),
+        ),
+    )  # fmt: skip
+
+
+def subspace_balance(results: Results) -> Claim:
+    """MaxVio over the last tenth of training."""
+    values = []
+    for seed in results.seeds("paper", "paper-point"):
+        ends = [_end(results, variant, seed) for variant in ("paper", "paper-point")]
+        if ends[0] is not None and ends[1] is not None:
+            values.append(ends[0] - ends[1])
+    return Claim(
+        "subspace: balance", "a subspace keeps chunks balanced where a point does not", "point-vs-subspace",
+        (_part("MaxVio of subspace − of point, end of training", interval(values)),),
+    )  # fmt: skip
+
+
+def _end(results: Results, variant: str, seed: int) -> float | None:
+    curve = results.figure(variant, seed, ("curve", "violation"))
+    if not curve:
+        return None
+    last = [value for _, value in curve[-max(1, len(curve) // 10) :]]
+    return sum(last) / len(last)
+
+
+def k_rows(results: Results, fixed: bool) -> list[tuple[int, str]]:
+    """(K, variant) with h as in the paper's table, or with the same h for all."""
+    names = {name for name, _ in results.runs if name == "paper" or name.startswith("paper-k")}
+    rows = []
+    for name in names:
+        config = next(run["settings"]["model"] for (own, _), run in results.runs.items() if own == name)
+        rows.append((config["num_chunks"], config["chunk_dim"], name))
+    main = next((dim for _, dim, name in rows if name == "paper"), None)
+    if fixed:
+        return sorted((k, name) for k, dim, name in rows if dim == main)
+    other = {k: name for k, dim, name in rows if dim != main}
+    return sorted({k: other.get(k, name) for k, dim, name in rows if dim == main or k in other}.items())
+
+
+def interior_optimum(results: Results) -> Claim:
+    """A K between the ends is better than both ends."""
+    rows = k_rows(results, fixed=False)
+    means = {name: mean.mean for _, name in rows if (mean := results.mean(name, VALID)) is not None}
+    parts: tuple[Part, ...] = ()
+    if len(means) == len(rows) >= 3:
+        inner = min((name for _, name in rows[1:-1]), key=lambda name: means[name])
+        best = next(k for k, name in rows if name == inner)
+        parts = tuple(
+            _part(f"K={best} − K={k}", results.difference(inner, name)) for k, name in (rows[0], rows[-1])
+        )
+    return Claim("interior K", "the best K lies inside the range, not at an end", "k-ablation", parts)
+
+
+def mixture(results: Results) -> Claim:
+    return Claim(
+        "MoE", "chunks compose with a mixture of experts: it improves DCDM at no more active parameters", "moe",
+        (_part("DCDM-MoE − DCDM", results.difference("paper-moe", "paper")),),
+    )  # fmt: skip
+
+
+def zero_shot(results: Results) -> Claim:
+    parts = []
+    for corpus in ZERO_SHOT:
+        path = ("zeroshot", corpus, "valid")
+        parts.append(_part(f"DCDM − BDLM, {corpus}", results.difference("paper", "bdlm8", path)))
+        parts.append(_part(f"DCDM − MDLM, {corpus}", results.difference("paper", "mdlm", path)))
+    return Claim(
+        "zero-shot", "DCDM has the lowest perplexity of the diffusion models on texts of other kinds", "zero-shot",
+        tuple(parts), "the paper has it so on LAMBADA, PubMed and arXiv",
+    )  # fmt: skip
+
+
+def adablock(results: Results) -> Claim:
+    """Likelihood of true answers: DCDM by its own decoder, BDLM by AdaBlock, at one position a forward."""
+    parts = []
+    for task in ("gsm8k", "math", "humaneval"):
+        own: Path_ = ("tasks", "answers", task, "decoders", "position", "nats_per_token")
+        ada: Path_ = ("tasks", "answers", task, "decoders", "adablock position", "nats_per_token")
+        values = []
+        for seed in results.seeds("paper-tuned", "bdlm8-tuned"):
+            pair = results.figure("paper-tuned", seed, own), results.figure("bdlm8-tuned", seed, ada)
+            if None not in pair:
+                values.append(pair[0] - pair[1])
+        parts.append(_part(f"DCDM − AdaBlock, {task}", interval(values)))
+    return Claim(
+        "AdaBlock", "DCDM beats blocks that are chosen at decoding time", "adaptive", tuple(parts),
+        "nats per token of the true answers; exact match is at its floor for all",
+    )  # fmt: skip
