@@ -193,7 +193,7 @@ def test_nothing_is_computed_for_a_caller_who_is_gone(stream, monkeypatch):
 
 def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
     slow_down(monkeypatch)
-    with live(max_batch=1, timeout_seconds=3) as server, ThreadPoolExecutor(1) as pool:
+    with live(max_batch=1) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.post, "/v1/completions", {**BODY, "max_tokens": 60, "commit": "position"})
         until(lambda: server.figure("dcdm_running_texts") == 1)
         with pytest.raises(httpx.ReadTimeout):
@@ -204,11 +204,11 @@ def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
 
 def test_different_decoders_are_computed_one_after_the_other_and_equal_ones_together(monkeypatch):
     slow_down(monkeypatch, 0.002)
-    with live(batch_wait_ms=300) as server, ThreadPoolExecutor(6) as pool:
+    with live(batch_wait_ms=1500, max_batch=6) as server, ThreadPoolExecutor(6) as pool:
         asked = [{**BODY, "commit": commit, "seed": i} for i in range(3) for commit in ("chunk", "position")]
         assert all(a.status_code == 200 for a in pool.map(lambda b: server.post("/v1/completions", b), asked))
         assert server.figure("dcdm_batch_texts_count") == 2
-    with live(batch_wait_ms=300, max_batch_tokens=20) as server, ThreadPoolExecutor(4) as pool:
+    with live(batch_wait_ms=1500, max_batch=4, max_batch_tokens=20) as server, ThreadPoolExecutor(4) as pool:
         assert all(a.status_code == 200 for a in pool.map(lambda _: server.post("/v1/completions", BODY), range(4)))
         assert server.figure("dcdm_batch_texts_count") >= 2, "three canvases of 6 positions fit into 20"
 
