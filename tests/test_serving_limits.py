@@ -152,7 +152,7 @@ def test_a_full_queue_is_answered_with_429_and_what_was_taken_is_finished(monkey
 
 def test_a_request_that_takes_too_long_is_ended_with_408_running_or_waiting(monkeypatch):
     slow_down(monkeypatch)
-    with live(timeout_seconds=0.5, max_batch=1) as server, ThreadPoolExecutor(3) as pool:
+    with live(timeout_seconds=1.5, max_batch=1) as server, ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: server.post("/v1/completions", SLOW), range(3)))
         for answer in answers:
             assert answer.status_code == 408
