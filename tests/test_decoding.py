@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 
@@ -20,6 +21,7 @@ from dcdm.decoding.predictors import Afresh, Remembering, predictable
 from dcdm.decoding.routes import AdaBlock
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
+from dcdm.model.cache import LayerMemory, Memory
 
 EXACT = ["ar", *tiny.VALID]
 ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
@@ -640,3 +642,17 @@ def test_seeds_and_lengths_must_match_the_prompts():
         dcdm.generate(model, [[1], [2]], max_new_tokens=2, seed=[1])
     with pytest.raises(ConfigError, match="max_new_tokens has 3 entries for 2 prompts"):
         dcdm.generate(model, [[1], [2]], max_new_tokens=[1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", ["ar", "causal", "paper"])
+def test_what_was_remembered_is_freed_with_the_last_token(kind):
+    """Without waiting for Python to look for cycles: on a GPU they would hold whole caches."""
+    model = tiny.model(kind)
+    dcdm.generate(model, [[1, 2]], max_new_tokens=4)
+    gc.collect()
+    gc.disable()
+    try:
+        dcdm.generate(model, [[1, 2]], max_new_tokens=4, cache="frozen" if kind == "paper" else "exact")
+        assert not [held for held in gc.get_objects() if isinstance(held, Memory | LayerMemory)]
+    finally:
+        gc.enable()
