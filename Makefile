@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help setup demo test test-all check format clean
+.PHONY: help setup demo test test-all browser check format clean
 
 help:
 	@echo "make demo      train a small model and watch it fill in text (a few minutes)"
 	@echo "make test      lint, types and the default test suite"
-	@echo "make test-all  the same with the slow tests"
+	@echo "make test-all  the same with the slow tests and a browser"
+	@echo "make browser   Debian's Chromium, which the tests of the playground drive"
 	@echo "make check     lint and types only"
 	@echo "make format    let ruff rewrite the code's layout"
 
@@ -34,8 +35,16 @@ check: $(STAMP)
 test: check
 	$(PYTEST) -m "not slow"
 
-test-all: check
+test-all: check browser
 	$(PYTEST)
+
+# Debian's Chromium for the tests of the playground, which are skipped without it; never fails
+browser:
+	@command -v chromedriver >/dev/null 2>&1 || { \
+	  sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+	  $$sudo apt-get install --yes --quiet chromium chromium-driver || \
+	  echo "no browser was installed: the playground's tests will be skipped"; \
+	}
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix src tests

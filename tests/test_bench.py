@@ -111,3 +111,16 @@ def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
     assert json.loads(capsys.readouterr().out)["rows"][0]["preset"] == "ar-0.1b"
     main(["bench", "arithmetic"])
     assert "dcdm-moe-2.8b" in capsys.readouterr().out
+
+
+def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
+    from dcdm.bench import serving
+
+    monkeypatch.setattr(serving, "CLIENTS", 2)
+    monkeypatch.setattr(serving, "REQUESTS", 1)
+    monkeypatch.setattr(serving, "TOKENS", 2)
+    main(["bench", "serving", "--repeats", "1", "--threads", "1", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [row["path"] for row in told["rows"]] == ["batched", "one at a time"] * 2
+    assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
+    assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])

@@ -161,6 +161,21 @@ def test_a_pickle_that_the_manifest_does_not_vouch_for_is_never_opened(run, tmp_
     assert not sprung.exists()
 
 
+def test_a_pickle_that_is_more_than_metadata_does_not_run_even_if_the_manifest_vouches_for_it(run, tmp_path):
+    folder, sprung = run / "step-00000002", tmp_path / "sprung"
+    (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["seal"]
+    content["files"] = [vars(manifests.record(folder / entry["name"])) for entry in content["files"]]
+    (folder / "manifest.json").write_text(manifests._render(content))
+    assert verify(folder) == []
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+        load_weights(folder)
+    assert not sprung.exists()
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert sprung.exists(), "the trap works"
+
+
 def resume_on_two(world: World, run: Path) -> tuple[int, list[str]]:
     with Checkpointer(run, world) as checkpointer:
         resumed = checkpointer.resume(some_state(0.0))

@@ -15,6 +15,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding import commits, routes
 from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.distributions import Distributions
 from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import Afresh, Remembering, predictable
 from dcdm.decoding.routes import AdaBlock
@@ -41,12 +42,22 @@ def canvases(model, seed=0):
     return clean, model.sets(clean, prompt)
 
 
+def whole(view):
+    """(B, A, V): all log-probabilities of a view; 0 at fillers."""
+    found = []
+    view.predicted.measure(lambda log_p, row, at: found.append(log_p) or at, view.predicted.valid, 0)
+    log_p = torch.cat(found)
+    out = torch.zeros(*view.candidates.shape, log_p.shape[-1], dtype=log_p.dtype)
+    out[view.predicted.valid] = log_p
+    return out
+
+
 def walked(model, clean, sets, predict, commit, routing="auto", adablock=None, order=None):
     """Log-probabilities of each forward at its positions, and the counts."""
     seen = []
 
     def reveal(view, fill):
-        seen.append((view.log_p, view.candidates, view.position))
+        seen.append((whole(view), view.candidates, view.position))
         return clean.gather(1, view.position)
 
     router = routes.router_of(model, sets, torch.arange(len(clean)), routing, adablock)
@@ -140,13 +151,13 @@ def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch)
     mask_id = model.config.mask_id
     denoise, extend = model.denoise, model.extend
 
-    def spy(z, ids):
-        assert torch.equal(z == mask_id, ~shown)
-        return denoise(z, ids)
+    def spy(z, ids, *more):
+        assert torch.equal(z == mask_id, ~shown[~shown.all(dim=-1)]), "only rows that are not full"
+        return denoise(z, ids, *more)
 
     def spy_slots(tokens, slots, *more):
         real = slots.chunk >= 0
-        known = shown.gather(1, slots.position)
+        known = shown[~shown.all(dim=-1)].gather(1, slots.position)
         assert torch.equal((tokens == mask_id)[real], ~known[real])
         return extend(tokens, slots, *more)
 
@@ -169,17 +180,26 @@ def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch)
 FREE = 3
 
 
+WAYS = [(k, "auto") for k in tiny.KINDS if k not in tiny.PAPER and k != "random"]
+WAYS += [(k, routing) for k in tiny.PAPER for routing in ("paper-chunk", "paper-step")]
+
+
 @torch.no_grad()
-def predicted(model, z):
-    """Plain loop over the same weights: the next chunk's positions and log-probabilities, nothing remembered."""
+def predicted(model, z, route=None):
+    """Plain loop over the same weights: the next chunk's positions and log-probabilities, nothing remembered.
+
+    `route` are the ids made at the chunk's start, if the decoder keeps them; the ids that hold are given back.
+    """
     row = torch.tensor([z])
     if model.config.kind == "ar":
         at = z.index(model.config.mask_id)
-        return [at], predictable(model, model.denoise(row, torch.zeros_like(row)))[0, [at - 1]].log_softmax(-1)
-    ids = routes.current_ids(model, row)
+        logits = predictable(model, model.denoise(row, torch.zeros_like(row)))[0, [at - 1]]
+        return [at], logits.log_softmax(-1), None
+    ids = routes.current_ids(model, row) if route is None else torch.tensor([route])
     masked = row[0] == model.config.mask_id
     active = (masked & (ids[0] == ids[0][masked].min())).nonzero().flatten().tolist()
-    return active, predictable(model, model.denoise(row, ids))[0, active].log_softmax(-1)
+    log_p = predictable(model, model.denoise(row, ids))[0, active].log_softmax(-1)
+    return active, log_p, tuple(ids[0].tolist())
 
 
 def filled(z, positions, values):
@@ -189,21 +209,25 @@ def filled(z, positions, values):
     return tuple(z)
 
 
-def exact_distribution(model, steps):
-    """p(x) of the reverse process: in `steps` intervals per chunk, or (None) in continuous time."""
+def exact_distribution(model, steps, keeps_route=False):
+    """p(x) of the reverse process: in `steps` intervals per chunk, or (None) in continuous time.
+
+    `keeps_route`: positions are routed at a chunk's start only, not after every forward.
+    """
 
     @functools.cache
-    def outcomes(z, step):
+    def outcomes(z, step, route=None):
         if model.config.mask_id not in z:
             return {z: 1.0}
-        active, log_p = predicted(model, list(z))
+        active, log_p, route = predicted(model, list(z), route)
         total = {}
         for chosen, chance in moments(len(active), step):
             for values in itertools.product(range(tiny.SYMBOLS), repeat=len(chosen)):
                 p = chance * math.exp(sum(float(log_p[i, v]) for i, v in zip(chosen, values, strict=True)))
                 after = filled(z, [active[i] for i in chosen], values)
-                next_step = 0 if len(chosen) == len(active) else step + 1
-                for x, q in outcomes(after, next_step).items():
+                is_full = len(chosen) == len(active)
+                kept = route if keeps_route and not is_full else None
+                for x, q in outcomes(after, 0 if is_full else step + 1, kept).items():
                     total[x] = total.get(x, 0.0) + p * q
         return total
 
@@ -222,12 +246,11 @@ def exact_distribution(model, steps):
 
 
 @pytest.mark.parametrize("commit", ["first-hitting", "ancestral:2"])
-@pytest.mark.parametrize("kind", [k for k in tiny.KINDS if k != "random"])
-def test_samples_follow_the_models_exact_distribution(kind, commit):
+@pytest.mark.parametrize(("kind", "routing"), WAYS)
+def test_samples_follow_the_models_exact_distribution(kind, routing, commit):
     model = tiny.model(kind, symbols=tiny.SYMBOLS)
-    exact = exact_distribution(model, 2 if commit == "ancestral:2" else None)
+    exact = exact_distribution(model, 2 if commit == "ancestral:2" else None, routing == "paper-chunk")
     assert abs(sum(exact.values()) - 1) < 1e-9
-    routing = "paper-step" if kind in tiny.PAPER else "auto"
     count = 3000
     drawn = dcdm.generate(
         model, [[]] * count, max_new_tokens=FREE, commit=commit, routing=routing, batch_size=count, seed=1
@@ -272,21 +295,23 @@ def test_trajectory_likelihoods_of_adaptive_blocks_sum_to_one(kind):
         assert abs(float((-scored.nats).exp().sum()) - 1) < 1e-9
 
 
-@pytest.mark.parametrize("kind", [k for k in tiny.KINDS if k not in tiny.PAPER and k != "random"])
-def test_the_trajectory_of_one_position_at_a_time_matches_brute_force(kind):
+@pytest.mark.parametrize(("kind", "routing"), WAYS)
+def test_the_trajectory_of_one_position_at_a_time_matches_brute_force(kind, routing):
     model = tiny.model(kind, symbols=3)
     clean = tiny.tokens(3, 6, symbols=3)
     expected = []
     for row in clean.tolist():
-        z, nats = [row[0], *[model.config.mask_id] * 5], 0.0
+        z, nats, route = [row[0], *[model.config.mask_id] * 5], 0.0, None
         while model.config.mask_id in z:
-            active, log_p = predicted(model, z)
+            active, log_p, route = predicted(model, z, route)
             i = int(log_p.amax(dim=-1).argmax())
             nats -= float(log_p[i, row[active[i]]])
             z[active[i]] = row[active[i]]
+            if routing != "paper-chunk" or len(active) == 1:
+                route = None
         expected.append(nats)
-    for cache in ("exact", "none"):
-        scored = dcdm.score(model, clean, "trajectory", commit="position", cache=cache)
+    for cache in ("none",) if kind in tiny.PAPER else ("exact", "none"):
+        scored = dcdm.score(model, clean, "trajectory", commit="position", routing=routing, cache=cache)
         torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -306,7 +331,7 @@ def view_of(probabilities, step=0, candidates=None):
     shape = log_p.shape[:2]
     given = torch.ones(shape, dtype=torch.bool) if candidates is None else torch.tensor([candidates])
     order = torch.linspace(0.9, 0.1, shape[1])[None]
-    return View(log_p, given, torch.arange(shape[1])[None], torch.tensor([step]), order)
+    return View(Distributions.of(log_p, given), given, torch.arange(shape[1])[None], torch.tensor([step]), order)
 
 
 PREDICTED = [[0.5, 0.5], [0.95, 0.05], [0.8, 0.2], [0.99, 0.01]]
@@ -409,7 +434,7 @@ def test_long_texts_are_written_window_by_window():
 
     def reveal(view, fill):
         drawn = torch.zeros_like(view.position)
-        drawn[fill] = Sampling().draw(view.log_p[fill], uniform[view.position[fill]])
+        drawn[fill] = Sampling().draw(whole(view)[fill], uniform[view.position[fill]])
         return drawn
 
     sets = model.sets(context, prompt)
@@ -640,3 +665,62 @@ def test_seeds_and_lengths_must_match_the_prompts():
         dcdm.generate(model, [[1], [2]], max_new_tokens=2, seed=[1])
     with pytest.raises(ConfigError, match="max_new_tokens has 3 entries for 2 prompts"):
         dcdm.generate(model, [[1], [2]], max_new_tokens=[1, 2, 3])
+
+
+# ---- what is not computed
+
+
+@pytest.mark.parametrize("kind", ["ar", "mdlm", "causal", "paper"])
+def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monkeypatch):
+    model = model_of(kind)
+    clean, sets = canvases(model)
+    settings = {"max_new_tokens": 12, "commit": "threshold:0.3", "top_p": 0.9}
+    plain = dcdm.generate(model, [[1, 2], [3]], **settings)
+    score = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=sets.visible)
+    sizes = []
+
+    def counted(model, states):
+        sizes.append(len(states))
+        return predictable(model, states)
+
+    monkeypatch.setattr("dcdm.decoding.distributions.SLICE_BYTES", 2 * 4 * model.config.vocab_size)
+    monkeypatch.setattr("dcdm.decoding.predictors.predictable", counted)
+    assert dcdm.generate(model, [[1, 2], [3]], **settings).completions == plain.completions
+    assert max(sizes) <= 2
+    sliced = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=sets.visible)
+    torch.testing.assert_close(sliced.by_position, score.by_position, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("routing", ["paper-step", "paper-chunk", "appendix-b"])
+def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, monkeypatch):
+    model = model_of("paper")
+    clean, sets = canvases(model)
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    fast, counts = walked(model, clean, sets, Afresh(model), "steps:2", routing)
+    reused = len(calls)
+    denoise = model.denoise
+    monkeypatch.setattr(model, "denoise", lambda z, ids, begun=None: denoise(z, ids))
+    calls.clear()
+    slow, _ = walked(model, clean, sets, Afresh(model), "steps:2", routing)
+    assert reused < len(calls)
+    if routing == "paper-step":
+        assert reused == int(counts.forwards.max()), "one block 0 for routing and forward together"
+    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
+        assert torch.equal(where, also)
+        assert torch.equal(at[where], there[where])
+        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_rows_that_have_ended_cost_nothing(cache, monkeypatch):
+    model = model_of("causal")
+    rows = []
+    for name in ("denoise", "extend"):
+        real = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda tokens, *more, _real=real: rows.append(len(tokens)) or _real(tokens, *more)
+        )
+    dcdm.generate(model, [[1], [2], [3]], max_new_tokens=[2, 12, 6], commit="position", cache=cache)
+    assert rows == sorted(rows, reverse=True)
+    assert set(rows) == {3, 2, 1}

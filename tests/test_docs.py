@@ -27,6 +27,7 @@ LEFT_OUT = {
     "tensorboard": "does not return",
     "dcdm serve": "does not return",
     "curl": "needs a server",
+    "python -m pytest": "a test of the suite",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
     "dcdm eval quality": "needs a scorer that readers bring; test_quality.py runs it on one of its own",
     "dcdm bench": "takes minutes; every subject has a test of its own",

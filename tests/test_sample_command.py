@@ -140,3 +140,9 @@ def test_decoders_of_trained_models_are_compared(runs, tmp_path, capsys):
     assert cached["bits"] == pytest.approx(afresh["bits"], abs=1e-4)
     assert cached["computed"] < afresh["computed"]
     assert all(r["measure"] == "bound" for r in rows if r["commit"] in ("ancestral:8", "first-hitting"))
+
+
+def test_control_characters_of_a_sample_do_not_reach_a_terminal():
+    from dcdm.decoding.command import harmless
+
+    assert harmless("a\x1b[31mb\x07\tc\n\x7f\x9b") == "a␛[31mb␇\tc\n␡\ufffd"

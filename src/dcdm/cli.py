@@ -204,7 +204,8 @@ def bench(
 
     Subjects: attention, chunking, routing, step, draws, head, moe, decoding, scaling; targets runs all that have a
     goal. estimator measures the Monte-Carlo error of likelihoods. generate compares the decoders of trained models,
-    speed beside quality. arithmetic measures nothing and prints what the presets cost on GPUs.
+    speed beside quality. serving lets eight callers ask one server, batched and one at a time. arithmetic measures
+    nothing and prints what the presets cost on GPUs.
 
     Args:
         subject: What to measure.
@@ -215,7 +216,7 @@ def bench(
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
         plot: Draw time and memory against length (generate: quality against speed) into this PNG.
-        models: For generate: run folders, checkpoints or exported folders.
+        models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
     """
@@ -243,6 +244,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
         "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
     ),
+    "serve": ("dcdm serve runs/first", "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000"),
     "export": ("dcdm export runs/first exported",),
     "verify": ("dcdm verify runs/first", "dcdm verify exported --json"),
     "bench": ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png"),
@@ -302,6 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.evaluation import command as perplexity
     from dcdm.evaluation import quality_command, tasks_command
     from dcdm.reproduction import command as reproduction
+    from dcdm.serving import command as serving
     from dcdm.viewing import command as viewing
 
     commands: Commands = {
@@ -310,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
         "train": train,
         "chunks": viewing.chunks,
         "sample": sampling.sample,
+        "serve": serving.serve,
         "export": export,
         "verify": verify,
         "bench": bench,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.diffusion.likelihood import LABELS, default_estimator, score
 from dcdm.files import file_digest, write_whole
 from dcdm.keys import Key
@@ -35,9 +36,14 @@ def export(source: Path, folder: Path, *, average: bool = True) -> None:
 
     The folder appears whole or not at all.
     """
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; choose another folder or remove it")
+    _check_free(folder)
     model, tokenizer = load_model(source, average=average)
+    write(model, tokenizer, folder, _card(model, source))
+
+
+def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
+    """A model in memory as an exported folder with this model card."""
+    _check_free(folder)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     aside.mkdir(parents=True)
     try:
@@ -46,13 +52,18 @@ def export(source: Path, folder: Path, *, average: bool = True) -> None:
         tokenizer.save(aside)
         (aside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n", encoding="utf-8")
         (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
-        (aside / "README.md").write_text(_card(model, source), encoding="utf-8")
+        (aside / "README.md").write_text(card, encoding="utf-8")
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
         aside.rename(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; choose another folder or remove it")
 
 
 def _config(model: Model) -> dict[str, object]:
@@ -104,7 +115,7 @@ class Check:
 def verify(path: Path) -> Iterator[Check]:
     """Checks of a run, a checkpoint or an exported folder, one after the other."""
     if (path / "config.json").exists():
-        yield Check("checksums", _wrong_sums(path))
+        yield Check("checksums", wrong_sums(path))
         stored = load_file(path / "model.safetensors")
     else:
         checkpoint = path
@@ -128,7 +139,7 @@ def verify(path: Path) -> Iterator[Check]:
         yield Check("cached decoding equals uncached", cache_errors(model))
 
 
-def _wrong_sums(folder: Path) -> list[str]:
+def wrong_sums(folder: Path) -> list[str]:
     if not (folder / SUMS).exists():
         return [f"{SUMS} is missing: nothing can be compared"]
     sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))

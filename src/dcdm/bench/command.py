@@ -30,6 +30,12 @@ def run(
         torch.set_num_threads(threads)
         generation.run(models, samples, windows, json, out, plot)
         return
+    if subject == "serving":
+        from dcdm.bench import serving
+
+        torch.set_num_threads(threads)
+        serving.run(models[0] if models else None, repeats, json, out)
+        return
     if subject == "estimator":
         from dcdm.bench.estimator import run as run_estimator
 

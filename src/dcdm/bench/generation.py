@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as encoder
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,6 +52,9 @@ class Decoded:
     """Over windows."""
     measure: str
     """What `bits` is: trajectory (exact) or bound."""
+    sample_bits: float | None = None
+    """With the paper's routing: bits per token that the decoder without a cache gives to the samples themselves."""
+    sample_bits_stderr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,22 @@ def measure(path: str, samples: int, windows: int, seed: int, say: Callable[[str
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
     for choice in choices(model, tokenizer):
         say(f"{path}: {choice.routing} {choice.commit} cache={choice.cache}")
-        costs = generate(
+        drawn = generate(
             model, [[]] * samples, routing=choice.routing, commit=choice.commit, cache=choice.cache,
             adablock=choice.adablock, seed=seed, batch_size=samples,
-        ).statistics  # fmt: skip
+        )  # fmt: skip
+        costs = drawn.statistics
         bits, stderr, what = _quality(model, held_out, choice, seed)
+        own: tuple[float | None, float | None] = (None, None)
+        if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
+            own = _quality(model, drawn.tokens, replace(choice, cache="none"), seed)[:2]
         config = model.config
         rows.append(
             Decoded(
                 Path(path).name, f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind, choice.routing,
                 choice.commit, choice.cache, costs.tokens_per_second, float(costs.forwards.double().mean()),
                 costs.tokens_per_forward, float(costs.computed.sum() / costs.new_tokens.sum()), bits, stderr, what,
+                *own,
             )
         )  # fmt: skip
     return rows
@@ -149,14 +157,15 @@ def print_table(rows: list[Decoded]) -> None:
 
     table = Table(box=None, pad_edge=False)
     names = ("kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token")
-    for name in (*names, "bits/token", "measure"):
+    for name in (*names, "bits/token", "measure", "bits/token of samples"):
         table.add_column(name, justify="left" if name in names[:4] or name == "measure" else "right", no_wrap=True)
     for r in rows:
         table.add_row(
             r.kind, r.routing, r.commit, r.cache, f"{r.tokens_per_second:.0f}", f"{r.forwards:.1f}",
             f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", f"{r.bits:.3f} ± {r.bits_stderr:.3f}", r.measure,
+            "" if r.sample_bits is None else f"{r.sample_bits:.3f} ± {r.sample_bits_stderr:.3f}",
         )  # fmt: skip
-    Console(width=None if Console().is_terminal else 140).print(table)
+    Console(width=None if Console().is_terminal else 160).print(table)
 
 
 def draw(rows: list[Decoded], path: Path) -> None:

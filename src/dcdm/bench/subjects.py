@@ -307,7 +307,9 @@ MEMORY_MATTERS = ("chunking", "step", "head", "scaling")
 
 def cases_of(subject: str) -> list[Case]:
     if subject not in SUBJECTS:
-        raise ConfigError(f"unknown subject {subject!r}; choose one of {', '.join(SUBJECTS)}, estimator, targets")
+        raise ConfigError(
+            f"unknown subject {subject!r}; choose one of {', '.join(SUBJECTS)}, estimator, serving, targets"
+        )
     return SUBJECTS[subject]()
 
 

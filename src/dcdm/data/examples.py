@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dcdm.data.chat import ChatError, ChatTemplate
 from dcdm.data.errors import DataError
 from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import Tokenizer
@@ -72,8 +73,8 @@ class ExampleMaker:
     def _answer(self, before: list[dict[str, str]], answer: dict[str, str]) -> Example:
         if self.tokenizer.chat_template is None:
             return Example("".join(map(_plain, before)) + "Assistant:\n", answer["content"])
-        prompt = self._render(before, add_generation_prompt=True)
-        whole = self._render([*before, answer], add_generation_prompt=False)
+        prompt = self._render(before, answering=True)
+        whole = self._render([*before, answer], answering=False)
         if not whole.startswith(prompt):
             raise DataError(
                 "the tokenizer's chat template writes a chat that does not begin with its own prompt, so that "
@@ -81,25 +82,15 @@ class ExampleMaker:
             )
         return Example(prompt, whole[len(prompt) :], templated=True)
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict[str, str]], answering: bool) -> str:
         try:
-            return self._renderer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                bos_token="",  # every window begins with BOS anyway
-            )
-        except Exception as error:  # templates raise what they like about roles they do not know
-            raise BadRow(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error
+            return self._template.render(messages, answering=answering)
+        except ChatError as error:
+            raise BadRow(str(error)) from error
 
     @cached_property
-    def _renderer(self) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer = self.tokenizer
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
-        )
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
 
 def _plain(message: dict[str, str]) -> str:

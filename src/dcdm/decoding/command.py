@@ -75,8 +75,7 @@ def sample(
     import torch
 
     from dcdm.config import ConfigError
-    from dcdm.decoding.engine import generate
-    from dcdm.decoding.routes import AdaBlock
+    from dcdm.decoding.engine import adablock_of, generate
     from dcdm.training.loading import load_model
     from dcdm.training.parallel import choose_device
 
@@ -87,8 +86,8 @@ def sample(
     loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
     adablock = None
     if routing == "adablock":
-        ends = _token_ids(tokenizer, delimiters)
-        adablock = AdaBlock(ends, loaded.config.block_size or 8, least=delimiter_threshold)
+        ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
+        adablock = adablock_of(loaded, tokenizer, ends, delimiter_threshold)
     with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
@@ -149,18 +148,6 @@ def _json_lines(path: Path, field: str) -> list[str]:
     return prompts
 
 
-def _token_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[int, ...]:
-    from dcdm.config import ConfigError
-
-    ids = {}
-    for text in texts:
-        text = text.replace("\\n", "\n").replace("\\t", "\t")
-        ids[text] = tokenizer.encode(text)
-        if len(ids[text]) != 1:
-            raise ConfigError(f"--delimiters {text!r} is {len(ids[text])} tokens of this tokenizer, not one")
-    return tuple(token for (token,) in ids.values())
-
-
 def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
     costs = result.statistics
     return {
@@ -178,7 +165,14 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        print(text if blanks and BLANK.search(prompt) else prompt + text)
+        whole = text if blanks and BLANK.search(prompt) else prompt + text
+        print(harmless(whole) if sys.stdout.isatty() else whole)
+
+
+def harmless(text: str) -> str:
+    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
+    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def _costs(result: Generation) -> str:
@@ -236,6 +230,6 @@ class _Stream:
         text = Text()
         for position in range(1, max(self.known) + 1):
             token = self.known.get(position, self.tokenizer.mask_id)
-            shown = "░" if token == self.tokenizer.mask_id else self.tokenizer.decode([token])
+            shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
             text.append(shown, style=on_colour(self.chunk[position]) if position in self.chunk else "dim")
         return text

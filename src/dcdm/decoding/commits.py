@@ -3,7 +3,7 @@
 A policy is a pure function of predicted distributions (and, for the random orders, of noise drawn beforehand),
 never of sampled values: that is what makes the likelihood of a decoder computable.
 
-    B batch   A asked positions   V the tokens that can be predicted
+    B batch   A asked positions
 
 To add one: write a `Rule` and enter it in `POLICIES`.
 """
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.decoding.distributions import Distributions
 
 
 @dataclass(frozen=True)
 class View:
     """What a commit policy may look at."""
 
-    log_p: Tensor
-    """(B, A, V): the model's own distributions, before temperature and truncation."""
+    predicted: Distributions
+    """The model's own distributions, before temperature and truncation."""
     candidates: Tensor
     """(B, A) bool: the masked positions of the active chunk; the rest are fillers."""
     position: Tensor
@@ -36,18 +37,11 @@ class View:
 
     def confidence(self) -> Tensor:
         """(B, A): the probability of the best token; −1 for fillers."""
-        return self.log_p.amax(dim=-1).exp().masked_fill(~self.candidates, -1.0)
-
-    def log_p_of(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """(B, A): the log-probability of `tokens` (B, A) at the positions `where` (B, A); 0 elsewhere."""
-        found = torch.zeros(where.shape, dtype=self.log_p.dtype, device=where.device)
-        found[where] = self.log_p[where].gather(-1, tokens[where][:, None]).squeeze(-1)
-        return found
+        return self.predicted.best[0].exp().masked_fill(~self.candidates, -1.0)
 
     def entropy(self) -> Tensor:
         """(B, A) in nats; inf for fillers."""
-        surprise = self.log_p.masked_fill(self.log_p == -torch.inf, 0)
-        return (-self.log_p.exp() * surprise).sum(dim=-1).masked_fill(~self.candidates, torch.inf)
+        return self.predicted.entropy.masked_fill(~self.candidates, torch.inf)
 
 
 Rule = Callable[[View], Tensor]
@@ -153,25 +147,43 @@ def _rank(score: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Policy:
+class Policy:
     make: Callable[[float], Rule]
+    about: str
+    """Which positions of the active chunk a forward fills, in one sentence."""
     default: float | None = None
+    """Its number, if it takes one."""
     least: float = 0.0
     most: float = float("inf")
     whole: bool = False
     random: bool = False
 
 
-POLICIES: dict[str, _Policy] = {
-    "chunk": _Policy(lambda _: whole_chunk),
-    "position": _Policy(lambda _: most_confident),
-    "steps": _Policy(lambda n: fixed_steps(int(n)), 4, least=1, whole=True),
-    "threshold": _Policy(threshold, 0.9, most=1.0),
-    "entropy": _Policy(entropy, 0.5),
-    "factor": _Policy(factor, 1.0),
-    "ancestral": _Policy(lambda n: ancestral(int(n)), 16, least=1, whole=True, random=True),
-    "first-hitting": _Policy(lambda _: first_hitting, random=True),
-}
+_MOST_STEPS = 1e6
+
+POLICIES: dict[str, Policy] = {
+    "chunk": Policy(lambda _: whole_chunk, "All positions of the chunk in one forward."),
+    "position": Policy(lambda _: most_confident, "The most confident position, one per forward."),
+    "steps": Policy(
+        lambda n: fixed_steps(int(n)), "The chunk in this many forwards, most confident positions first.", 4,
+        least=1, most=_MOST_STEPS, whole=True,
+    ),
+    "threshold": Policy(
+        threshold, "Positions whose best token has at least this probability; at least the best one.", 0.9, most=1.0
+    ),
+    "entropy": Policy(entropy, "Positions with at most this entropy in nats; at least the lowest.", 0.5),
+    "factor": Policy(
+        factor, "The n most confident positions, as long as (n+1)(1 − confidence) stays below this number.", 1.0
+    ),
+    "ancestral": Policy(
+        lambda n: ancestral(int(n)), "The reverse diffusion in this many steps of time per chunk, in random order.",
+        16, least=1, most=_MOST_STEPS, whole=True, random=True,
+    ),
+    "first-hitting": Policy(
+        lambda _: first_hitting, "The reverse diffusion in continuous time: one position per forward.",
+        random=True,
+    ),
+}  # fmt: skip
 
 
 def commit_policy(text: str) -> Commit:

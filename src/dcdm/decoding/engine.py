@@ -213,6 +213,17 @@ def default_adablock(model: Model, tokenizer: Tokenizer | None) -> AdaBlock:
     return AdaBlock(tuple(sorted(ends)), model.config.block_size or 8)
 
 
+def adablock_of(model: Model, tokenizer: Tokenizer, delimiters: Sequence[str], least: float) -> AdaBlock:
+    """Blocks end at the tokens that these texts are."""
+    ids = []
+    for text in delimiters:
+        tokens = tokenizer.encode(text)
+        if len(tokens) != 1:
+            raise ConfigError(f"delimiters: {text!r} is {len(tokens)} tokens of this tokenizer, not one")
+        ids += tokens
+    return AdaBlock(tuple(ids), model.config.block_size or 8, least)
+
+
 @dataclass
 class _Run:
     """The state of one call: rows grow window by window."""
@@ -291,10 +302,12 @@ class _Run:
 
     def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
         def reveal(view: View, fill: Tensor) -> Tensor:
-            tokens = torch.zeros_like(view.position)
-            shaped = self.sampling.log_p(view.log_p[fill])
-            tokens[fill] = self.sampling.draw(shaped, uniform.gather(1, view.position)[fill])
-            return tokens
+            chances = uniform.gather(1, view.position)
+
+            def draw(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return self.sampling.draw(self.sampling.log_p(log_p), chances[row, at])
+
+            return view.predicted.measure(draw, fill, 0)
 
         return reveal
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, View
-from dcdm.decoding.predictors import Afresh, Remembering
+from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Router
+from dcdm.model.layout import Compact
 from dcdm.model.transformer import Sets
-from dcdm.model.types import at_least_fp32
 
 
 @dataclass
@@ -66,7 +66,7 @@ def walk(
     z: Tensor,
     sets: Sets,
     router: Router,
-    predict: Afresh | Remembering,
+    predict: Predictor,
     commit: Commit,
     reveal: Reveal,
     *,
@@ -93,18 +93,20 @@ def walk(
             return z, counts
         spent = ~(route.active & pending).any(dim=-1)
         asking = busy & (spent | router.every_step)
+        begun = None
         if bool(asking.any()):
-            route = router.next(z, revealed, route).where(asking, route)
+            route = router.next(z, revealed, route, asking).where(asking, route)
+            begun = route.begun if torch.equal(asking, busy) else None
             counts.rounds += (asking & router.counted).cpu()
         step, chunk = torch.where(spent, 0, step), chunk + (spent & busy)
         asked = route.active & pending
-        predicted = predict(z, revealed, routes.Route(route.ids, asked), asked)
-        where = predicted.asked
-        log_p = predicted.logits.to(at_least_fp32(predicted.logits)).log_softmax(dim=-1)
-        view = View(log_p, where.valid, where.index, step, where.pick(order))
+        predicted = predict(z, revealed, routes.Route(route.ids, asked, begun))
+        where = Compact(asked)
+        found = predict.distributions(where.valid, predicted.states)
+        view = View(found, where.valid, where.index, step, where.pick(order))
         if router.narrow is not None:
             route = router.narrow(route, view, spent & busy)
-            view = View(view.log_p, where.valid & where.pick(route.active), view.position, step, view.order)
+            view = View(found, where.valid & where.pick(route.active), view.position, step, view.order)
         fill = commit(view)
         tokens = reveal(view, fill)
         row, at = fill.nonzero(as_tuple=True)
@@ -115,4 +117,4 @@ def walk(
         counts.computed += torch.where(busy, predicted.computed, 0).cpu()
         counts.reused += torch.where(busy, predicted.reused, 0).cpu()
         if on_commit is not None:
-            on_commit(Committed(view.position, tokens, fill, view.log_p_of(tokens, fill), chunk, counts.forwards))
+            on_commit(Committed(view.position, tokens, fill, found.log_p(tokens, fill), chunk, counts.forwards))

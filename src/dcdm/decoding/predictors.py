@@ -1,6 +1,6 @@
 """How the distributions of the asked positions are computed: afresh, or with the help of what is remembered.
 
-B batch   L positions   A asked positions   V the tokens that can be predicted
+B batch   L positions   A asked positions   N those of all rows   V the tokens that can be predicted
 """
 
 from __future__ import annotations
@@ -11,23 +11,28 @@ import torch
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
+from dcdm.decoding.distributions import Distributions
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.cache import Memory
 from dcdm.model.layout import Compact
 from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model, Sets
+from dcdm.model.types import at_least_fp32
 
 
 @dataclass(frozen=True)
 class Predicted:
-    logits: Tensor
-    """(B, A, V)."""
-    asked: Compact
-    """The A positions of each row."""
+    states: Tensor
+    """(N, d): final states from which the N active positions of all rows are predicted, row by row."""
     computed: Tensor
     """(B,): positions that went through all blocks."""
     reused: Tensor
     """(B,): positions whose keys and values were remembered instead."""
+
+
+def fitting_caches(config: ModelConfig) -> list[str]:
+    """The caches that fit a model's kind; "auto" comes first."""
+    return ["auto", "none", "frozen"] if config.routes_from_noise else ["auto", "exact", "none"]
 
 
 def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str:
@@ -48,39 +53,60 @@ def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str
     return cache
 
 
-def predictor_of(model: Model, sets: Sets, cache: str) -> Afresh | Remembering:
+def predictor_of(model: Model, sets: Sets, cache: str) -> Predictor:
     if resolve_cache(model.config, cache) == "none":
         return Afresh(model)
     return Remembering(model, sets)
 
 
-class Afresh:
-    """Every forward computes all that the active chunk can see."""
+class Predictor:
+    """Makes predictions for the rows that have active positions; the others cost nothing."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
-    def __call__(self, z: Tensor, revealed: Tensor, route: Route, asked: Tensor) -> Predicted:
-        route = without_hidden(route, revealed)
-        states = self.model.denoise(z, route.ids)
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        """Predictions for the active positions of `route`."""
+        raise NotImplementedError
+
+    def distributions(self, valid: Tensor, states: Tensor) -> Distributions:
+        """Those of `Predicted.states`, at the True places of `valid` (B, A)."""
+
+        def log_p_of(part: Tensor) -> Tensor:
+            logits = predictable(self.model, part)
+            return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
+
+        return Distributions(valid, states, log_p_of, self.model.config.vocab_size)
+
+
+class Afresh(Predictor):
+    """Every forward computes all that the active chunk can see."""
+
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        rows = route.active.any(dim=-1)
+        route, active = without_hidden(route, revealed), route.active[rows]
+        states = self.model.denoise(z[rows], route.ids[rows], route.begun)
         if self.model.config.kind == "ar":
             states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
-        where = Compact(asked)
-        computed = (route.ids >= 0).sum(dim=-1)
-        return Predicted(predictable(self.model, where.pick(states)), where, computed, torch.zeros_like(computed))
+        computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)
+        return Predicted(states[active], computed, torch.zeros_like(computed))
 
 
-class Remembering:
+class Remembering(Predictor):
     """A forward computes the active chunk, and beside it writes what has been finished since the last one."""
 
     def __init__(self, model: Model, sets: Sets) -> None:
-        self.model = model
+        super().__init__(model)
         self.memory = Memory(model, *sets.real.shape)
         self.written = torch.zeros_like(sets.real)
+        self.rows = torch.arange(len(sets.real), device=sets.real.device)
+        """(R,): the rows that are remembered; one that has ended does not come back."""
 
-    def __call__(self, z: Tensor, revealed: Tensor, route: Route, asked: Tensor) -> Predicted:
-        level, is_ar = route.level(), self.model.config.kind == "ar"
-        real = route.ids >= 0
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        self._drop(~route.active.any(dim=-1)[self.rows])
+        count, rows, is_ar = len(z), self.rows, self.model.config.kind == "ar"
+        z, route = z[rows], Route(route.ids[rows], route.active[rows])
+        level, real = route.level(), route.ids >= 0
         own = real & (route.ids == (level - 1 if is_ar else level))  # AR asks the token before
         finished = real & (route.ids < level) & ~own & ~self.written
         first, second = Compact(own), Compact(finished)
@@ -89,13 +115,20 @@ class Remembering:
         tokens = torch.cat([first.pick(z), second.pick(z)], dim=1)
         states = self.model.extend(tokens, slots, keep, self.memory, first.index.shape[1])
         self.written |= finished | (own & is_ar)
-        where = Compact(asked)
+        row, position = route.active.nonzero(as_tuple=True)
         home = torch.zeros_like(z)
         first.put(home, torch.arange(first.index.shape[1], device=z.device).expand_as(first.index))
-        at = where.pick(home) if not is_ar else torch.zeros_like(where.index)
-        computed = (slots.chunk >= 0).sum(dim=-1)
-        rows = torch.arange(len(z), device=z.device)[:, None]
-        return Predicted(predictable(self.model, states[rows, at]), where, computed, self.memory.length)
+        at = torch.zeros_like(row) if is_ar else home[row, position]
+        computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
+        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.memory.length
+        return Predicted(states[row, at], computed, reused)
+
+    def _drop(self, ended: Tensor) -> None:
+        """Forget rows (R,) bool."""
+        if bool(ended.any()):
+            kept = (~ended).nonzero().squeeze(-1)
+            self.memory.keep_rows(kept)
+            self.rows, self.written = self.rows[kept], self.written[kept]
 
     def _slots(self, z: Tensor, route: Route, where: Compact) -> Slots:
         chunk = torch.where(where.valid, where.pick(route.ids), -1)

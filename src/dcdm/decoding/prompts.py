@@ -12,6 +12,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
 
+MOST_BLANK = 1e7
 BLANK = re.compile(r"\[\[(\d+)\]\]")
 
 
@@ -26,8 +27,16 @@ class Prompts:
     overlap: int
 
 
+def blank_tokens(text: str) -> float:
+    """How many tokens the blanks of a text are long together; inf if a number is beyond reason."""
+    numbers = BLANK.findall(text)
+    return sum(map(int, numbers)) if all(len(number) < 10 for number in numbers) else float("inf")
+
+
 def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text in which `[[n]]` stands for a blank of n tokens."""
+    if blank_tokens(text) >= MOST_BLANK:
+        raise ConfigError(f"the blanks of a prompt must together be shorter than {MOST_BLANK:g} tokens")
     ids: list[int] = []
     for at, part in enumerate(BLANK.split(text)):
         if at % 2:

@@ -9,6 +9,7 @@ To add one: write a function that makes a `Router` and enter it in `router_of`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
 from dcdm.model.rounds import Rounds
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Begun, Model, Sets
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
 
@@ -32,6 +33,8 @@ class Route:
     """(B, L): a position sees those whose id is not larger than its own; −1 padding."""
     active: Tensor
     """(B, L) bool: the positions to fill next, masked when the route was made; none in a row that is full."""
+    begun: Begun | None = None
+    """Block 0 of the canvas as it was for the rows that asked, which the next forward need not repeat."""
 
     def level(self) -> Tensor:
         """(B, 1): the id of the active positions; −1 in a row that is full."""
@@ -39,15 +42,17 @@ class Route:
 
     def where(self, rows: Tensor, other: Route) -> Route:
         """This route in `rows` (B,), the other one elsewhere."""
-        return Route(
-            *(torch.where(rows[:, None], a, b) for a, b in ((self.ids, other.ids), (self.active, other.active)))
+        ids, active = (
+            torch.where(rows[:, None], a, b) for a, b in ((self.ids, other.ids), (self.active, other.active))
         )
+        return Route(ids, active, self.begun)
 
 
 @dataclass(frozen=True)
 class Router:
-    next: Callable[[Tensor, Tensor, Route], Route]
-    """(z, revealed, the route so far) → the route of the next chunk of every row."""
+    next: Callable[[Tensor, Tensor, Route, Tensor], Route]
+    """(z, revealed, the route so far, the rows (B,) that ask) → the route of their next chunk; what it says of
+    other rows is void."""
     narrow: Callable[[Route, View, Tensor], Route] | None = None
     """(route, predictions of a chunk's first forward, rows it concerns) → the chunk, cut by what was predicted."""
     every_step: bool = False
@@ -85,25 +90,33 @@ def start(sets: Sets) -> Route:
     return Route(ids, torch.zeros_like(sets.free))
 
 
-def check_routing(config: ModelConfig, name: str) -> None:
-    """Refuse by name what does not fit the kind."""
-    base = name.partition(":")[0]
-    described = {"ar": "AR", "mdlm": "MDLM", "bdlm": "BDLM", "dcdm": f"DCDM with {config.routing} routing"}[
-        config.kind
-    ]
+def described(config: ModelConfig) -> str:
+    """The kind of a model as people call it."""
+    return f"DCDM with {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+
+
+def fitting_routings(config: ModelConfig) -> list[str]:
+    """The routings that fit a model's kind; "auto", which is its own, comes first."""
     fits = ["auto"]
     if config.routes_from_noise:
         fits += ["paper-chunk", "paper-step", "appendix-b"]
     if config.kind in ("bdlm", "mdlm"):
         fits += ["blocks", "adablock"]
+    return fits
+
+
+def check_routing(config: ModelConfig, name: str) -> None:
+    """Refuse by name what does not fit the kind."""
+    base, colon, number = name.partition(":")
+    fits = fitting_routings(config)
     if base not in ROUTINGS:
         raise ConfigError(f"routing={name!r} is not known; choose one of {', '.join(ROUTINGS)}")
     if base not in fits:
-        raise ConfigError(f"routing={name!r} does not fit {described}; choose one of {', '.join(fits)}")
-    if ":" in name and (
-        base != "blocks" or not name.partition(":")[2].isdigit() or int(name.partition(":")[2]) < 1
-    ):
+        raise ConfigError(f"routing={name!r} does not fit {described(config)}; choose one of {', '.join(fits)}")
+    if colon and (base != "blocks" or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
         raise ConfigError(f"routing={name!r}: only blocks takes a number, as in blocks:8")
+    if name == "blocks" and config.block_size is None:
+        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
 
 
 def router_of(
@@ -124,14 +137,14 @@ def router_of(
     if name.startswith("blocks"):
         return _blocks(config, sets, name)
     fixed = routing.fixed_partition(config, sets.free, sets.real, index)
-    return Router(lambda z, revealed, route: Route(fixed, lowest(fixed, sets.real & ~revealed)))
+    return Router(lambda z, revealed, *_: Route(fixed, lowest(fixed, sets.real & ~revealed)))
 
 
 def _next_position(sets: Sets) -> Router:
     """AR: the first position that is open; a position sees what stands before it."""
     place = torch.arange(sets.real.shape[1], device=sets.real.device)
     ids = torch.where(sets.real, place, -1)
-    return Router(lambda z, revealed, route: Route(ids, _first(sets.real & ~revealed, 1)))
+    return Router(lambda z, revealed, *_: Route(ids, _first(sets.real & ~revealed, 1)))
 
 
 def _from_noise(model: Model, sets: Sets, name: str) -> Router:
@@ -143,12 +156,14 @@ def _from_noise(model: Model, sets: Sets, name: str) -> Router:
     assert model.config.num_chunks is not None
     chunking, last = model.chunking, model.config.num_chunks + 1
 
-    def route_next(z: Tensor, revealed: Tensor, route: Route) -> Route:
-        own = chunking.assign(model.router_scores(z, sets.real))
+    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        begun = model.begin(z[asking], sets.real[asking])
+        own = torch.zeros_like(z)
+        own[asking] = chunking.assign(begun.scores)
         active = lowest(own, sets.real & ~revealed)
         now = own if name == "appendix-b" else torch.full_like(own, last)
         unrevealed = torch.where(active, now, LATER)
-        return Route(torch.where(sets.real, torch.where(revealed, own, unrevealed), -1), active)
+        return Route(torch.where(sets.real, torch.where(revealed, own, unrevealed), -1), active, begun)
 
     return Router(route_next, every_step=name == "paper-step", counted=True)
 
@@ -160,13 +175,14 @@ def _causal_rounds(model: Model, sets: Sets) -> Router:
     most = config.num_chunks
     unseen = sets.real
 
-    def route_next(z: Tensor, revealed: Tensor, route: Route) -> Route:
+    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         nonlocal unseen
-        rounds.reveal(revealed & unseen, z)
-        unseen = unseen & ~revealed
+        new = revealed & unseen & asking[:, None]
+        rounds.reveal(new, z)
+        unseen = unseen & ~new
         assigned = torch.where(revealed, route.ids, 0)
         k = (assigned.amax(dim=-1) + 1).clamp(max=most)
-        active = routing.causal_round(rounds.scores(), revealed, sets.free, k, config)
+        active = routing.causal_round(rounds.scores(asking), revealed, sets.free, k, config)
         ids = torch.where(active, k[:, None], torch.where(revealed, assigned, LATER))
         return Route(torch.where(sets.real, ids, -1), active)
 
@@ -176,12 +192,11 @@ def _causal_rounds(model: Model, sets: Sets) -> Router:
 def _blocks(config: ModelConfig, sets: Sets, name: str) -> Router:
     """Blocks in order. For BDLM they are what a position may see; MDLM sees everything and only fills in order."""
     number = name.partition(":")[2]
-    size = int(number) if number else config.block_size or 0
-    if size < 1:
-        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
+    size = int(number) if number else config.block_size
+    assert size is not None
     block = routing.label(sets.free, sets.real, (routing.free_rank(sets.free) + size - 1) // size)
     ids = block if config.kind == "bdlm" else routing.fixed_partition(config, sets.free, sets.real)
-    return Router(lambda z, revealed, route: Route(ids, lowest(block, sets.real & ~revealed)))
+    return Router(lambda z, revealed, *_: Route(ids, lowest(block, sets.real & ~revealed)))
 
 
 def _adablock(config: ModelConfig, sets: Sets, settings: AdaBlock) -> Router:
@@ -191,7 +206,7 @@ def _adablock(config: ModelConfig, sets: Sets, settings: AdaBlock) -> Router:
     window = quarter if settings.window is None else torch.full_like(quarter, settings.window)
     window = window.clamp(min=settings.block_size)
 
-    def route_next(z: Tensor, revealed: Tensor, route: Route) -> Route:
+    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         active = _first(sets.real & ~revealed, window[:, None])
         if not grows:
             return Route(routing.fixed_partition(config, sets.free, sets.real), active)
@@ -201,7 +216,7 @@ def _adablock(config: ModelConfig, sets: Sets, settings: AdaBlock) -> Router:
         return Route(torch.where(sets.real, ids, -1), active)
 
     def narrow(route: Route, view: View, rows: Tensor) -> Route:
-        confidence, token = view.log_p.max(dim=-1)
+        confidence, token = view.predicted.best
         ends = torch.isin(token, torch.tensor(settings.delimiters).to(token)) & view.candidates
         sure = confidence.exp().masked_fill(~ends, -1.0)
         value, at = sure.max(dim=-1)
@@ -239,12 +254,12 @@ def current_ids(model: Model, z: Tensor, prompt: Tensor | None = None) -> Tensor
     config, sets = model.config, model.sets(z, prompt)
     router = router_of(model, sets)
     shown = z != config.mask_id
-    route = start(sets)
+    route, every = start(sets), torch.ones(len(z), dtype=torch.bool, device=z.device)
     if config.kind == "ar" or config.routes_from_noise:
-        return router.next(z, sets.real & shown, route).ids
+        return router.next(z, sets.real & shown, route, every).ids
     revealed = sets.real & ~sets.free
     while True:
-        route = router.next(z.masked_fill(~revealed, config.mask_id), revealed, route)
+        route = router.next(z.masked_fill(~revealed, config.mask_id), revealed, route, every)
         full = route.active.any(dim=-1) & (shown | ~route.active).all(dim=-1)
         if not bool(full.any()):
             return route.ids

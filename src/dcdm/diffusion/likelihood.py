@@ -216,18 +216,21 @@ class Scorer:
         variance = torch.zeros(len(tokens), dtype=torch.float64)
         forwards, chunks = torch.zeros_like(index), 0
         while bool((sets.real & ~revealed).any()):
-            route = router.next(tokens.masked_fill(~revealed, mask_id), revealed, route)
+            asking = (sets.real & ~revealed).any(dim=-1)
+            z = tokens.masked_fill(~revealed, mask_id)
+            route = router.next(z, revealed, route, asking).where(asking, route)
+            active = route.active & ~revealed  # none in a row that is full
 
-            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | route.active) -> Tensor:
+            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | active) -> Tensor:
                 z = tokens.masked_fill(masked | ~shown, mask_id)
                 return _scattered(model, model.denoise(z, ids), tokens, masked)
 
             chunks += 1
             key = self.key.fold("chunk", chunks)
-            more, spread, passes = self._expected(nll_of, route.active.long(), 1, index, key)
+            more, spread, passes = self._expected(nll_of, active.long(), 1, index, key)
             cost, variance = cost + more, variance + spread
             forwards += passes
-            revealed = revealed | route.active
+            revealed = revealed | active
         return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
 
     def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
@@ -238,10 +241,12 @@ class Scorer:
 
         def reveal(view: View, fill: Tensor) -> Tensor:
             true = tokens.gather(1, view.position)
-            row, at = fill.nonzero(as_tuple=True)
-            log_p = decoder.sampling.log_p(view.log_p[row, at])
-            nll = -log_p.gather(-1, true[row, at][:, None]).squeeze(-1).double()
-            total[row.cpu(), view.position[row, at].cpu()] = nll.cpu()
+
+            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return -decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
+
+            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
+            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
             return true
 
         _, counts = walk(

@@ -68,7 +68,7 @@ def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Ten
 
     def reveal(view: View, fill: Tensor) -> Tensor:
         true = tokens.gather(1, view.position)
-        right.logical_and_(((view.log_p.argmax(dim=-1) == true) | ~fill).all(dim=-1))
+        right.logical_and_(((view.predicted.best[1] == true) | ~fill).all(dim=-1))
         return true
 
     z = tokens.masked_fill(sets.free, model.config.mask_id)

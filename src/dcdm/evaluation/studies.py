@@ -169,7 +169,7 @@ def predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     confidence, right = [], []
 
     def reveal(view: View, fill: Tensor) -> Tensor:
-        true, best = tokens.gather(1, view.position), view.log_p.argmax(dim=-1)
+        true, best = tokens.gather(1, view.position), view.predicted.best[1]
         confidence.append(view.confidence()[fill].double().cpu())
         right.append((best == true)[fill].cpu())
         return true

@@ -49,6 +49,14 @@ class Memory:
         self._index = self._rows
         self._num_keys = 0
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Forget all rows but these."""
+        for held in (*self.layers, *([] if self.chunking is None else [self.chunking])):
+            held.keys, held.values = held.keys[rows], held.values[rows]
+        self._slots = Slots(*(getattr(self._slots, field.name)[rows] for field in fields(Slots)))
+        self._rows = self._rows[: len(rows)]
+        self.length, self._kept, self._new = self.length[rows], self._kept[rows], self._new[rows]
+
     def place(self, slots: Slots, keep: Tensor) -> None:
         """Give each new slot (B, Q) its place, those to `keep` first; slots of chunk −1 are fillers."""
         real = slots.chunk >= 0

@@ -106,14 +106,16 @@ def _inverse(order: Tensor, length: int) -> Tensor:
 
 
 class Compact:
-    """The True positions of each row, padded to the longest row."""
+    """The True positions of each row, padded to the longest row; `rows` (X′,) leaves out the other rows."""
 
-    def __init__(self, where: Tensor) -> None:
+    def __init__(self, where: Tensor, rows: Tensor | None = None) -> None:
+        self.rows = torch.arange(len(where), device=where.device) if rows is None else rows
+        self.rows = self.rows[:, None]
+        where = where if rows is None else where[rows]
         count = where.sum(dim=-1)
-        most = int(count.max())
+        most = int(count.max()) if len(count) else 0
         self.index = where.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]
         self.valid = torch.arange(most, device=where.device) < count[:, None]
-        self.rows = torch.arange(len(where), device=where.device)[:, None]
 
     def pick(self, x_bl: Tensor) -> Tensor:
         """(B, L, …) to (B, X, …); fillers repeat other positions."""
@@ -122,4 +124,4 @@ class Compact:
     def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
         """Write (B, X, …) back into (B, L, …), fillers left out."""
         row, place = self.valid.nonzero(as_tuple=True)
-        whole_bl[row, self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)
+        whole_bl[self.rows[row, 0], self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)

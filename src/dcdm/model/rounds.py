@@ -59,9 +59,10 @@ class Rounds:
     def reveal(self, members: Tensor, tokens: Tensor) -> None:
         """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once."""
         self.hidden = self.hidden & ~members
-        asked, asking = Compact(members), Compact(self.hidden)
-        if asked.index.shape[1] == 0 or asking.index.shape[1] == 0:
+        rows = (members.any(dim=-1) & self.hidden.any(dim=-1)).nonzero().squeeze(-1)
+        if len(rows) == 0:
             return
+        asked, asking = Compact(members, rows), Compact(self.hidden, rows)
         clean_byd = self.block.input_layernorm(self.model.embed_tokens(asked.pick(tokens)))
         k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(asked.index))
         v_bygd = self.block.self_attn.values(clean_byd)
@@ -79,10 +80,11 @@ class Rounds:
         for whole, part in ((self.peak_blh, peak), (self.sum_blh, total), (self.mean_blhd, mean)):
             asking.put(whole, part)
 
-    def scores(self) -> Tensor:
-        """r (B, L, K) of the hidden positions, 0 elsewhere."""
+    def scores(self, asking: Tensor | None = None) -> Tensor:
+        """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere."""
         assert self.model.chunking is not None
-        places = Compact(self.hidden)
+        wanted = self.hidden.any(dim=-1) if asking is None else self.hidden.any(dim=-1) & asking
+        places = Compact(self.hidden, wanted.nonzero().squeeze(-1))
         out = self.mask_d.new_zeros(*self.hidden.shape, len(self.model.chunking.mu))
         if places.index.shape[1] == 0:
             return out

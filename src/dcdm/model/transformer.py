@@ -57,6 +57,23 @@ class Output:
     router_scores: Tensor | None
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Block 0 of a canvas under M^noise: what the paper's routing looks at, and where the next forward starts."""
+
+    chunking: ChunkingAttention
+    place: layout.Layout
+    plan: Plan
+    states: Tensor
+    """(B, S, d) in the order of `place`."""
+    gates: list[Tensor]
+
+    @property
+    def scores(self) -> Tensor:
+        """r (B, L, K)."""
+        return self.place.restore(self.chunking.scores(self.states))
+
+
 class Model(nn.Module):
     """AR, MDLM, BDLM or DCDM, as its `config` says."""
 
@@ -152,20 +169,22 @@ class Model(nn.Module):
     def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
         streams = torch.cat([tokens.masked_fill(masked, self.config.mask_id), tokens])
-        h, r, gates = self._stage_1(streams, masked.repeat(2, 1), sets.real.repeat(2, 1))
+        begun = self.begin(streams, sets.real.repeat(2, 1), masked.repeat(2, 1))
+        h, r = self._routed(begun)
         r_blk = r.chunk(2)[0]
         ids = self._assign(r_blk, sets.real) if chunk_ids is None else chunk_ids
         place = layout.dual_stream(ids, masked[:, None], compact=self._backend() != "flex")
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
-        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, gates + more)
+        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, begun.gates + more)
 
-    def denoise(self, z: Tensor, ids: Tensor) -> Tensor:
+    def denoise(self, z: Tensor, ids: Tensor, begun: Begun | None = None) -> Tensor:
         """One stream, as in decoding: final states (B, L, d) of `z`, which holds MASK where nothing is known.
 
         `ids` orders the positions: a position sees those whose id is not larger than its own. The states are
-        meaningful where everything in earlier chunks is revealed, and equal the training pass's there.
+        meaningful where everything in earlier chunks is revealed, and equal the training pass's there. `begun` is
+        what the paper's routing has computed of the same `z` already.
         """
         real = ids >= 0
         if self.config.kind == "ar":
@@ -174,7 +193,8 @@ class Model(nn.Module):
         place = layout.chunk_sorted(ids, masked, compact=self._backend() != "flex")
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            h_bld, _, _ = self._stage_1(z, masked, real, compact=self._backend() != "flex")
+            begun = self.begin(z, real, compact=self._backend() != "flex") if begun is None else begun
+            h_bld, _ = self._routed(begun)
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
@@ -251,29 +271,28 @@ class Model(nn.Module):
 
             return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
 
+    def begin(self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False) -> Begun:
+        """Block 0 of `z` (B, L) under M^noise, in which nobody sees what is `masked`: by default what is MASK."""
+        assert self.chunking is not None
+        masked = z == self.config.mask_id if masked is None else masked
+        place = layout.visible_first(real, masked, compact)
+        plan = self._plan(masks.noise, place.slots)
+        h_bsd, gates = self._block_0(place.gather(z), plan)
+        return Begun(self.chunking, place, plan, h_bsd, gates)
+
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
         """r (B, L, K) of `z`, in which MASK hides what is not revealed: block 0 under M^noise, then μ."""
-        assert self.chunking is not None
-        masked = z == self.config.mask_id
-        place = layout.visible_first(real, masked)
-        plan = self._plan(masks.noise, place.slots)
-        h_bld, _ = self._block_0(place.gather(z), plan)
-        return place.restore(self.chunking.scores(h_bld))
+        return self.begin(z, real).scores
 
     def _assign(self, r_blk: Tensor, real: Tensor) -> Tensor:
         assert self.chunking is not None
         return torch.where(real, self.chunking.assign(r_blk), -1)
 
-    def _stage_1(
-        self, z: Tensor, masked: Tensor, real: Tensor, compact: bool = False
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Block 0 and the chunking attention on one stream under M^noise, in original order."""
+    def _routed(self, begun: Begun) -> tuple[Tensor, Tensor]:
+        """The end of stage 1, the chunking attention: states (B, L, d) and r (B, L, K) in original order."""
         assert self.chunking is not None
-        place = layout.visible_first(real, masked, compact)
-        plan = self._plan(masks.noise, place.slots)
-        h_bld, gates = self._block_0(place.gather(z), plan)
-        h_bld, r_blk = self.chunking(h_bld, plan)
-        return place.restore(h_bld), place.restore(r_blk), gates
+        h_bsd, r_bsk = self.chunking(begun.states, begun.plan)
+        return begun.place.restore(h_bsd), begun.place.restore(r_bsk)
 
     def _run(
         self, h_bsd: Tensor, plan: Plan, first: int = 0, num_out: int | None = None

@@ -4,8 +4,8 @@ A save copies the state to memory, lets training go on, and works in a thread: e
 and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or not there.
 
 Tensors go through PyTorch's distributed checkpoint, which can spread them over another number of ranks when they
-are read. Its metadata file is a pickle: nothing is read before the manifest holds, and checkpoints are not for
-sharing; exported safetensors are.
+are read. Its metadata file is a pickle: nothing is read before the manifest holds, `metadata.py` lets it name the
+metadata's own classes only, and still checkpoints are not for sharing; exported safetensors are.
 """
 
 from __future__ import annotations

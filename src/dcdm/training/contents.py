@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dcdm.training.manifest import CheckpointError, verify
+from dcdm.training.metadata import PlainReader
 
 Groups = list[dict[str, Any]]
 
@@ -71,7 +72,7 @@ def fill(path: Path, state: TrainState, groups: Groups | None, group: dist.Proce
             slots = _slots(state.model, optimizer)
             _restore_settings(path, slots["param_groups"], groups)
     wanted = _named(state, slots["state"])
-    reader = dcp.FileSystemReader(path)
+    reader = PlainReader(path)
     _check_fit(path, reader, wanted, ignored="optimizer." if optimizer is None else None)
     try:
         dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -90,7 +91,7 @@ def load_weights(path: str | Path, part: str = "model") -> dict[str, Tensor]:
     if problems := verify(path):
         raise CheckpointError(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
     prefix = "model." if part == "model" else f"tensors.{part}."
-    reader = dcp.FileSystemReader(path)
+    reader = PlainReader(path)
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _stored(reader).items()
@@ -136,7 +137,7 @@ def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
-def _check_fit(path: Path, reader: dcp.FileSystemReader, wanted: dict[str, Tensor], ignored: str | None) -> None:
+def _check_fit(path: Path, reader: PlainReader, wanted: dict[str, Tensor], ignored: str | None) -> None:
     """Names, shapes and types must be the same: distributed checkpoint itself passes over what is not asked for."""
     stored = {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -159,6 +160,6 @@ def _kind(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "absent" if entry is None else f"{str(entry[1]).removeprefix('torch.')} {list(entry[0])}"
 
 
-def _stored(reader: dcp.FileSystemReader) -> dict[str, TensorStorageMetadata]:
+def _stored(reader: PlainReader) -> dict[str, TensorStorageMetadata]:
     entries = reader.read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}

@@ -1,0 +1,1 @@
+"""`dcdm serve`: a model behind HTTP."""

@@ -1,0 +1,151 @@
+"""Who is answered at all: keys, host names, the size and pace of bodies. And what every answer carries."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+import time
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dcdm.serving import logs
+from dcdm.serving.errors import Refusal
+from dcdm.serving.metrics import Metrics
+from dcdm.serving.settings import Settings
+from dcdm.serving.streaming import Json
+
+OPEN = ("/healthz", "/readyz")
+"""Routes that say nothing but that the server is there."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+class Gate:
+    """Stands before the application; an ASGI middleware, so that streams pass through it unbuffered."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self.app, self.settings, self.metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        started, status = time.monotonic(), 0
+        notes = scope.setdefault("state", {}).setdefault("notes", {"id": f"req-{uuid4().hex}"})
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = notes["id"]
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, sending)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            seconds = time.monotonic() - started
+            self.metrics.requests.labels(route, str(status or "gone")).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
+            logs.event(
+                "request", method=scope["method"], route=route, status=status or None, seconds=round(seconds, 4),
+                **notes,
+            )  # fmt: skip
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._admit(scope)
+            if scope["method"] == "POST":
+                receive = await self._body(scope, receive)
+        except Refusal as refusal:
+            answer = Json(refusal.body(), refusal.status, {**refusal.headers, "Connection": "close"})
+            await answer(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        if scope["path"] in OPEN:
+            return
+        headers = Headers(scope=scope)
+        if self.settings.api_key is None:
+            host = headers.get("host", "")
+            name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+            if not (name and is_loopback(name)):
+                raise Refusal(
+                    403, "without an API key only localhost, 127.0.0.1 and [::1] are answered; start the server "
+                    "with --api-key to reach it by another name", code="host_not_allowed",
+                )  # fmt: skip
+        elif not _has_key(headers.get("authorization", ""), self.settings.api_key):
+            raise Refusal(
+                401, "give the API key as 'Authorization: Bearer KEY', or as the password of HTTP Basic",
+                code="invalid_api_key", headers={"WWW-Authenticate": 'Basic realm="dcdm", charset="UTF-8"'},
+            )  # fmt: skip
+
+    async def _body(self, scope: Scope, receive: Receive) -> Receive:
+        """The whole body, within its limits, to be received once more."""
+        headers, most = Headers(scope=scope), self.settings.max_body_bytes
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+        too_large = Refusal(413, f"the body is larger than {most} bytes, the limit here", code="body_too_large")
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > most:
+            raise too_large
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        break
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise Refusal(
+                408, f"the body took longer than {self.settings.body_seconds:g} seconds", code="body_timeout"
+            ) from None
+        given = False
+
+        async def again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        return again
+
+
+def _has_key(authorization: str, key: str) -> bool:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            value = base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(value.strip().encode(), key.encode())

@@ -1,0 +1,225 @@
+"""The application: routes, and errors in one form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse, Response
+
+import dcdm
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.model.transformer import Model
+from dcdm.serving import chat, completions, denoise
+from dcdm.serving.access import Gate
+from dcdm.serving.completions import Answer, Plan
+from dcdm.serving.errors import Refusal
+from dcdm.serving.logs import logger
+from dcdm.serving.metrics import Metrics
+from dcdm.serving.page import INDEX, load_assets
+from dcdm.serving.scheduler import Scheduler
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody
+from dcdm.serving.served import Served
+from dcdm.serving.settings import Settings
+from dcdm.serving.streaming import EventStream, Json, while_connected
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
+    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
+    403: {"model": ErrorBody, "description": "A host name that is not answered without a key."},
+    404: {"model": ErrorBody, "description": "No such model or route."},
+    408: {"model": ErrorBody, "description": "Body or result took too long."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    415: {"model": ErrorBody, "description": "The body is not application/json."},
+    429: {"model": ErrorBody, "description": "Too many requests wait; Retry-After says when to come again."},
+    503: {"model": ErrorBody, "description": "The server is shutting down."},
+}
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+STATUS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Yes.", "content": OBJECT}, 503: {"description": "No.", "content": OBJECT}
+}  # fmt: skip
+CARD: dict[int | str, dict[str, Any]] = {
+    **REFUSALS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}
+}  # fmt: skip
+EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+EVENTS: dict[str, Any] = {
+    "content": {"text/event-stream": {"schema": EVENT}},
+    "description": "Server-sent events.",
+}
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    **REFUSALS,
+    200: {
+        "description": "OpenAI's object; with `stream`, server-sent events of its chunks.",
+        "content": {**OBJECT, **EVENTS["content"]},
+    },
+}
+
+
+def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm") -> FastAPI:
+    """The whole server for a model; `app.state.scheduler` is its queue."""
+    settings = settings or Settings()
+    served, metrics = Served(model, tokenizer, name, settings), Metrics()
+    scheduler = Scheduler(served, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        scheduler.start()
+        yield
+        await run_in_threadpool(scheduler.close)
+
+    app = FastAPI(
+        title="dcdm", version=dcdm.__version__, description="A block diffusion language model behind HTTP.",
+        lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
+    )  # fmt: skip
+    app.state.served, app.state.scheduler, app.state.metrics = served, scheduler, metrics
+    app.add_middleware(Gate, settings=settings, metrics=metrics)
+    _errors(app)
+    _pages(app)
+    _watching(app)
+    _models(app)
+    _generation(app)
+    _without_422(app)
+    return app
+
+
+def _errors(app: FastAPI) -> None:
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        request.state.notes["code"] = error.code
+        return Json(error.body(), error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refused(request, _of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        message = (
+            f"{request.method} {request.url.path}: {error.detail}" if error.status_code >= 404 else error.detail
+        )
+        return await refused(
+            request, Refusal(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        )
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> Response:
+        logger.error("defect", exc_info=error, extra={"data": {"id": request.state.notes["id"]}})
+        return Json(Refusal(500, "the server has a defect; its log says where", code="failed").body(), 500)
+
+
+def _of_validation(error: RequestValidationError) -> Refusal:
+    """What is wrong and where; never what was sent."""
+    found = error.errors()
+    if any(each["type"] == "json_invalid" for each in found):
+        return Refusal(400, "the body is no JSON", code="invalid_json")
+    places: dict[str, list[str]] = {}
+    for each in found:
+        place = [str(part) for part in each["loc"] if part != "body"]
+        places.setdefault(place[0][:100] if place else "body", []).append(each["msg"])
+    name, problems = next(iter(places.items()))
+    if any(each["type"] == "extra_forbidden" for each in found):
+        unknown = [str(each["loc"][-1])[:100] for each in found if each["type"] == "extra_forbidden"]
+        return Refusal(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
+    said = "; or ".join(dict.fromkeys(problem.removeprefix("Value error, ") for problem in problems[:4]))
+    return Refusal(400, f"{name}: {said}", code="invalid_value", param=None if name == "body" else name)
+
+
+def _pages(app: FastAPI) -> None:
+    assets = load_assets()
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return _asset(INDEX)
+
+    @app.get("/assets/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        return _asset(name)
+
+    def _asset(name: str) -> Response:
+        if name not in assets:
+            raise HTTPException(404)
+        content, kind = assets[name]
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+def _watching(app: FastAPI) -> None:
+    scheduler: Scheduler = app.state.scheduler
+
+    @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
+    async def healthz() -> Response:
+        return Json({"status": "ok"}) if scheduler.alive else Json({"status": "the model's thread is gone"}, 503)
+
+    @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
+    async def readyz() -> Response:
+        return Json({"status": "shutting down"}, 503) if scheduler.draining else Json({"status": "ready"})
+
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(app.state.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+def _models(app: FastAPI) -> None:
+    served: Served = app.state.served
+
+    @app.get("/v1/models", summary="The served model", responses=CARD)
+    async def models() -> Response:
+        return Json({"object": "list", "data": [served.card()]})
+
+    @app.get("/v1/models/{name}", summary="The served model by its name", responses=CARD)
+    async def one(name: str) -> Response:
+        served.check_name(name)
+        return Json(served.card())
+
+
+def _generation(app: FastAPI) -> None:
+    served: Served = app.state.served
+    scheduler: Scheduler = app.state.scheduler
+    template = chat.template_of(served)
+
+    async def answer(request: Request, plan: Plan) -> Response:
+        ticket = scheduler.submit(plan.rows)
+        answer = Answer(served, plan, ticket, request.state.notes)
+        if plan.stream:
+            return EventStream(answer.stream(), ticket)
+        with ticket:
+            return Json(await while_connected(request, answer.whole()))
+
+    @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
+    async def completing(request: Request, body: CompletionRequest) -> Response:
+        return await answer(request, await run_in_threadpool(completions.prepare, served, body))
+
+    @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
+    async def chatting(request: Request, body: ChatRequest) -> Response:
+        return await answer(request, await run_in_threadpool(chat.prepare, served, template, body))
+
+    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
+    async def denoising(request: Request, body: DenoiseRequest) -> Response:
+        row = await run_in_threadpool(denoise.prepare, served, body)
+        ticket = scheduler.submit([row])
+        return EventStream(denoise.stream(served, ticket, request.state.notes), ticket)
+
+
+def _without_422(app: FastAPI) -> None:
+    """Our own errors are 400; FastAPI would describe its own."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            for path in describe()["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

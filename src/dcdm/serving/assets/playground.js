@@ -1,0 +1,319 @@
+/** The playground: a form, one or two lanes, a player for both. */
+
+import { CONFIDENCE_NAMES, ORDERS } from "./canvas.js";
+import { FORMS, written } from "./code.js";
+import { byId, choice, chunkClass, make, many, stillness } from "./dom.js";
+import { FIGURES, Lane, verdict } from "./lane.js";
+import { Player } from "./player.js";
+import { clearProblems, showProblem } from "./problems.js";
+import { Decoder, Shared } from "./settings.js";
+import { models } from "./stream.js";
+
+const EXAMPLES = {
+  method: "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
+  line: "def [[6]](self):[[20]]return self",
+  "go on": "import os\n\ndef ",
+  empty: "",
+};
+const BLANK = /\[\[(\d+)\]\]/g;
+
+async function begin() {
+  let model;
+  try {
+    [model] = await models();
+  } catch (problem) {
+    byId("model").textContent = "No model.";
+    showProblem(problem, () => location.reload());
+    return;
+  }
+  const info = model.dcdm;
+  const facts = [info.described, `${info.parameters.toLocaleString("en")} parameters`, many(info.context_length, "token") + " of context"];
+  if (info.num_chunks) facts.push(many(info.num_chunks, "chunk"));
+  byId("model").replaceChildren(make("strong", {}, model.id), ` · ${facts.join(" · ")}`);
+  document.title = `${model.id} · DCDM playground`;
+  new Playground(model.id, info);
+}
+
+class Playground {
+  constructor(model, info) {
+    this.model = model;
+    this.chunks = info.num_chunks;
+    this.shared = new Shared(byId("shared"), info);
+    this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
+    byId("decoders").append(...this.decoders.map((each) => each.element));
+    const tell = (sentence) => (byId("token").textContent = sentence);
+    this.lanes = ["A", "B"].map((letter) => new Lane(letter, info.special_tokens ?? {}, tell));
+    byId("lanes").append(...this.lanes.map((lane) => lane.element));
+    byId("figures").append(...this.lanes.map((lane) => lane.costs));
+    this.abort = null;
+    this.requests = null; // of the run that is shown
+
+    this.player = new Player(byId("player"), {
+      length: () => Math.max(...this.shown().map((lane) => lane.steps.length)),
+      time: (step) => Math.max(...this.shown().map((lane) => lane.steps[step - 1]?.seconds ?? 0)),
+      live: () => this.abort !== null,
+      show: (at, moving) => this.lanes.forEach((lane) => lane.draw(at, moving)),
+    });
+    this.colours = choice(byId("colours"), "colours", { chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
+    this.numbers = choice(byId("numbers"), "numbers", { forward: "forward", chunk: "chunk", off: "none" }, () => this.look());
+    this.languages = choice(byId("languages"), "languages", FORMS, () => this.code());
+    this.which = choice(byId("which"), "which", { 0: "A", 1: "B" }, () => this.code());
+    this.wire();
+    this.restore();
+    addEventListener("hashchange", () => location.hash.slice(1) !== this.kept && this.restore());
+  }
+
+  get comparing() {
+    return byId("compare").checked;
+  }
+
+  shown() {
+    return this.comparing ? this.lanes : [this.lanes[0]];
+  }
+
+  wire() {
+    for (const [name, text] of Object.entries(EXAMPLES)) {
+      const chip = make("button", { type: "button", className: "chip" }, name);
+      chip.addEventListener("click", () => this.prompt(text));
+      byId("examples").append(chip);
+    }
+    byId("figures-about").append(...FIGURES.map(([name, , , about]) => make("div", {}, make("dt", {}, name), make("dd", {}, about))));
+    byId("insert").addEventListener("click", () => {
+      const area = byId("prompt");
+      area.setRangeText("[[8]]", area.selectionStart, area.selectionEnd, "end");
+      this.prompt(area.value);
+      area.focus();
+    });
+    byId("form").addEventListener("input", () => this.settingsChanged());
+    byId("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!this.abort) this.generate();
+    });
+    byId("stop").addEventListener("click", () => this.abort?.abort());
+    byId("compare").addEventListener("change", () => this.layout());
+    byId("copy").addEventListener("click", () => this.copy());
+    byId("lanes").addEventListener("keydown", (event) => this.player.key(event, false));
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !this.abort) this.generate();
+      if (event.key === "Escape") this.abort?.abort();
+    });
+    if (innerWidth < 768) this.decoders.forEach((each) => (each.element.open = false));
+  }
+
+  prompt(text) {
+    byId("prompt").value = text;
+    this.settingsChanged();
+  }
+
+  settingsChanged() {
+    clearProblems(this);
+    const blanks = Array.from(byId("prompt").value.matchAll(BLANK), (found) => Number(found[1]));
+    const total = blanks.reduce((sum, size) => sum + size, 0);
+    byId("blanks").textContent = blanks.length ? `Now: ${many(blanks.length, "blank")}, ${many(total, "token")}.` : "Now: none, so the text goes on behind.";
+    this.keep();
+    this.code();
+  }
+
+  /** One lane or two. */
+  layout() {
+    const two = this.comparing;
+    this.decoders[0].title.textContent = two ? "Decoder A" : "Decoder";
+    this.decoders[1].title.textContent = "Decoder B";
+    for (const part of [this.decoders[1].element, this.lanes[1].element, this.lanes[1].costs, byId("which")]) part.hidden = !two;
+    this.lanes[0].costs.firstChild.hidden = !two;
+    this.lanes[0].name.textContent = two ? "A" : "Canvas";
+    this.lanes[1].name.textContent = "B";
+    for (const id of ["lanes", "figures"]) byId(id).classList.toggle("two", two);
+    if (!two) this.which.set("0");
+    this.figures();
+    this.player.draw();
+    this.settingsChanged();
+  }
+
+  /** Colours, numbers and their legend. */
+  look() {
+    const colours = this.colours.value();
+    for (const lane of this.lanes) {
+      lane.canvas.colours = colours;
+      lane.box.dataset.numbers = this.numbers.value();
+    }
+    this.player.draw();
+    const swatch = (look, text) => make("span", { className: "key" }, make("span", { className: `token ${look}`, ariaHidden: "true" }, "\u00a0"), text);
+    const keys = [swatch("given", "given"), swatch("masked", "masked")];
+    if (colours === "chunk") {
+      const most = Math.max(0, ...this.shown().flatMap((lane) => lane.steps.map((step) => step.chunk)));
+      for (let chunk = 1; chunk <= Math.min(8, most || this.chunks || 8); chunk++) {
+        keys.push(make("span", { className: `swatch ${chunkClass(chunk)}` }, String(chunk)));
+      }
+      keys.push(make("span", { className: "quiet" }, most > 8 ? "chunk; the colours repeat after eight" : "chunk, in the order of filling"));
+    } else if (colours === "confidence") {
+      CONFIDENCE_NAMES.forEach((name, at) => keys.push(swatch(`sure-${at + 1}`, name)));
+    } else {
+      const ramp = Array.from({ length: ORDERS }, (_, at) => make("span", { className: `token order-${at + 1}` }, "\u00a0"));
+      keys.push(make("span", { className: "key" }, "first", make("span", { className: "ramp", ariaHidden: "true" }, ...ramp), "last filled"));
+    }
+    byId("legend").replaceChildren(...keys);
+    this.keep();
+  }
+
+  /** The requests that the form asks for; null, with the first wrong field focused, where it does not fit. */
+  read() {
+    clearProblems(this);
+    const decoders = this.decoders.slice(0, this.comparing ? 2 : 1);
+    if ([this.shared, ...decoders].map((part) => part.check()).every(Boolean)) return decoders.map((each) => this.request(each));
+    this.decoders.forEach((each) => each.element.querySelector("[aria-invalid]") && (each.element.open = true));
+    byId("form").querySelector("[aria-invalid]").focus();
+    return null;
+  }
+
+  request(decoder) {
+    return { prompt: byId("prompt").value, ...this.shared.read(), ...decoder.read() };
+  }
+
+  async generate() {
+    const requests = this.read();
+    if (!requests) return;
+    this.requests = requests;
+    this.abort = new AbortController();
+    this.say("Generating …");
+    this.busy(true);
+    byId("verdict").hidden = true;
+    this.shown().forEach((lane, at) => lane.clear(at ? "Waits for A, so that neither slows the other." : "Waiting for the server …"));
+    this.player.open();
+    this.reveal();
+    let problem = null;
+    let at = 0;
+    try {
+      for (; at < requests.length; at++) await this.run(at);
+    } catch (reason) {
+      problem = reason;
+    }
+    this.abort = null;
+    this.busy(false);
+    this.finished(problem, at);
+  }
+
+  run(at) {
+    const lane = this.lanes[at];
+    let waiting = false;
+    const update = () => {
+      waiting = false;
+      if (!this.abort) return; // the run has ended since
+      this.player.grown();
+      this.say(`${this.comparing ? `${lane.letter}: ` : ""}${lane.progress}`);
+    };
+    this.say(lane.progress);
+    return lane.run(this.requests[at], this.abort.signal, (what) => {
+      if (what === "start") this.look();
+      if (what !== "commit") update();
+      else if (!waiting) {
+        waiting = true;
+        requestAnimationFrame(update);
+      }
+    });
+  }
+
+  finished(problem, at) {
+    this.figures();
+    this.look();
+    if (problem) {
+      this.shown().forEach((lane) => lane.recording || lane.clear());
+      const stopped = problem.name === "AbortError";
+      this.say(stopped ? "Stopped." : this.lanes[at].recording ? "Not finished." : "Nothing was generated.");
+      this.player.grown();
+      if (!stopped) showProblem(problem, () => this.generate(), this, at);
+      return;
+    }
+    this.say(this.shown().map((lane) => `${this.comparing ? `${lane.letter}: ` : ""}${lane.progress}`).join(" "));
+    if (this.comparing && !this.player.touched && !stillness.matches) {
+      this.player.at = 0; // both together now
+      this.player.play();
+    } else this.player.grown();
+    this.code();
+  }
+
+  figures() {
+    const [a, b] = this.lanes.map((lane) => lane.recording?.done ?? null);
+    this.lanes[0].showFigures(this.comparing ? b : null);
+    this.lanes[1].showFigures(a);
+    byId("figures").hidden = !a && !b;
+    const told = this.comparing ? verdict(...this.lanes) : "";
+    byId("verdict").textContent = told;
+    byId("verdict").hidden = !told;
+  }
+
+  say(sentence) {
+    const status = byId("status");
+    if (status.textContent !== sentence) status.textContent = sentence;
+  }
+
+  busy(yes) {
+    byId("generate").ariaDisabled = String(yes); // not disabled: whoever pressed it keeps the focus
+    byId("stop").ariaDisabled = String(!yes);
+    byId("lanes").ariaBusy = String(yes);
+    byId("status").ariaLive = yes ? "off" : "polite"; // every token would be too much to listen to
+  }
+
+  /** On narrow screens the canvas is below the form. */
+  reveal() {
+    const box = byId("results").getBoundingClientRect();
+    if (box.top > innerHeight * 0.6) byId("results").scrollIntoView({ behavior: stillness.matches ? "auto" : "smooth" });
+  }
+
+  code() {
+    const at = Number(this.which.value());
+    const text = this.lanes[at].recording?.done?.text;
+    byId("code").textContent = written(this.languages.value(), this.request(this.decoders[at]), this.model, text);
+    byId("copied").textContent = "";
+  }
+
+  async copy() {
+    const text = byId("code").textContent;
+    try {
+      await navigator.clipboard.writeText(text);
+      byId("copied").textContent = "Copied.";
+    } catch {
+      getSelection().selectAllChildren(byId("code"));
+      byId("copied").textContent = "Selected; press Ctrl+C.";
+    }
+  }
+
+  /** Settings live in the address, so that a view can be shared. */
+  keep() {
+    const kept = new URLSearchParams();
+    kept.set("prompt", byId("prompt").value);
+    this.shared.keep(kept);
+    this.decoders[0].keep(kept);
+    if (this.comparing) {
+      kept.set("compare", "1");
+      this.decoders[1].keep(kept);
+    }
+    if (this.colours.value() !== "chunk") kept.set("colour", this.colours.value());
+    if (this.numbers.value() !== "forward") kept.set("number", this.numbers.value());
+    this.kept = kept.toString();
+    clearTimeout(this.keeping); // browsers refuse to rewrite the address too often
+    this.keeping = setTimeout(() => history.replaceState(null, "", `#${this.kept}`), 200);
+  }
+
+  restore() {
+    const kept = new URLSearchParams(location.hash.slice(1));
+    byId("prompt").value = kept.get("prompt") ?? Object.values(EXAMPLES)[0];
+    this.shared.restore(kept);
+    this.decoders.forEach((each) => each.restore(kept));
+    byId("compare").checked = kept.get("compare") === "1";
+    if (["confidence", "order"].includes(kept.get("colour"))) this.colours.set(kept.get("colour"));
+    if (["chunk", "off"].includes(kept.get("number"))) this.numbers.set(kept.get("number"));
+    this.layout();
+    this.look();
+  }
+}
+
+/** For the second decoder: one that does something else than the default. */
+function contrast(info) {
+  const names = info.commits.map((each) => each.name);
+  const other = ["chunk", "position", ...names].find((name) => names.includes(name) && !info.default_commit.startsWith(name));
+  const number = info.commits.find((each) => each.name === other)?.number ?? null;
+  return number === null ? other ?? info.default_commit : `${other}:${number}`;
+}
+
+begin();

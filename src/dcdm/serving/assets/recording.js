@@ -1,0 +1,62 @@
+/** What one run of a decoder did: its positions and its forwards in the order in which they came. */
+
+export class Recording {
+  /** `special` maps tokens that are no text, such as BOS, to their names. */
+  constructor(start, special = {}) {
+    this.start = start;
+    this.special = special;
+    /** One per position: {text, token, given, step, chunk, forward, window, p, share, seconds}; step 0 where given. */
+    this.cells = [];
+    /** One per forward that committed something: {positions, forward, window, chunk, seconds}. */
+    this.steps = [];
+    this.done = null;
+    this.filled = 0;
+    this.before = 0; // forwards of earlier windows
+    this.window = 0;
+    for (const { position, token, text, given } of start.canvas) {
+      this.cells[position] = { token, text, given, step: given ? 0 : Infinity };
+    }
+    this.blanks = this.cells.filter((cell) => !cell.given).length;
+  }
+
+  /** Take in an event of the stream; returns the positions whose text is new. */
+  add(name, data) {
+    if (name === "commit") return this.commit(data);
+    if (name === "grow") {
+      const [first, last] = data.positions;
+      for (let position = first; position <= last; position++) {
+        if (this.cells[position]) continue;
+        this.cells[position] = { token: null, text: null, given: false, step: Infinity };
+        this.blanks++;
+      }
+    }
+    if (name === "done") this.finish(data);
+    return [];
+  }
+
+  commit({ window, forward, chunk, positions, tokens, texts, logprobs, seconds }) {
+    if (window > this.window) {
+      this.window = window;
+      this.before = this.steps.at(-1)?.forward ?? 0;
+    }
+    const number = this.before + forward;
+    this.steps.push({ positions, forward: number, window, chunk, seconds });
+    this.filled += positions.length;
+    positions.forEach((position, at) => {
+      this.cells[position] = {
+        token: tokens[at], text: texts[at], given: false, step: this.steps.length, chunk, forward: number, window,
+        p: Math.exp(logprobs[at]), share: this.filled / this.blanks, seconds,
+      };
+    });
+    return positions;
+  }
+
+  /** Whatever stands behind the end of the text, filled or not, does not count. */
+  finish(data) {
+    this.done = data;
+    if (data.finish_reason !== "eos") return;
+    const end = this.cells.findIndex((cell) => !cell.given && cell.token !== null && this.special[cell.token]);
+    if (end < 0) return;
+    this.cells.forEach((cell, position) => (cell.void = position > end));
+  }
+}

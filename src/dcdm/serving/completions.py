@@ -1,0 +1,223 @@
+"""`/v1/completions`: requests to rows, and what the rows say to OpenAI's objects."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.serving.errors import Refusal, bad
+from dcdm.serving.scheduler import Last, Row, Ticket
+from dcdm.serving.schemas import CompletionRequest, Generating
+from dcdm.serving.served import Served
+from dcdm.serving.streaming import encode
+from dcdm.serving.writing import Piece, Writer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class Form(Protocol):
+    """How a route writes texts down."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def opening(self, number: int) -> dict[str, Any] | None:
+        """The choice of a stream's first chunk, if it needs one of its own."""
+
+    def part(self, number: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a stream's chunk."""
+
+    def whole(self, number: int, piece: Piece) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
+
+
+@dataclass
+class Plan:
+    """A request, ready to be computed."""
+
+    rows: list[Row]
+    form: Form
+    prompt_tokens: int
+    seed: int
+    stream: bool
+    include_usage: bool
+    prompts: list[str] = field(default_factory=list)
+    """For the log, if the operator wants them there."""
+
+
+def prepare(served: Served, request: CompletionRequest) -> Plan:
+    """The rows that a request asks for, checked."""
+    _refuse_what_is_not_there(served, request)
+    given = _prompts(served, request)
+    new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
+    behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
+    decoder = served.decoder(**request.decoding())
+    seed = seed_of(request)
+
+    def row(index: int, ids: list[int]) -> Row:
+        if behind is None:
+            writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=decoder.eos_id)
+            return Row(ids, served.check_lengths(ids, new_tokens), seed, index, decoder, writer)
+        if new_tokens > served.settings.max_tokens:
+            served.check_lengths([], new_tokens)
+        canvas = ids + [served.model.config.mask_id] * new_tokens + behind
+        served.check_lengths(canvas, 0)
+        first = 1 + len(ids)
+        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, stops=request.stops())
+        return Row(canvas, 0, seed, index, decoder, writer)
+
+    n = texts_of(served, request, len(given))
+    rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
+    echoes = [text for _, text in given for _ in range(n)] if request.echo else [""] * len(rows)
+    form = Texts(served.tokenizer, echoes, request.logprobs is not None)
+    tokens = sum(len(ids) + len(behind or ()) for ids, _ in given)
+    return Plan(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given])
+
+
+def _refuse_what_is_not_there(served: Served, request: CompletionRequest) -> None:
+    served.check_name(request.model)
+    if request.best_of not in (None, 1, request.n):
+        raise bad("best_of is not offered; ask for n texts and choose", "best_of")
+    if request.logprobs:
+        raise bad("alternatives are not kept: logprobs=0 gives the log-probability of each token", "logprobs")
+    if request.logprobs is not None and request.echo:
+        raise bad("log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs")
+    if request.suffix is not None and served.model.config.kind == "ar":
+        raise bad("suffix needs a diffusion model; this AR model sees nothing behind a blank", "suffix")
+
+
+def _prompts(served: Served, request: CompletionRequest) -> list[tuple[list[int], str]]:
+    """Token ids of every prompt, and its text."""
+    prompt = request.prompt
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    found = []
+    for each in several:
+        ids = served.encode(each) if isinstance(each, str) else served.check_ids(each)
+        found.append((ids, each if isinstance(each, str) else served.tokenizer.decode(ids)))
+    return found
+
+
+def seed_of(request: Generating) -> int:
+    return secrets.randbits(62) if request.seed is None else request.seed
+
+
+def texts_of(served: Served, request: Generating, prompts: int) -> int:
+    """Texts of each prompt, if all of them together are not too many."""
+    n, most = request.n or 1, served.settings.max_texts
+    if n * prompts > most:
+        raise bad(f"{n * prompts} texts in one request are more than {most}, the limit here", "n")
+    return n
+
+
+def streaming_of(request: Generating) -> tuple[bool, bool]:
+    """Whether to stream, and whether to end with the usage."""
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise bad("stream_options needs stream=true", "stream_options")
+    return bool(request.stream), bool(options and options.include_usage)
+
+
+class Texts:
+    """OpenAI's text completions."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, echoes: list[str], with_log_p: bool) -> None:
+        self.tokenizer, self.echoes, self.with_log_p = tokenizer, echoes, with_log_p
+
+    def opening(self, number: int) -> dict[str, Any] | None:
+        return self.part(number, Piece(self.echoes[number])) if self.echoes[number] else None
+
+    def part(self, number: int, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": number, "text": piece.text, "finish_reason": piece.finish,
+            "logprobs": self._log_p(piece) if self.with_log_p else None,
+        }  # fmt: skip
+
+    def whole(self, number: int, piece: Piece) -> dict[str, Any]:
+        choice = self.part(number, piece)
+        return {**choice, "text": self.echoes[number] + piece.text}
+
+    def _log_p(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "tokens": [self.tokenizer.decode([token]) for token in piece.tokens],
+            "token_logprobs": piece.log_p, "top_logprobs": None, "text_offset": piece.offsets,
+        }  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """Turns a ticket's messages into an answer; the notes are what the log will say."""
+
+    served: Served
+    plan: Plan
+    ticket: Ticket
+    notes: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.costs: dict[str, int] = {}
+        self.notes |= {"texts": len(self.plan.rows), "prompt_tokens": self.plan.prompt_tokens}
+        self.head = {
+            "id": f"{self.plan.form.prefix}-{uuid4().hex}", "created": int(time.time()), "model": self.served.name
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        form, found = self.plan.form, [Piece("") for _ in self.plan.rows]
+        with self.ticket:
+            async for row, piece in self._pieces():
+                joined = found[row.number]
+                joined.text += piece.text
+                joined.tokens += piece.tokens
+                joined.log_p += piece.log_p
+                joined.offsets += piece.offsets
+                joined.finish = piece.finish
+        return {
+            **self.head, "object": form.object,
+            "choices": [form.whole(number, piece) for number, piece in enumerate(found)], **self._sums(),
+        }  # fmt: skip
+
+    async def stream(self) -> AsyncIterator[str]:
+        form, plan = self.plan.form, self.plan
+        usage = {"usage": None} if plan.include_usage else {}
+
+        def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+            told = {**self.head, "object": form.chunk_object, "choices": choices, **usage, **more}
+            return f"data: {encode(told)}\n\n"
+
+        with self.ticket:
+            for row in plan.rows:
+                if (opening := form.opening(row.number)) is not None:
+                    yield chunk([opening])
+            try:
+                async for row, piece in self._pieces():
+                    yield chunk([form.part(row.number, piece)])
+                if plan.include_usage:
+                    yield chunk([], **self._sums())
+            except Refusal as refusal:
+                self.notes["code"] = refusal.code
+                yield f"data: {encode(refusal.body())}\n\n"
+            yield "data: [DONE]\n\n"
+
+    async def _pieces(self) -> AsyncIterator[tuple[Row, Piece]]:
+        texts = [""] * len(self.plan.rows)
+        async for row, message in self.ticket.messages():
+            piece: Piece = message.message if isinstance(message, Last) else message
+            if isinstance(message, Last):
+                for name, value in message.ended.costs.items():
+                    self.costs[name] = self.costs.get(name, 0) + value
+            texts[row.number] += piece.text
+            yield row, piece
+        self.notes |= {"completion_tokens": self.costs["new_tokens"], "forwards": self.costs["forwards"]}
+        if self.served.settings.log_prompts:
+            self.notes |= {"prompts": self.plan.prompts, "completions": texts}
+
+    def _sums(self) -> dict[str, Any]:
+        prompt, new = self.plan.prompt_tokens, self.costs["new_tokens"]
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {"usage": usage, "dcdm": {"seed": self.plan.seed, **self.costs}}

@@ -1,0 +1,98 @@
+"""`/v1/denoise`: a canvas being filled, every step's commits as they come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import Ended, Event
+from dcdm.serving.errors import Refusal
+from dcdm.serving.scheduler import Last, Row, Ticket
+from dcdm.serving.schemas import DenoiseRequest
+from dcdm.serving.served import Served
+from dcdm.serving.streaming import encode
+
+
+def prepare(served: Served, request: DenoiseRequest) -> Row:
+    """The row that a request asks for, checked."""
+    served.check_name(request.model)
+    decoder = served.decoder(
+        **request.model_dump(
+            include={
+                "routing", "commit", "cache", "temperature", "top_k", "top_p", "stop_at_eos", "delimiters",
+                "delimiter_threshold",
+            }
+        )
+    )  # fmt: skip
+    ids = served.encode(request.prompt, request.blanks)
+    new_tokens = served.check_lengths(ids, request.max_tokens)
+    reader = Reporter(served.tokenizer, request.prompt, served.model.config.mask_id in ids)
+    return Row(ids, new_tokens, request.seed, 0, decoder, reader)
+
+
+class Reporter:
+    """Makes the stream's objects of a row's events."""
+
+    satisfied = False
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, has_blanks: bool) -> None:
+        self.tokenizer, self.prompt, self.has_blanks = tokenizer, prompt, has_blanks
+
+    def event(self, event: Event, seconds: float) -> dict[str, Any]:
+        return {
+            "window": event.window, "forward": event.forward, "chunk": event.chunk, "positions": event.positions,
+            "tokens": event.tokens, "texts": [self.tokenizer.decode([token]) for token in event.tokens],
+            "logprobs": [max(value, -1e30) for value in event.log_p], "seconds": seconds,
+        }  # fmt: skip
+
+    def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
+        text = self.tokenizer.decode(ended.completion)
+        new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
+        return {
+            "text": text if self.has_blanks else self.prompt + text, "finish_reason": ended.finished,
+            "costs": ended.costs, "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
+            "tokens_per_forward": new / max(forwards, 1),
+        }  # fmt: skip
+
+
+def start(served: Served, row: Row, identity: str) -> dict[str, Any]:
+    """The canvas: the whole text as far as it is known."""
+    config, decoder = served.model.config, row.decoder
+    tokens = [config.bos_id, *row.prompt, *[config.mask_id] * row.new_tokens]
+    return {
+        "id": identity, "model": served.name, "kind": config.kind, "routing": decoder.routing,
+        "commit": decoder.commit, "cache": decoder.cache, "seed": row.seed,
+        "canvas": [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)],
+    }  # fmt: skip
+
+
+def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:
+    if token == tokenizer.mask_id:
+        return {"position": position, "token": None, "text": None, "given": False}
+    return {"position": position, "token": token, "text": tokenizer.decode([token]), "given": True}
+
+
+async def stream(served: Served, ticket: Ticket, notes: dict[str, Any]) -> AsyncIterator[str]:
+    """The events of a row; the notes are what the log will say."""
+    notes |= {"texts": 1, "prompt_tokens": len(ticket.rows[0].prompt)}
+    with ticket:
+        yield _sse("start", start(served, ticket.rows[0], f"dn-{uuid4().hex}"))
+        try:
+            async for _, message in ticket.messages():
+                if isinstance(message, Last):
+                    costs = message.ended.costs
+                    notes |= {"completion_tokens": costs["new_tokens"], "forwards": costs["forwards"]}
+                    if served.settings.log_prompts:
+                        notes |= {"completions": [message.message["text"]]}
+                    yield _sse("done", message.message)
+                else:
+                    yield _sse("commit", message)
+        except Refusal as refusal:
+            notes["code"] = refusal.code
+            yield _sse("error", refusal.body())
+
+
+def _sse(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {encode(data)}\n\n"

@@ -1,0 +1,146 @@
+"""What requests hold, checked strictly: no number for a text, no text for a number, nothing unknown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MAX_INTEGER = 2**63 - 1
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text holds half a surrogate pair, which no encoding can hold") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+Short = Annotated[Text, Field(max_length=256)]
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Generating(Body):
+    """What completions and chats share."""
+
+    model: Short | None = Field(None, description="The served model's name; another is refused.")
+    temperature: Temperature | None = Field(None, description="0 takes the most probable token. Default 1.")
+    top_p: TopP | None = None
+    top_k: TopK | None = Field(None, description="Draw from the k most probable tokens.")
+    n: int | None = Field(None, ge=1, le=128, description="Texts for each prompt.")
+    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = Field(
+        None, description="Up to 4 texts at which the completion ends; they are not part of it."
+    )
+    seed: Seed | None = Field(None, description="Equal requests with equal seeds give equal texts.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    routing: Short | None = Field(None, description="Which chunk comes next; /v1/models lists what fits.")
+    commit: Short | None = Field(None, description="Which positions a forward fills; /v1/models lists them.")
+    cache: Short | None = Field(
+        None, description="What is remembered between forwards; /v1/models lists what fits."
+    )
+    user: Text | None = Field(None, description="Accepted and ignored.")
+    presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
+    frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
+        None, description="Only empty, which does nothing."
+    )
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def decoding(self) -> dict[str, Any]:
+        """What was asked for, for `Served.decoder`."""
+        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class CompletionRequest(Generating):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    ) = Field(description="A text, several, token ids, or several lists of them. `[[8]]` is taken literally.")
+    max_tokens: MaxTokens | None = Field(None, description="New tokens of each text. Default 16.")
+    suffix: Text | None = Field(
+        None, description="What follows: exactly max_tokens tokens are filled in between. Not for AR models."
+    )
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, le=5,
+        description="0: the log-probability of each token at its commit. Alternatives (1 to 5) are refused.",
+    )  # fmt: skip
+    best_of: int | None = Field(None, ge=1, le=128, description="Only 1 or n, which do nothing.")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: Short | None = None
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(Generating):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
+    max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
+    logprobs: bool | None = Field(None, description="The log-probability of each token at its commit.")
+    top_logprobs: int | None = Field(None, ge=0, le=0, description="Alternatives are not kept: only 0.")
+
+
+class DenoiseRequest(Body):
+    prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
+    model: Short | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        None,
+        description="New tokens behind the prompt. Default: none if it has blanks, else what there is room for.",
+    )
+    routing: Short = "auto"
+    commit: Short = "auto"
+    temperature: Temperature = 1.0
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    cache: Short = "auto"
+    seed: Seed = 0
+    blanks: bool = Field(True, description="False takes `[[8]]` literally.")
+    stop_at_eos: bool = True
+    delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
+    delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorObject

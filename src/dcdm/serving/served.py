@@ -1,0 +1,168 @@
+"""The model that is served: what it can do, and requests checked against it before anything is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import POLICIES, commit_policy
+from dcdm.decoding.engine import adablock_of, default_commit
+from dcdm.decoding.predictors import fitting_caches, resolve_cache
+from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
+from dcdm.decoding.routes import AdaBlock, check_routing, described, fitting_routings
+from dcdm.decoding.sampling import Sampling
+from dcdm.model.transformer import Model
+from dcdm.serving.errors import Refusal, bad, of_config
+from dcdm.serving.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a text is written. Texts with equal ones can be computed together."""
+
+    routing: str
+    commit: str
+    cache: str
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_id: int
+    """−1 goes on behind an EOS."""
+    adablock: AdaBlock | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    model: Model
+    tokenizer: Tokenizer
+    name: str
+    settings: Settings
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def window(self) -> int:
+        return self.model.config.context_length
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a prompt that is gone on from: BOS and one new token need room beside it."""
+        room = self.window - 2
+        return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
+
+    def check_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refusal(
+                404, f"the model {name!r} is not served here; this is {self.name!r}", code="model_not_found",
+                param="model",
+            )  # fmt: skip
+
+    def decoder(
+        self,
+        *,
+        routing: str = "auto",
+        commit: str = "auto",
+        cache: str = "auto",
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_at_eos: bool = True,
+        delimiters: Sequence[str] = ("\n",),
+        delimiter_threshold: float = 0.3,
+    ) -> Decoder:
+        """The decoder with every "auto" resolved, or a refusal by name."""
+        config = self.model.config
+        try:
+            Sampling(temperature, top_k, top_p)
+            check_routing(config, routing)
+            adablock = None
+            if routing == "adablock":
+                adablock = adablock_of(self.model, self.tokenizer, delimiters, delimiter_threshold)
+            return Decoder(
+                routing, str(commit_policy(default_commit(self.model) if commit == "auto" else commit)),
+                resolve_cache(config, cache, routing), float(temperature), top_k, top_p,
+                self.tokenizer.eos_id if stop_at_eos else -1, adablock,
+            )  # fmt: skip
+        except ConfigError as error:
+            raise of_config(error) from error
+
+    def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
+        """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
+        if blanks and blank_tokens(text) > self.window:
+            raise bad(f"the blanks of the {param} are longer than the context of {self.window} tokens", param)
+        return with_blanks(self.tokenizer, text) if blanks else self.tokenizer.encode(text)
+
+    def check_ids(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
+        """Token ids of a request: nothing but what text consists of, and EOS."""
+        wrong = next((t for t in ids if not 0 <= t < self.model.config.bos_id), None)
+        if wrong is not None:
+            raise bad(f"{param} holds {wrong}, which is no token of text; they are 0 to "
+                      f"{self.model.config.bos_id - 1}", param)  # fmt: skip
+        return list(ids)
+
+    def check_lengths(self, ids: list[int], new_tokens: int | None) -> int:
+        """How many tokens will be written behind a prompt, whose blanks are MASKs; refuses what does not fit."""
+        blanks = self.model.config.mask_id in ids
+        if not blanks and len(ids) > self.max_prompt_tokens:
+            raise self._too_much(f"the prompt has {len(ids)} tokens, more than {self.max_prompt_tokens}")
+        if blanks and len(ids) + 1 + bool(new_tokens) > self.window:
+            raise self._too_much(
+                f"prompt and blanks have {len(ids)} tokens, more than the context of {self.window} has room for"
+            )
+        try:
+            wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
+        except ConfigError as error:
+            raise of_config(error) from error
+        if wanted > self.settings.max_tokens:
+            if new_tokens is None:
+                return self.settings.max_tokens
+            raise bad(f"max_tokens={wanted} is more than {self.settings.max_tokens}, the limit here", "max_tokens")
+        return wanted
+
+    def _too_much(self, message: str) -> Refusal:
+        return bad(message, "prompt", "context_length_exceeded")
+
+    def card(self) -> dict[str, Any]:
+        """OpenAI's model object, and under `dcdm` what this one can do."""
+        config, settings = self.model.config, self.settings
+        commits = ["position"] if config.kind == "ar" else list(POLICIES)
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dcdm",
+            "dcdm": {
+                "kind": config.kind,
+                "routing": config.routing if config.kind == "dcdm" else None,
+                "described": described(config),
+                "context_length": config.context_length,
+                "vocab_size": config.vocab_size,
+                "num_chunks": config.num_chunks,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "routings": fitting_routings(config),
+                "commits": [_commit(name) for name in commits],
+                "caches": fitting_caches(config),
+                "default_commit": default_commit(self.model),
+                "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
+                "chat": self.tokenizer.chat_template is not None,
+                "limits": {
+                    "max_tokens": settings.max_tokens,
+                    "max_prompt_tokens": self.max_prompt_tokens,
+                    "max_forwards": settings.max_forwards,
+                    "max_texts": settings.max_texts,
+                    "timeout_seconds": settings.timeout_seconds,
+                },
+            },
+        }
+
+
+def _commit(name: str) -> dict[str, Any]:
+    policy = POLICIES[name]
+    most = None if policy.most == float("inf") else policy.most
+    return {
+        "name": name, "number": policy.default, "least": policy.least, "most": most, "whole": policy.whole,
+        "about": policy.about,
+    }  # fmt: skip

@@ -1,0 +1,49 @@
+"""What a server grants, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dcdm.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of a server. Texts are the rows of a batch: `n` times the number of prompts of a request."""
+
+    api_key: str | None = None
+    """What callers must show; None answers only those who ask for this machine by a loopback name."""
+    max_tokens: int = 1024
+    """New tokens of one text."""
+    max_prompt_tokens: int | None = None
+    """Tokens of one prompt, blanks counted; None means what the context has room for."""
+    max_forwards: int = 4096
+    """Forwards of one text."""
+    max_texts: int = 16
+    """Texts of one request."""
+    max_queued: int = 64
+    """Texts that wait; more are answered with 429."""
+    max_batch: int = 16
+    """Texts that are computed together; 1 computes one at a time."""
+    max_batch_tokens: int = 16_384
+    """Positions of the canvases that are computed together."""
+    batch_wait_ms: float = 5.0
+    """How long a batch that is not full waits for more."""
+    timeout_seconds: float = 120.0
+    """From a request's arrival to its last token."""
+    max_body_bytes: int = 1 << 20
+    body_seconds: float = 10.0
+    """How long a request's body may take to arrive."""
+    log_prompts: bool = False
+    """Write prompts and completions into the log."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("api_key", "log_prompts") or (field.name == "max_prompt_tokens" and value is None):
+                continue
+            least = 0 if field.name == "batch_wait_ms" else 1e-3 if isinstance(value, float) else 1
+            if not least <= value < float("inf"):
+                raise ConfigError(f"{field.name}={value} must be at least {least:g}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key is empty; leave it out, or give one that cannot be guessed")

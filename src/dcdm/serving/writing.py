@@ -1,0 +1,109 @@
+"""Text from tokens that come out of order.
+
+Text is given out as soon as everything before it is there: whole characters only, and nothing that could be the
+beginning of a stop text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import Ended, Event
+
+UNFINISHED = "\ufffd"  # how a part of a character decodes
+
+
+@dataclass
+class Piece:
+    """A part of a text, and the tokens that begin in it."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    log_p: list[float] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where each token begins, in characters of the whole completion."""
+    finish: str | None = None
+    """In the last piece: "stop" (EOS or a stop text) or "length"."""
+
+
+class Writer:
+    """Reads one row's events and says its text piece by piece; the joined pieces are `decode` of the tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
+        eos_id: int = -1,
+    ) -> None:  # fmt: skip
+        """The text stands at the positions from `first` on, to `last` if something given follows it."""
+        self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
+        self.eos_id = eos_id if last is None else -1  # a blank is filled whole
+        self.satisfied = False
+        self._waiting: dict[int, tuple[int, float]] = {}
+        self._tokens: list[int] = []
+        self._log_p: list[float] = []
+        self._offsets: list[int] = []
+        self._ended = False
+        self._text = ""
+        self._sent = 0
+        self._sent_tokens = 0
+        self._group, self._settled = (
+            0,
+            0,
+        )  # tokens before `_settled` are text; those from `_group` on, its last part
+
+    def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
+        for position, token, log_p in zip(event.positions, event.tokens, event.log_p, strict=True):
+            self._waiting[position] = (token, log_p)
+        while not self._ended and (found := self._waiting.pop(self.first + len(self._tokens), None)):
+            self._add(*found)
+        return self._piece(len(self._text) - self._held())
+
+    def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
+        self._settle(whole=True)
+        piece = self._piece(len(self._text), all_tokens=True) or Piece("")
+        piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
+        return piece
+
+    def _add(self, token: int, log_p: float) -> None:
+        if token == self.eos_id or (self.last is not None and self.first + len(self._tokens) > self.last):
+            self._ended = True
+            return
+        self._tokens.append(token)
+        self._log_p.append(log_p)
+        self._offsets.append(len(self._text))
+        self._settle()
+
+    def _settle(self, whole: bool = False) -> None:
+        """Decode what came since the last whole character; the tokens before give it its context."""
+        if self.satisfied or self._settled == len(self._tokens):
+            return
+        before = self.tokenizer.decode(self._tokens[self._group : self._settled])
+        text = self.tokenizer.decode(self._tokens[self._group :])
+        if text.endswith(UNFINISHED) and not whole:
+            return
+        old, self._text = len(self._text), self._text + text[len(before) :]
+        self._group, self._settled = self._settled, len(self._tokens)
+        longest = max(map(len, self.stops), default=0)
+        found = [at for stop in self.stops if (at := self._text.find(stop, max(0, old - longest + 1))) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self.satisfied = self._ended = True
+
+    def _held(self) -> int:
+        """Characters at the end that a stop text could begin with."""
+        if self.satisfied:
+            return 0
+        lengths = (size for stop in self.stops for size in range(1, len(stop)) if self._text.endswith(stop[:size]))
+        return max(lengths, default=0)
+
+    def _piece(self, upto: int, all_tokens: bool = False) -> Piece | None:
+        if upto <= self._sent and not all_tokens:
+            return None
+        text, self._sent = self._text[self._sent : upto], max(upto, self._sent)
+        at = start = self._sent_tokens
+        everything = all_tokens and not self.satisfied
+        while at < len(self._tokens) and (everything or self._offsets[at] < self._sent):
+            at += 1
+        self._sent_tokens = at
+        return Piece(text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at])

@@ -1,0 +1,245 @@
+"""Bad input of any shape is refused with a 4xx in OpenAI's form, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from live import NAME, live
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/denoise")
+MANY = int(os.environ.get("DCDM_FUZZ", "150"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live(max_tokens=8, max_texts=3, timeout_seconds=60) as running:
+        yield running
+        assert running.figure("dcdm_failures_total") == 0
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def check_refused(answer: httpx.Response, *statuses: int) -> dict:
+    assert answer.status_code in (statuses or range(400, 500)), answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return error
+
+
+def send(http, path, content):
+    return http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+
+BODIES = [
+    b"", b"{", b"null", b"[]", b"1", b'"text"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"a":' * 5000,
+    b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}", b'{"prompt": "\\ud800"}', b'{"prompt": ["\\udfff"]}',
+    b'{"prompt": "a", "\\ud800": 1}', b'{"prompt": "a", "model": "\\ud800"}', b'{"prompt": "a", "stop": "\\ud800"}',
+    b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": -Infinity}',
+    b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "top_p": 1e-999}', b'{"prompt": "a", "seed": 1.5}',
+    b'{"prompt": "a", "seed": 1' + b"0" * 30 + b"}", b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
+    b'{"prompt": "a", "max_tokens": 1' + b"0" * 30 + b"}", b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "a", "max_tokens": true}', b'{"prompt": "a", "max_tokens": "8"}', b'{"prompt": "a", "n": 0}',
+    b'{"prompt": "a", "n": 4}', b'{"prompt": []}', b'{"prompt": [[]], "n": true}', b'{"prompt": [1, "a"]}',
+    b'{"prompt": [-1]}', b'{"prompt": [257]}', b'{"prompt": [259]}', b'{"prompt": [1' + b"0" * 40 + b"]}",
+    b'{"prompt": ["a","a","a","a"]}', b'{"prompt": "a", "top_k": 0}', b'{"prompt": "a", "commit": "steps:1e300"}',
+    b'{"prompt": "a", "commit": "steps:nan"}', b'{"prompt": "a", "commit": "ancestral:1e18"}',
+    b'{"prompt": "a", "commit": ":"}', b'{"prompt": "a", "routing": "blocks:\xc2\xb2"}',
+    b'{"prompt": "a", "routing": "blocks:99999999999999999999"}', b'{"prompt": "a", "routing": "adablock"}',
+    b'{"prompt": "a", "cache": "frozen"}', b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "best_of": 2}',
+    b'{"prompt": "a", "stop": ["a","b","c","d","e"]}', b'{"prompt": "a", "logprobs": 2}',
+    b'{"prompt": "a", "logprobs": 0, "echo": true}', b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+    b'{"prompt": "a", "presence_penalty": 1}', b'{"prompt": "a", "logit_bias": {"5": 1}}',
+    b'{"prompt": "a", "nonsense": 1}', b'{"prompt": "' + b"a" * 63 + b'"}', b'{"prompt": "a", "model": "other"}',
+    b'{"prompt": "a", "suffix": "' + b"b" * 60 + b'", "max_tokens": 4}', b'{"prompt": "a", "max_tokens": 9}',
+    b'{"messages": []}', b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "god", "content": ""}]}',
+    b'{"prompt": "[[99999999999999999999]]"}', b'{"prompt": "' + b"[[99]]" * 9000 + b'"}',
+    b'{"prompt": "[[1' + b"0" * 5000 + b']]"}', b'{"prompt": "[[70]]"}', b'{"prompt": "a[[9]]", "max_tokens": 9}',
+    b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": "a", "delimiters": []}', b'{"prompt": "a", "stream": 1}',
+    b'{"prompt": ' + json.dumps([["x"] * 10] * 3000).encode() + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_known_bad_bodies_are_refused_and_good_ones_answered(http, path):
+    for body in BODIES:
+        answer = send(http, path, body)
+        if answer.status_code != 200:
+            check_refused(answer, 400, 404)
+    assert http.get("/healthz").status_code == 200
+
+
+def test_completions_refuse_every_known_bad_body(http):
+    fine = (b"[[9", b'"a[[9', b"[[1", b"[[7", b'"delimiters"')
+    for body in BODIES:
+        if not any(part in body for part in fine):
+            check_refused(send(http, "/v1/completions", body), 400, 404)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"prompt": "a", "nonsense": 1}, "nonsense", "unknown_field"),
+        ({"prompt": "a", "model": "other"}, "model", "model_not_found"),
+        ({"prompt": "a" * 63}, "prompt", "context_length_exceeded"),
+        ({"prompt": "a", "commit": "steps:0"}, "commit", "invalid_value"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "invalid_value"),
+        ({"prompt": "a", "max_tokens": 9}, "max_tokens", "invalid_value"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "invalid_value"),
+        ({"prompt": "a", "logprobs": 5}, "logprobs", "invalid_value"),
+    ],
+)
+def test_an_error_names_what_is_wrong(http, body, param, code):
+    error = check_refused(http.post("/v1/completions", json=body))
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_wrong_methods_types_and_routes_are_refused_in_the_same_form(http):
+    for path in POSTS:
+        assert check_refused(http.get(path), 405)["code"] == "method_not_allowed"
+        assert http.get(path).headers["allow"] == "POST"
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            check_refused(http.post(path, content=b'{"prompt": "a"}', headers={"Content-Type": kind}), 415)
+    for path in ("/v1", "/v1/engines", "/%00", "/..%2f..%2fetc/passwd", "/assets/..%2fapp.py", "/assets/nothing.js",
+                 "/assets/.", "/docs", "/v1/models/other", "/v1/models/%ff"):  # fmt: skip
+        check_refused(http.get(path), 404)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_broken_http_is_answered_or_closed_but_breaks_nothing(server, raw):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert not answer or not answer.split()[1].startswith(b"5"), answer
+    assert server.get("/healthz").status_code == 200
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.integers(-3, 12), st.sampled_from([1e300, -0.0, 2**63, 2**64]))
+ODD_TEXT = st.text(alphabet="\ud800[]9a", max_size=9)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), ODD_TEXT),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
+    "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
+    "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens", "other",
+)  # fmt: skip
+POLICY = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(
+        ["chunk", "steps", "threshold", "entropy", "factor", "ancestral", "blocks", "adablock", "auto"]
+    ),
+    st.sampled_from(["", ":"]),
+    st.one_of(NUMBERS.map(str), st.sampled_from(["", "1", "2", "inf", "nan", "1_0", "²", "1e5"])),
+)
+
+
+@st.composite
+def bodies(draw) -> bytes:
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
+        return draw(st.binary(max_size=60))
+    named = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
+    body = {"prompt": draw(st.one_of(VALUES, st.text(max_size=20)))} if kind < 7 else {}
+    body |= draw(named)
+    if kind % 2:
+        body |= {"commit": draw(POLICY), "max_tokens": draw(st.integers(-1, 9))}
+    text = json.dumps(body)
+    if kind == 3:
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.sampled_from(["", "}", '"', "\\", "NaN", "\x00", ","])) + text[at + 1 :]
+    return text.encode("utf-8", "surrogatepass")
+
+
+@settings(max_examples=MANY, suppress_health_check=[HealthCheck.too_slow])
+@given(path=st.sampled_from(POSTS), body=bodies())
+def test_fuzzed_bodies_never_break_the_server(http, path, body):
+    answer = send(http, path, body)
+    if answer.status_code == 200:
+        assert b'"code":"failed"' not in answer.content
+    else:
+        check_refused(answer, *range(400, 500))
+
+
+SCHEMA_CHECKS = [
+    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+    checks.response_schema_conformance, checks.negative_data_rejection, checks.unsupported_method,
+]  # fmt: skip
+
+
+def conforms(server, examples: int) -> None:
+    """Schemathesis over the OpenAPI description.
+
+    That everything the description allows is accepted is not asked: names, lengths and policies of the served
+    model are checked behind it.
+    """
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy() | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
+        def run(case):
+            answer = case.call(timeout=60)
+            case.validate_response(answer, checks=SCHEMA_CHECKS)
+
+        run()
+
+
+def test_answers_are_as_the_openapi_description_says(server):
+    conforms(server, 15)
+
+
+@pytest.mark.slow
+def test_answers_are_as_the_openapi_description_says_at_length(server):
+    conforms(server, 400)
+
+
+@pytest.mark.slow
+@settings(max_examples=40 * MANY, suppress_health_check=[HealthCheck.too_slow])
+@given(path=st.sampled_from(POSTS), body=bodies())
+def test_fuzzed_bodies_never_break_the_server_at_length(http, path, body):
+    answer = send(http, path, body)
+    assert answer.status_code < 500
+
+
+def test_the_description_names_every_route_and_no_foreign_error(server):
+    paths = server.get("/openapi.json").json()["paths"]
+    named = {*POSTS, "/v1/models", "/v1/models/{name}", "/healthz", "/readyz", "/metrics"}
+    assert set(paths) == named
+    assert not any("422" in operation["responses"] for path in paths.values() for operation in path.values())
+    assert server.get(f"/v1/models/{NAME}").status_code == 200
