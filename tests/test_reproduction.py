@@ -1,4 +1,4 @@
-"""`dcdm reproduce`: an experiment end to end at tiny scale, interruptions, verdicts, documents that equal results."""
+"""`dcdm reproduce`: an experiment end to end at tiny scale, interruptions, verdicts, documents equal to results."""
 
 import contextlib
 import json
@@ -14,10 +14,9 @@ from dcdm.reproduction import contents, measures, queue, runs
 from dcdm.reproduction.experiments import SEEDS, experiments, specs
 from dcdm.reproduction.plots import plots
 from dcdm.reproduction.reading import Interval, Results, interval, read_results
-from dcdm.reproduction.report import filled, write_report
+from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.runs import Places, RunSpec, carry_out, is_done, prepare_data
 from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, scale, tiny
-from dcdm.reproduction.tables import grids
 from dcdm.reproduction.variants import variants
 from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, loss_order, verdict_of
 from dcdm.training import command
@@ -150,7 +149,7 @@ def test_the_report_comes_from_results_alone(finished: Places, tmp_path: Path) -
     assert (tmp_path / "images" / "loss-curves.svg").read_text().startswith("<svg xmlns")
     assert "<script src" not in page.read_text()
     results = read_results(finished.results, "tiny")
-    assert filled(text, grids(results), plots(results)) == text
+    assert filled(text, regions(results)) == text
 
 
 @pytest.mark.slow
@@ -203,9 +202,8 @@ def test_stored_results_are_those_of_the_runs_defined_here() -> None:
 def test_numbers_in_the_document_equal_the_results() -> None:
     results = read_results(ROOT / "results", "cpu")
     text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    drawings = plots(results)
-    assert filled(text, grids(results), drawings) == text, "run `dcdm reproduce report`"
-    for name, drawn in drawings.items():
+    assert filled(text, regions(results)) == text, "run `dcdm reproduce report`"
+    for name, drawn in plots(results).items():
         assert (ROOT / "docs" / "images" / "reproduction" / f"{name}.svg").read_text(encoding="utf-8") == drawn
 
 
