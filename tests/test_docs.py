@@ -26,6 +26,7 @@ LEFT_OUT = {
     "torchrun": "needs several devices; `--dry-run` of the same training is shown beside it",
     "tensorboard": "does not return",
     "dcdm serve": "does not return",
+    "dcdm reproduce": "takes hours or needs readers' data; test_reproduction.py runs it at tiny scale",
     "curl": "needs a server",
     "python -m pytest": "a test of the suite",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from dcdm.config import ConfigError
 from dcdm.files import write_whole
 from dcdm.reproduction.plots import plots
+from dcdm.reproduction.prose import prose
 from dcdm.reproduction.reading import Results, read_results
-from dcdm.reproduction.tables import Grid, grids
+from dcdm.reproduction.tables import grids
 from dcdm.viewing.page import assemble
 from dcdm.viewing.pieces import section
 
@@ -20,50 +21,44 @@ DRAWN_WITH = {
     "k-ablation": ("k-ablation",), "point-vs-subspace": ("point-vs-subspace", "violation"),
 }  # fmt: skip
 """Table → the drawings that stand under it."""
+NOTHING = "*(No finished run yet.)*"
 
 
 def write_report(results_folder: Path, scale: str, document: Path | None, images: Path | None) -> Path:
     """Write the page beside the results and, where given, the document's tables and pictures; returns the page."""
     results = read_results(results_folder, scale)
-    tables, drawings = grids(results), plots(results)
     page = results_folder / f"{scale}.html"
-    write_whole(page, page_of(results, tables, drawings).encode())
+    write_whole(page, page_of(results).encode())
     if document is not None and images is not None:
         images.mkdir(parents=True, exist_ok=True)
-        for name, drawn in drawings.items():
+        for name, drawn in plots(results).items():
             write_whole(images / f"{name}.svg", drawn.encode())
-        try:
-            text = document.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{document} cannot be read: {error.strerror}; start in the repository's root"
-            ) from error
-        write_whole(document, filled(text, tables, drawings).encode())
+        write_whole(document, filled(document.read_text(encoding="utf-8"), regions(results)).encode())
     return page
 
 
-def filled(text: str, tables: dict[str, Grid], drawings: dict[str, str]) -> str:
+def regions(results: Results) -> dict[str, str]:
+    """What may stand between a document's marks: tables, sentences, and `plot-NAME` for pictures."""
+    found = {name: grid.markdown() for name, grid in grids(results).items()} | prose(results)
+    return found | {f"plot-{name}": f"![{name}](images/reproduction/{name}.svg)" for name in plots(results)}
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
     """The document with every region between `<!-- begin NAME -->` and `<!-- end -->` made anew."""
 
     def made(found: re.Match[str]) -> str:
-        name = found["name"]
-        if name in tables:
-            inner = tables[name].markdown()
-        elif name in drawings:
-            inner = f"![{name}](images/reproduction/{name}.svg)"
-        else:
-            inner = "*(No finished run yet.)*"
-        return f"{found[1]}\n{inner}\n\n{found[3]}"
+        return f"{found[1]}\n{parts.get(found['name'], NOTHING)}\n\n{found[3]}"
 
     return REGION.sub(made, text)
 
 
-def page_of(results: Results, tables: dict[str, Grid], drawings: dict[str, str]) -> str:
+def page_of(results: Results) -> str:
     """One self-contained HTML file with every table and drawing."""
+    tables, drawings = grids(results), plots(results)
     parts = []
     for name, grid in tables.items():
         drawn = "".join(f"<figure>{drawings[d]}</figure>" for d in DRAWN_WITH.get(name, ()) if d in drawings)
-        parts.append(section(grid.title, grid.html().replace("**", "") + drawn, wide=True))
+        parts.append(section(grid.title, grid.html() + drawn, wide=True))
     seeds = sorted({seed for _, seed in results.runs})
     summary = (
         f"{len(results.runs)} runs at {results.scale} scale, seeds {', '.join(map(str, seeds))}. Intervals are "

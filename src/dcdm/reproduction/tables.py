@@ -13,8 +13,14 @@ from dcdm.reproduction.reading import VALID, Interval, Path_, Results, interval
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
 from dcdm.reproduction.variants import TUNED, variants
 from dcdm.reproduction.verdicts import claims, k_rows
+from dcdm.viewing.pieces import grid as grid_html
 
 NONE = "–"
+TEXT = (
+    "model", "claim", "verdict", "first figures", "comparison", "benchmark", "decoder",
+    "tokens that mark chunks (seed 0)",
+)  # fmt: skip
+"""Columns of words."""
 Minus = str.maketrans("-", "−")
 
 
@@ -33,14 +39,8 @@ class Grid:
         return f"{text}\n\n{self.note}" if self.note else text
 
     def html(self) -> str:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
-        body = "".join(
-            f'<tr><th scope="row">{html.escape(row[0])}</th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-            for row in self.rows
-        )  # fmt: skip
         note = f'<p class="small">{html.escape(self.note)}</p>' if self.note else ""
-        return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
+        return grid_html(self.header, [[cell.replace("**", "") for cell in row] for row in self.rows], TEXT) + note
 
 
 def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
@@ -248,16 +248,16 @@ def downstream(results: Results) -> Grid:
     """Accuracies over seeds, and the likelihood of answers."""
     names = _tuned(results)
     tasks: dict[tuple[str, str], dict[str, list[float]]] = {}
-    chances: dict[tuple[str, str], float | None] = {}
+    chances: dict[tuple[str, str], float] = {}
     for name in names:
         for seed in results.seeds(name):
             for task, lines in (results.figure(name, seed, ("tasks", "choices")) or {}).items():
                 for line in lines:
-                    if line["metric"] not in ("acc", "acc,none"):
+                    if line["metric"] != "acc":
                         continue
                     key = (task, line.get("task", task))
-                    tasks.setdefault(key, {}).setdefault(name, []).append(line["value"])
-                    chances[key] = line.get("chance")
+                    tasks.setdefault(key, {}).setdefault(name, []).append(100 * line["value"])
+                    chances[key] = 100 * line["chance"]
     rows = [
         (task if own == task else own, *(shown(interval(values.get(name, [])), 1) for name in names),
          NONE if chances[task, own] is None else f"{chances[task, own]:.1f}")

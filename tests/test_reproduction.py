@@ -1,0 +1,297 @@
+"""`dcdm reproduce`: an experiment end to end at tiny scale, interruptions, verdicts, documents equal to results."""
+
+import contextlib
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.reproduction import contents, measures, queue, runs
+from dcdm.reproduction.experiments import SEEDS, experiments, specs
+from dcdm.reproduction.plots import plots
+from dcdm.reproduction.reading import Interval, Results, interval, read_results
+from dcdm.reproduction.report import filled, regions, write_report
+from dcdm.reproduction.runs import Places, RunSpec, carry_out, is_done, prepare_data
+from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, scale, tiny
+from dcdm.reproduction.variants import variants
+from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, loss_order, verdict_of
+from dcdm.training import command
+
+ROOT = Path(__file__).parent.parent
+WORDS = (
+    "the",
+    "a",
+    "river",
+    "house",
+    "of",
+    "green",
+    "and",
+    "was",
+    "1907",
+    "in",
+    "song",
+    "(",
+    ",",
+    ".",
+    "old",
+    "year",
+)
+
+
+def words(count: int, seed: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) + ("\n" if draw.random() < 0.05 else "") for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    folder = tmp_path_factory.mktemp("reproduction")
+    for number, name in enumerate((*TRAINING, VALIDATION, TEST)):
+        path = folder / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(words(2000, number))
+    for number, name in enumerate(ZERO_SHOT.values()):
+        path = folder / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(json.dumps({"text": words(60, 9 + number + at)}) for at in range(3)))
+    made = Places(folder / "data", folder / "work", folder / "results")
+    prepare_data(tiny(), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def finished(places: Places) -> Places:
+    """Two kinds, one of them with two seeds, carried out without interruption."""
+    for name, seed in (("paper", 0), ("bdlm8", 0), ("bdlm8", 1)):
+        assert carry_out(RunSpec(tiny(), variants(tiny())[name], seed), places) == 0
+    return places
+
+
+def stopping_after(steps: int):
+    """A training run's signals, as if someone pressed Ctrl-C during step `steps`."""
+
+    @contextlib.contextmanager
+    def signals():
+        asked = 0
+
+        def stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked >= steps
+
+        yield stop
+
+    return signals
+
+
+def test_an_interrupted_run_gives_the_same_file(finished: Places, tmp_path: Path, monkeypatch) -> None:
+    spec = RunSpec(tiny(), variants(tiny())["paper"], 0)
+    other = Places(finished.data, tmp_path / "work", tmp_path / "results")
+    prepare_data(tiny(), other)
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "_signals", stopping_after(5))
+        assert carry_out(spec, other) == queue.INTERRUPTED
+    assert not other.result(spec).exists()
+    calls = []
+
+    def once(name: str, *rest: object) -> dict:
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measures.MEASURES[name](*rest)
+
+    monkeypatch.setattr(measures, "measure", once)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(spec, other)
+    assert carry_out(spec, other) == 0
+    assert sorted(calls) == sorted([*spec.variant.measures, calls[2]])  # nothing finished is measured again
+    assert other.result(spec).read_bytes() == finished.result(spec).read_bytes()
+
+
+def test_a_finished_run_is_not_repeated(finished: Places, monkeypatch) -> None:
+    spec = RunSpec(tiny(), variants(tiny())["bdlm8"], 0)
+    monkeypatch.setattr(runs, "_train", lambda *_: pytest.fail("trained again"))
+    assert is_done(spec, finished)
+    assert carry_out(spec, finished) == 0
+    state = queue.work_off([spec], finished, jobs=2)
+    assert [one.name for one in state.done] == [spec.name]
+
+
+def test_results_hold_what_a_reader_needs(finished: Places) -> None:
+    result = json.loads(finished.result(RunSpec(tiny(), variants(tiny())["paper"], 0)).read_bytes())
+    assert result["seed"] == 0
+    assert result["settings"]["model"]["kind"] == "dcdm"
+    assert result["versions"]["torch"]
+    held = result["measures"]["heldout"]
+    assert {"valid", "surrogate", "chunk"} <= set(held)
+    assert held["valid"]["estimator"] == "sequential"
+    assert held["valid"]["nats_per_token"] == pytest.approx(
+        sum(held["valid"]["window_nats"]) / sum(held["valid"]["window_tokens"]), abs=1e-2
+    )
+    machine = json.loads(finished.machine(RunSpec(tiny(), variants(tiny())["paper"], 0)).read_bytes())
+    assert machine["training_tokens_per_second"] > 0
+    assert "seconds" not in json.dumps(result)
+
+
+def test_the_report_comes_from_results_alone(finished: Places, tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("Before.\n\n<!-- begin kinds -->\n<!-- end -->\n\n<!-- begin moe -->\nold\n<!-- end -->\n")
+    page = write_report(finished.results, "tiny", document, tmp_path / "images")
+    text = document.read_text()
+    value = read_results(finished.results, "tiny").mean("bdlm8", ("heldout", "valid"))
+    assert value is not None
+    assert f"{value.mean:.3f} ±" in text
+    assert "old" not in text
+    assert (tmp_path / "images" / "loss-curves.svg").read_text().startswith("<svg xmlns")
+    assert "<script src" not in page.read_text()
+    results = read_results(finished.results, "tiny")
+    assert filled(text, regions(results)) == text
+
+
+@pytest.mark.slow
+def test_the_queue_stops_with_a_signal_and_goes_on(places: Places, tmp_path: Path) -> None:
+    import os
+    import signal
+
+    own = Places(places.data, tmp_path / "work", tmp_path / "results")
+    prepare_data(tiny(), own)
+    chosen = [RunSpec(tiny(), variants(tiny())["bdlm8"], 7)]
+    sent = []
+
+    def stop_at_once(state: queue.State) -> None:
+        if not sent and (own.run(chosen[0]) / "metrics.jsonl").exists():
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    state = queue.work_off(chosen, own, 1, stop_at_once)
+    assert not state.failed, queue.log_of(chosen[0], own).read_text()
+    state = queue.work_off(chosen, own, 1)
+    assert [one.name for one in state.done] == ["bdlm8-s7"]
+
+
+def test_every_variant_is_a_model_and_has_its_own_identity() -> None:
+    for chosen in (tiny(), cpu()):
+        made = specs(chosen, ["all"])
+        assert len({one.identity() for one in made}) == len(made)
+        assert {one.model.context_length for one in made} == {chosen.base.context_length}
+        used = {name for one in experiments(chosen).values() for name in one.variants}
+        assert used <= set(variants(chosen))
+        assert all(name in measures.MEASURES for one in made for name in one.variant.measures)
+
+
+def test_main_kinds_come_first_and_every_comparison_has_three_seeds() -> None:
+    made = specs(cpu(), ["all"])
+    assert len(SEEDS) == 3
+    assert len(made) == 3 * len(variants(cpu()))
+    assert {one.variant.name for one in made[:8]} == {
+        "bdlm8", "paper", "mdlm", "strided-full", "causal-full", "bdlm32", "ar", "causal",
+    }  # fmt: skip
+
+
+def test_stored_results_are_those_of_the_runs_defined_here() -> None:
+    by_name = {one.name: one for one in specs(cpu(), ["all"])}
+    for path in (ROOT / "results" / "cpu").glob("*.json"):
+        assert json.loads(path.read_bytes())["identity"] == by_name[path.stem].identity(), path.name
+
+
+@pytest.mark.skipif(not list((ROOT / "results" / "cpu").glob("*.json")), reason="no results are stored yet")
+def test_numbers_in_the_document_equal_the_results() -> None:
+    results = read_results(ROOT / "results", "cpu")
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert filled(text, regions(results)) == text, "run `dcdm reproduce report`"
+    for name, drawn in plots(results).items():
+        assert (ROOT / "docs" / "images" / "reproduction" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+
+
+def fake(values: dict[tuple[str, int], float], windows: int = 4) -> Results:
+    """Results whose valid figure is the given one on every window."""
+    made = Results("cpu")
+    for (name, seed), nats in values.items():
+        valid = {
+            "nats_per_token": nats, "numbers": list(range(windows)), "window_nats": [nats * 10] * windows,
+            "window_tokens": [10] * windows,
+        }  # fmt: skip
+        made.runs[name, seed] = {"variant": name, "seed": seed, "measures": {"heldout": {"valid": valid}}}
+    return made
+
+
+def test_an_interval_over_three_seeds_is_students() -> None:
+    values = [1.0, 1.2, 1.1]
+    found = interval(values)
+    assert found is not None
+    assert found.half == pytest.approx(4.303 * statistics.stdev(values) / 3**0.5)
+    assert interval([1.0]) == Interval(1.0, None, 1)
+    assert interval([]) is None
+
+
+@pytest.mark.parametrize(
+    ("paper", "expected"),
+    [((5.0, 5.01, 4.99), CONFIRMED), ((7.0, 7.01, 6.99), NOT), ((5.9, 6.1, 6.0), UNKNOWN), ((5.0,), UNKNOWN)],
+)
+def test_a_claim_follows_from_its_interval(paper: tuple[float, ...], expected: str) -> None:
+    values = {("paper", seed): value for seed, value in enumerate(paper)}
+    values |= {("bdlm8", seed): 6.0 for seed in range(3)} | {("mdlm", seed): 6.5 for seed in range(3)}
+    claim = loss_order(fake(values))
+    assert claim.parts[0].verdict == claim.verdict == expected
+    assert claim.parts[1].verdict == CONFIRMED
+
+
+def test_differences_are_taken_on_common_windows() -> None:
+    results = fake({("paper", 0): 5.0, ("bdlm8", 0): 6.0})
+    valid = results.runs["paper", 0]["measures"]["heldout"]["valid"]
+    valid["numbers"], valid["window_nats"], valid["window_tokens"] = [2, 9], [40.0, 1000.0], [10, 10]
+    found = results.difference("paper", "bdlm8")
+    assert found is not None
+    assert found.mean == pytest.approx(-2.0)
+    assert verdict_of(found) == UNKNOWN
+
+
+def test_commits_have_the_forwards_that_are_asked_for() -> None:
+    base = variants(cpu())
+    config = RunSpec(cpu(), base["strided-full"], 0).model
+    assert measures.commit_for(config, 1 / 16) == "steps:2"
+    assert measures.commit_for(config, 1.0) == "position"
+    assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 8) == "chunk"
+    assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 16) is None
+    assert measures.commit_for(RunSpec(cpu(), base["ar"], 0).model, 1 / 2) is None
+
+
+def test_classes_of_tokens() -> None:
+    pieces = [b" the", b" house", b"hold", b" 1,907", b",", b"\n"]
+    assert contents.classes(pieces) == [
+        "function word", "word", "inside a word", "number", "punctuation", "line end",
+    ]  # fmt: skip
+
+
+def test_what_two_things_tell_of_each_other_is_measured_in_bits() -> None:
+    from collections import Counter
+
+    assert contents.information(Counter({(1, "a"): 5, (2, "b"): 5})) == pytest.approx(1.0)
+    assert contents.information(Counter({(1, "a"): 5, (1, "b"): 5, (2, "a"): 5, (2, "b"): 5})) == pytest.approx(0.0)
+
+
+def test_the_paper_scale_spells_out_commands_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reproduce", "all", "--scale", "paper"])
+    shown = capsys.readouterr().out
+    assert shown.count("GPU-hours") == len(experiments(cpu()))
+    assert "torchrun --standalone --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 " in shown
+
+
+def test_the_list_names_every_experiment_and_the_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["reproduce", "--list", "--results", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in experiments(cpu()))
+    assert "core-hours" in shown
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experiment is called figures"):
+        specs(tiny(), ["figures"])
+    with pytest.raises(ConfigError, match="lacks corpora"):
+        Places(tmp_path, tmp_path, tmp_path).check()
+    with pytest.raises(ConfigError, match="cannot run here"):
+        scale("huge")
