@@ -67,7 +67,7 @@ def cpu() -> Scale:
     """
     base = ModelConfig("mdlm", 4096, 128, 2, 4, 2, 32, 384, context_length=256)
     return Scale(
-        "cpu", base, "bpe:4096", steps=1000, batch_size=4, learning_rate=3e-3, tuning_steps=150,
+        "cpu", base, "bpe:4096", steps=800, batch_size=4, learning_rate=3e-3, tuning_steps=150,
         evaluations=6, curve_windows=16, curve_samples=2, heldout_windows=64, heldout_samples=4,
         sequential_windows=24, sequential_samples=2, zeroshot_windows=24, frontier_windows=8, task_items=20,
         sizes={
