@@ -34,6 +34,8 @@ class Live:
         listening = listen("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.url, timeout=60, limits=limits)
         self.server = server_of(app, drain_seconds)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listening])), daemon=True)
         self._thread.start()
@@ -49,10 +51,10 @@ class Live:
         assert not self._thread.is_alive()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, **({"json": body} | more), timeout=60)
+        return self._client.post(path, **({"json": body} | more))
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **more)
+        return self._client.get(path, **more)
 
     def figure(self, name: str) -> float:
         """A value of /metrics, 0 if it has none yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 
@@ -21,6 +22,7 @@ from dcdm.decoding.predictors import Afresh, Remembering, predictable
 from dcdm.decoding.routes import AdaBlock
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
+from dcdm.model.cache import LayerMemory, Memory
 
 EXACT = ["ar", *tiny.VALID]
 ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
@@ -724,3 +726,17 @@ def test_rows_that_have_ended_cost_nothing(cache, monkeypatch):
     dcdm.generate(model, [[1], [2], [3]], max_new_tokens=[2, 12, 6], commit="position", cache=cache)
     assert rows == sorted(rows, reverse=True)
     assert set(rows) == {3, 2, 1}
+
+
+@pytest.mark.parametrize("kind", ["ar", "causal", "paper"])
+def test_what_was_remembered_is_freed_with_the_last_token(kind):
+    """Without waiting for Python to look for cycles: on a GPU they would hold whole caches."""
+    model = tiny.model(kind)
+    dcdm.generate(model, [[1, 2]], max_new_tokens=4)
+    gc.collect()
+    gc.disable()
+    try:
+        dcdm.generate(model, [[1, 2]], max_new_tokens=4, cache="frozen" if kind == "paper" else "exact")
+        assert not [held for held in gc.get_objects() if isinstance(held, Memory | LayerMemory)]
+    finally:
+        gc.enable()

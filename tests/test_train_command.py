@@ -13,9 +13,11 @@ import torch
 import yaml
 
 import dcdm
+import tiny
 from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
-from dcdm.exporting import export, leaks, verify
+from dcdm.exporting import export, leaks, verify, write
 from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
@@ -71,6 +73,14 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
         assert all(check.problems == [] for check in verify(place))
     card = (tmp_path / "exported" / "README.md").read_text()
     assert ("surrogate (not a bound)" in card) == (preset == "dcdm-debug")
+
+
+def test_an_infinite_setting_survives_the_export(tmp_path):
+    model = tiny.model("causal-contiguous", symbols=257).float()
+    assert model.config.prior_weight == float("inf")
+    write(model, byte_tokenizer(), tmp_path / "exported", "card")
+    again, _ = dcdm.load(tmp_path / "exported")
+    assert again.config == model.config
 
 
 def signalling(stop_after, on_step=Recorder.on_step):
@@ -331,6 +341,7 @@ def test_auto_classes_load_an_export_after_import_dcdm_and_with_remote_code(pres
 import torch
 model = transformers.{auto}.from_pretrained({str(tmp_path / "out")!r}, **extra).eval()
 import dcdm
+import tiny
 own, tokenizer = dcdm.load({str(tmp_path / "out")!r})
 tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 tokens[:, 0] = own.config.bos_id

@@ -35,26 +35,24 @@ class Memory:
         def zeros(*shape: int) -> Tensor:  # one slot more: fillers are written there, and nobody reads it
             return torch.zeros(rows, capacity + 1, *shape, dtype=self.dtype, device=weight.device)
 
+        self._place = Place(torch.arange(rows, device=weight.device)[:, None])
         size = (config.num_kv_heads, config.head_dim)
-        self.layers = [LayerMemory(self, zeros(*size), zeros(*size)) for _ in model.layers]
+        self.layers = [LayerMemory(self._place, zeros(*size), zeros(*size)) for _ in model.layers]
         self.chunking: LayerMemory | None = None
         if model.chunking is not None:
             chunks, _, chunk_dim = model.chunking.mu.shape
-            self.chunking = LayerMemory(self, zeros(chunks, chunk_dim), zeros(config.hidden_size))
+            self.chunking = LayerMemory(self._place, zeros(chunks, chunk_dim), zeros(config.hidden_size))
         self._slots = Slots(*torch.full((4, rows, capacity + 1), -1, device=weight.device))
-        self._rows = torch.arange(rows, device=weight.device)[:, None]
         self.length = torch.zeros(rows, dtype=torch.long, device=weight.device)
         """(B,): remembered slots."""
         self._kept = self._new = self.length
-        self._index = self._rows
-        self._num_keys = 0
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forget all rows but these."""
         for held in (*self.layers, *([] if self.chunking is None else [self.chunking])):
             held.keys, held.values = held.keys[rows], held.values[rows]
         self._slots = Slots(*(getattr(self._slots, field.name)[rows] for field in fields(Slots)))
-        self._rows = self._rows[: len(rows)]
+        self._place.rows = self._place.rows[: len(rows)]
         self.length, self._kept, self._new = self.length[rows], self._kept[rows], self._new[rows]
 
     def place(self, slots: Slots, keep: Tensor) -> None:
@@ -64,17 +62,18 @@ class Memory:
         self._kept, self._new = (keep & real).sum(dim=-1), real.sum(dim=-1)
         passing = self._kept[:, None] + (real & ~keep).long().cumsum(dim=-1)
         order = torch.where(keep, keep.long().cumsum(dim=-1), passing) - 1
-        self._index = torch.where(real, self.length[:, None] + order, self._slots.chunk.shape[1] - 1)
-        self._num_keys = max(1, int((self.length + self._new).max()))
+        place = self._place
+        place.index = torch.where(real, self.length[:, None] + order, self._slots.chunk.shape[1] - 1)
+        place.num_keys = max(1, int((self.length + self._new).max()))
         for field in fields(Slots):
             held = getattr(self._slots, field.name)
-            held[self._rows, self._index] = getattr(slots, field.name).to(held.dtype)
+            held[place.rows, place.index] = getattr(slots, field.name).to(held.dtype)
         self._queries = slots
 
     def allowed(self, mask: Mask) -> Allowed | None:
         """Who sees whom, or None if every query sees every key. Fillers see slot 0, so that no row is empty."""
-        keys = self._slots[:, : self._num_keys]
-        held = torch.arange(self._num_keys, device=keys.chunk.device) < (self.length + self._new)[:, None]
+        keys = self._slots[:, : self._place.num_keys]
+        held = torch.arange(self._place.num_keys, device=keys.chunk.device) < (self.length + self._new)[:, None]
         keys = Slots(keys.position, torch.where(held, keys.chunk, -1), keys.stream, keys.masked == 1)
         allowed = mask.dense(self._queries, keys)
         allowed[..., 0] |= self._queries.chunk < 0
@@ -91,18 +90,29 @@ class Allowed(NamedTuple):
     bias: Tensor
 
 
+class Place:
+    """Where the new slots go: shared by the layers, which must not hold the whole memory.
+
+    Otherwise nothing would be freed before Python next looks for cycles.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = self.index = rows
+        self.num_keys = 0
+
+
 class LayerMemory:
     """Two tensors (B, C+1, …) that grow together."""
 
-    def __init__(self, memory: Memory, keys: Tensor, values: Tensor) -> None:
-        self.memory, self.keys, self.values = memory, keys, values
+    def __init__(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        self.place, self.keys, self.values = place, keys, values
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write those of the new slots (B, Q, …); all that there are, (B, keys, …), without a copy."""
-        memory = self.memory
-        self.keys[memory._rows, memory._index] = keys.to(self.keys.dtype)
-        self.values[memory._rows, memory._index] = values.to(self.values.dtype)
-        return self.keys[:, : memory._num_keys], self.values[:, : memory._num_keys]
+        place = self.place
+        self.keys[place.rows, place.index] = keys.to(self.keys.dtype)
+        self.values[place.rows, place.index] = values.to(self.values.dtype)
+        return self.keys[:, : place.num_keys], self.values[:, : place.num_keys]
 
     def ready(self, allowed: Allowed | None, num_queries: int) -> Ready:
         """What `attend` takes."""

@@ -88,7 +88,8 @@ def find_model(path: str | Path, *, average: bool = True) -> Found:
 
 
 def _exported(folder: Path) -> Found:
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dcdm")
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    settings = json.loads(text, object_hook=_special_float).get("dcdm")
     if settings is None:
         raise ConfigError(f"{folder}/config.json is not that of an exported model: it has no entry 'dcdm'")
 
@@ -99,3 +100,8 @@ def _exported(folder: Path) -> Found:
         return {name.removeprefix("model."): value for name, value in stored.items()}
 
     return Found(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights, folder)
+
+
+def _special_float(found: dict) -> object:
+    """`transformers` writes an infinite number, which JSON has no word for, as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
