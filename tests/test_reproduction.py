@@ -255,6 +255,7 @@ def test_commits_have_the_forwards_that_are_asked_for() -> None:
     config = RunSpec(cpu(), base["strided-full"], 0).model
     assert measures.commit_for(config, 1 / 16) == "steps:2"
     assert measures.commit_for(config, 1.0) == "position"
+    assert measures.commit_for(config, 1 / 16, chunks=1.9) == "steps:8"
     assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 8) == "chunk"
     assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 16) is None
     assert measures.commit_for(RunSpec(cpu(), base["ar"], 0).model, 1 / 2) is None

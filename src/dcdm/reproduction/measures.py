@@ -57,16 +57,16 @@ def heldout(spec: RunSpec, places: Places) -> dict[str, Any]:
     """WikiText-2's test text: the valid figure, one forward per chunk, and the surrogate where there is one."""
     model, _ = _model(places.model(spec))
     scale, samples = spec.scale, spec.scale.heldout_samples
-    few, batches = _test(spec, places, scale.sequential_windows), _test(spec, places)
+    batches = _test(spec, places)
     if not model.config.routes_from_noise:
         found = {"valid": _scored(model, batches, default_estimator(model), samples)}
     else:
         found = {
-            "valid": _scored(model, few, "sequential", scale.sequential_samples),
+            "valid": _scored(model, batches, "sequential", scale.sequential_samples),
             "surrogate": _scored(model, batches, "surrogate", samples),
         }
     if model.config.kind != "ar":
-        found["chunk"] = _scored(model, few if model.config.routes_from_noise else batches, "trajectory", 1)
+        found["chunk"] = _scored(model, batches, "trajectory", 1)
     return found
 
 
@@ -87,12 +87,13 @@ def zeroshot(spec: RunSpec, places: Places) -> dict[str, Any]:
 def frontier(spec: RunSpec, places: Places) -> dict[str, Any]:
     """Exact trajectory likelihood at given forwards per token, most confident positions first."""
     model, batches = _for_decoding(spec, places)
-    found = {}
-    for share in FORWARDS_PER_TOKEN:
-        if (commit := commit_for(model.config, share)) is not None:
-            found[f"{share:g}"] = {"commit": commit, **_decoded(model, batches, commit)}
+    found: dict[str, Any] = {}
     if model.config.kind != "ar":
         found["chunk"] = {"commit": "chunk", **_decoded(model, batches, "chunk")}
+    chunks = found["chunk"]["forwards"] if model.config.routes_from_noise else None
+    for share in FORWARDS_PER_TOKEN:
+        if (commit := commit_for(model.config, share, chunks)) is not None:
+            found[f"{share:g}"] = {"commit": commit, **_decoded(model, batches, commit)}
     return found
 
 
@@ -148,14 +149,17 @@ MEASURES: dict[str, Measure] = {
 }  # fmt: skip
 
 
-def commit_for(config: ModelConfig, share: float) -> str | None:
-    """The commit policy with `share` forwards per token; None where the kind cannot be that fast."""
+def commit_for(config: ModelConfig, share: float, chunks: float | None = None) -> str | None:
+    """The commit policy with `share` forwards per token; None where the kind cannot be that fast.
+
+    `chunks` says how many a window really has, where that follows from content.
+    """
     if share == 1:
         return "position"
     if config.kind == "ar":
         return None
     forwards = round(share * config.context_length)
-    steps = forwards // config.num_groups(config.context_length)
+    steps = forwards // config.num_groups(config.context_length) if chunks is None else round(forwards / chunks)
     return None if steps == 0 else "chunk" if steps == 1 else f"steps:{steps}"
 
 

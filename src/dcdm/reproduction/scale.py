@@ -34,9 +34,8 @@ class Scale:
     curve_samples: int
     heldout_windows: int
     heldout_samples: int
-    sequential_windows: int
-    """The sequential bound costs a pass for every sample of every chunk: fewer windows, the first ones."""
     sequential_samples: int
+    """Fewer: the sequential bound costs a pass for every sample of every chunk."""
     zeroshot_windows: int
     frontier_windows: int
     task_items: int
@@ -67,9 +66,9 @@ def cpu() -> Scale:
     """
     base = ModelConfig("mdlm", 4096, 128, 2, 4, 2, 32, 384, context_length=256)
     return Scale(
-        "cpu", base, "bpe:4096", steps=1000, batch_size=4, learning_rate=3e-3, tuning_steps=150,
+        "cpu", base, "bpe:4096", steps=800, batch_size=4, learning_rate=3e-3, tuning_steps=150,
         evaluations=6, curve_windows=16, curve_samples=2, heldout_windows=64, heldout_samples=4,
-        sequential_windows=24, sequential_samples=2, zeroshot_windows=24, frontier_windows=8, task_items=20,
+        sequential_samples=2, zeroshot_windows=24, frontier_windows=8, task_items=20,
         sizes={
             "small": {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 192},
             "large": {"hidden_size": 192, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 576},
@@ -83,7 +82,7 @@ def tiny() -> Scale:
     return Scale(
         "tiny", base, "bpe:300", steps=12, batch_size=4, learning_rate=3e-3, tuning_steps=4,
         evaluations=2, curve_windows=4, curve_samples=1, heldout_windows=6, heldout_samples=2,
-        sequential_windows=4, sequential_samples=1, zeroshot_windows=2, frontier_windows=2, task_items=2,
+        sequential_samples=1, zeroshot_windows=2, frontier_windows=2, task_items=2,
         sizes={
             "small": {"hidden_size": 8, "num_heads": 1, "intermediate_size": 16},
             "large": {"hidden_size": 32, "num_heads": 4, "intermediate_size": 64},

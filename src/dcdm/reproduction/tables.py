@@ -121,7 +121,7 @@ def kinds(results: Results) -> Grid:
         "model", "parameters", "valid bound", "bits/byte", "perplexity", "surrogate (not a bound)",
         "one forward per chunk", "MaxVio", "training tokens/s",
     )  # fmt: skip
-    note = "Nats per token on WikiText-2 test; AR exact; the paper's routing by its sequential bound, fewer windows"
+    note = "Nats per token on WikiText-2 test; AR exact; the paper's routing by its sequential bound."
     return Grid("Kinds", header, _rows(results, names, cells), note)
 
 

@@ -102,7 +102,7 @@ def _ablations(scale: Scale) -> Iterator[Variant]:
         dim = round(scale.base.hidden_size * share)
         yield Variant(f"paper-k{chunks}-h{dim}", f"DCDM, the paper's routing, K={chunks}, h={dim}",
                       _chunked(scale, num_chunks=chunks, share=share))  # fmt: skip
-    for chunks in (4, 16, 32):
+    for chunks in (4, 16):  # 32 fully masked ones take longer than a run may
         yield Variant(f"strided-full-k{chunks}", f"strided chunks, fully masked, K={chunks}",
                       _chunked(scale, "strided", num_chunks=chunks), FULL)  # fmt: skip
 
