@@ -68,7 +68,7 @@ def cpu() -> Scale:
     return Scale(
         "cpu", base, "bpe:4096", steps=800, batch_size=4, learning_rate=3e-3, tuning_steps=150,
         evaluations=6, curve_windows=16, curve_samples=2, heldout_windows=64, heldout_samples=4,
-        sequential_samples=2, zeroshot_windows=24, frontier_windows=8, task_items=20,
+        sequential_samples=2, zeroshot_windows=24, frontier_windows=6, task_items=20,
         sizes={
             "small": {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 192},
             "large": {"hidden_size": 192, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 576},
