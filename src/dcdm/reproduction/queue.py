@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dcdm.reproduction.runs import Places, RunSpec, is_done
+from dcdm.signals import stops_handled_by
 
 INTERRUPTED = 130
 POLL = 0.5  # seconds
@@ -113,9 +114,5 @@ def _stopping(state: State) -> Iterator[Callable[[], bool]]:
             one.process.send_signal(signal.SIGKILL if asked else signal.SIGINT)
         asked = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stops_handled_by(ask):
         yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

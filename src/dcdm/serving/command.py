@@ -148,11 +148,12 @@ def server_of(app: FastAPI, drain_seconds: float) -> Any:
     """uvicorn's server, which tells the application when it is asked to end."""
     import asyncio
     import contextlib
-    import signal
     import threading
     from collections.abc import Iterator
 
     import uvicorn
+
+    from dcdm.signals import stops_handled_by
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -168,13 +169,8 @@ def server_of(app: FastAPI, drain_seconds: float) -> Any:
             if threading.current_thread() is not threading.main_thread():  # who started it ends it
                 yield
                 return
-            handled = (signal.SIGINT, signal.SIGTERM)
-            before = {number: signal.signal(number, self.handle_exit) for number in handled}
-            try:
+            with stops_handled_by(self.handle_exit):
                 yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
 
     return Server(
         uvicorn.Config(

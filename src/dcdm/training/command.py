@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from dcdm.data.reporting import ConsoleReporter
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model, build
+from dcdm.signals import stops_handled_by
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.evaluation import MAIN, evaluate
@@ -231,12 +231,8 @@ def _signals() -> Iterator[Callable[[], bool]]:
         asked = True
         print("saving and stopping after this step (once more: stop at once)", file=sys.stderr)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stops_handled_by(ask):
         yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
