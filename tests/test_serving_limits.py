@@ -127,7 +127,13 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys, monk
     assert "pip install 'dcdm[serve]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"timeout_seconds": float("nan")}, {"api_key": ""}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0}, {"timeout_seconds": float("nan")}, {"api_key": ""}, {"api_key": "with blank"},
+        {"api_key": "schlüssel"}, {"max_queued": 4},
+    ],
+)  # fmt: skip
 def test_wrong_settings_are_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Settings(**wrong)
@@ -137,16 +143,17 @@ def test_wrong_settings_are_refused_by_name(wrong):
 
 
 def test_a_full_queue_is_answered_with_429_and_what_was_taken_is_finished(monkeypatch):
-    slow_down(monkeypatch, 0.005)
-    with live(max_queued=3, max_batch=1) as server, ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda _: server.post("/v1/completions", {**BODY, "max_tokens": 20}), range(12)))
+    slow_down(monkeypatch, 0.05)
+    body = {**BODY, "max_tokens": 10, "commit": "position"}
+    with live(max_queued=3, max_texts=3, max_batch=1) as server, ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(12)))
         codes = sorted(answer.status_code for answer in answers)
         assert set(codes) == {200, 429}
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
         many = server.post("/v1/completions", {**BODY, "n": 4})
-        assert many.status_code == 429, "four texts never fit into a queue of three"
+        assert many.status_code == 400, "a request that would never fit is not asked to come again"
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
@@ -359,3 +366,32 @@ def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported):
         watchdog.cancel()
         process.kill()
         process.wait()
+
+
+def test_blanks_and_suffixes_count_against_the_limits():
+    with live(max_tokens=6, max_prompt_tokens=12) as server:
+        for path, body in (
+            ("/v1/denoise", {"prompt": "ab[[7]]"}),
+            ("/v1/denoise", {"prompt": "ab[[4]]", "max_tokens": 3}),
+            ("/v1/denoise", {"prompt": "a long beginning [[2]]"}),
+            ("/v1/completions", {"prompt": "a long beginning", "suffix": "b", "max_tokens": 2}),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400, body
+            assert answer.json()["error"]["param"] in ("max_tokens", "prompt")
+        assert events(server.post("/v1/denoise", {"prompt": "ab[[4]]", "max_tokens": 2}).text)[-1][0] == "done"
+        assert events(server.post("/v1/denoise", {"prompt": "a[[0]]b"}).text)[-1][1]["text"].startswith("ab")
+
+
+def test_a_defect_of_a_route_is_answered_counted_and_carries_the_usual_headers(monkeypatch):
+    from dcdm.serving.served import Served
+
+    with live() as server:
+        monkeypatch.setattr(Served, "card", lambda self: 1 / 0)
+        answer = server.get("/v1/models")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "failed"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-request-id"].startswith("req-")
+        assert server.figure('dcdm_requests_total{route="/v1/models",status="500"}') == 1

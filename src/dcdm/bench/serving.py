@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json as encoder
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,21 +20,24 @@ from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 
 CLIENTS, REQUESTS, TOKENS = 8, 3, 64
+ALONE = "one at a time"
 COMMITS = {"auto": 2.0, "chunk": None}
 """Policies, and the least ratio that batching is meant to reach."""
 
 
-def cases(model: Path | None) -> list[Case]:
-    """Of a folder, or of the debug size with random weights."""
+def cases(model: Path | None, written: dict[tuple[str, str], int] | None = None) -> list[Case]:
+    """Of a folder, or of the debug size with random weights; `written` learns how many tokens a run wrote."""
     loaded = _load(model)
+    written = {} if written is None else written
 
-    def path(max_batch: int, commit: str) -> Callable[[], Run]:
+    def path(name: str, max_batch: int, commit: str) -> Callable[[], Run]:
         def make() -> Run:
             port = _start(*loaded, max_batch)
 
             def run() -> None:
                 with ThreadPoolExecutor(CLIENTS) as pool:
-                    list(pool.map(lambda number: _caller(port, number, commit), range(CLIENTS)))
+                    told = pool.map(lambda number: _caller(port, number, commit), range(CLIENTS))
+                    written[_name(commit), name] = sum(told)
 
             return run
 
@@ -43,11 +45,15 @@ def cases(model: Path | None) -> list[Case]:
 
     return [
         Case(
-            f"{CLIENTS} callers, {commit}",
-            {"batched": path(16, commit), "one at a time": path(1, commit)}, ("one at a time",), target,
+            _name(commit), {name: path(name, size, commit) for name, size in (("batched", 16), (ALONE, 1))},
+            (ALONE,), target,
         )
         for commit, target in COMMITS.items()
     ]  # fmt: skip
+
+
+def _name(commit: str) -> str:
+    return f"{CLIENTS} callers, {commit}"
 
 
 def _load(model: Path | None) -> tuple[Model, Tokenizer]:
@@ -72,7 +78,9 @@ def _start(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     return int(listening.getsockname()[1])
 
 
-def _caller(port: int, number: int, commit: str) -> None:
+def _caller(port: int, number: int, commit: str) -> int:
+    """Ask in turn; the number of tokens that were written."""
+    written = 0
     connection = HTTPConnection("127.0.0.1", port)
     for turn in range(REQUESTS):
         body = {
@@ -83,7 +91,9 @@ def _caller(port: int, number: int, commit: str) -> None:
         said = answer.read()
         if answer.status != 200:
             raise RuntimeError(f"the server answered {answer.status}: {said.decode()}")
+        written += encoder.loads(said)["usage"]["completion_tokens"]
     connection.close()
+    return written
 
 
 def run(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
@@ -92,19 +102,19 @@ def run(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
 
     require_extra()
     rows: list[Row] = []
-    for case in cases(model):
+    written: dict[tuple[str, str], int] = {}
+    for case in cases(model, written):
         rows += measure("serving", case, repeats, False, lambda text: None)
-    asked = CLIENTS * REQUESTS * TOKENS
-    speeds = [{"case": row.case, "path": row.path, "tokens_per_second": asked / row.median} for row in rows]
-    line = encoder.dumps({
-        "environment": environment(), "rows": [row.__dict__ for row in rows], "tokens": asked, "speeds": speeds
-    })  # fmt: skip
+    speeds = [
+        {"case": row.case, "path": row.path, "tokens_per_second": written[row.case, row.path] / row.median}
+        for row in rows
+    ]
+    line = encoder.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows], "speeds": speeds})
     if json:
         print(line)
     else:
         print_table(rows, {})
         for speed in speeds:
             print(f"{speed['case']}, {speed['path']}: {speed['tokens_per_second']:.0f} tokens/s")
-    print(f"{asked} tokens asked for in each run (fewer where a text ends early)", file=sys.stderr)
     if out:
         Path(out).write_text(line + "\n")

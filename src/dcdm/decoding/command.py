@@ -160,12 +160,12 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
 
 
 def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
-    from dcdm.decoding.prompts import BLANK
+    from dcdm.decoding.prompts import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        whole = text if blanks and BLANK.search(prompt) else prompt + text
+        whole = whole_text(prompt, text, blanks)
         print(harmless(whole) if sys.stdout.isatty() else whole)
 
 

@@ -204,4 +204,4 @@ def commit_policy(text: str) -> Commit:
         kind = "a whole number" if policy.whole else "a number"
         limits = f"of at least {policy.least:g}" + (f", at most {policy.most:g}" if policy.most < 1e9 else "")
         raise ConfigError(f"commit={text!r}: {name} takes {kind} {limits}")
-    return Commit(f"{name}:{value:g}", policy.make(value), policy.random)
+    return Commit(f"{name}:{value!r}".removesuffix(".0"), policy.make(value), policy.random)

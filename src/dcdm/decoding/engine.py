@@ -209,11 +209,12 @@ def default_adablock(model: Model, tokenizer: Tokenizer | None) -> AdaBlock:
     """Blocks end at line ends."""
     if tokenizer is None:
         raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
-    ends = {ids[0] for text in ("\n", "\n\n") if len(ids := tokenizer.encode(text)) == 1}
-    return AdaBlock(tuple(sorted(ends)), model.config.block_size or 8)
+    return adablock_of(model, tokenizer)
 
 
-def adablock_of(model: Model, tokenizer: Tokenizer, delimiters: Sequence[str], least: float) -> AdaBlock:
+def adablock_of(
+    model: Model, tokenizer: Tokenizer, delimiters: Sequence[str] = ("\n",), least: float = 0.3
+) -> AdaBlock:
     """Blocks end at the tokens that these texts are."""
     ids = []
     for text in delimiters:

@@ -14,6 +14,7 @@ from dcdm.model.transformer import Model
 
 MOST_BLANK = 1e7
 BLANK = re.compile(r"\[\[(\d+)\]\]")
+EMPTY = re.compile(r"\[\[0+\]\]")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
         elif part:
             ids += tokenizer.encode(part)
     return ids
+
+
+def whole_text(prompt: str, completion: str, blanks: bool) -> str:
+    """A prompt with its completion, which for a prompt with blanks is the prompt with its blanks filled."""
+    plain = EMPTY.sub("", prompt) if blanks else prompt
+    return completion if blanks and BLANK.search(plain) else plain + completion
 
 
 def read_prompts(

@@ -83,7 +83,24 @@ class Gate:
             answer = Json(refusal.body(), refusal.status, {**refusal.headers, "Connection": "close"})
             await answer(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except Exception:  # here and not in a handler of the application's, whose answers pass by this gate
+            notes = scope["state"]["notes"]
+            logs.logger.exception("defect", extra={"data": {"id": notes["id"]}})
+            self.metrics.failures.inc()
+            if begun:
+                raise
+            notes["code"] = "failed"
+            said = Refusal(500, "the server has a defect; its log says where", code="failed").body()
+            await Json(said, 500)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN:

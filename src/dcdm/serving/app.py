@@ -20,7 +20,6 @@ from dcdm.serving import chat, completions, denoise
 from dcdm.serving.access import Gate
 from dcdm.serving.completions import Answer, Plan
 from dcdm.serving.errors import Refusal
-from dcdm.serving.logs import logger
 from dcdm.serving.metrics import Metrics
 from dcdm.serving.page import INDEX, load_assets
 from dcdm.serving.scheduler import Scheduler
@@ -111,11 +110,6 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def defect(request: Request, error: Exception) -> Response:
-        logger.error("defect", exc_info=error, extra={"data": {"id": request.state.notes["id"]}})
-        return Json(Refusal(500, "the server has a defect; its log says where", code="failed").body(), 500)
 
 
 def _of_validation(error: RequestValidationError) -> Refusal:

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Ended, Event
+from dcdm.decoding.prompts import whole_text
 from dcdm.serving.errors import Refusal
 from dcdm.serving.scheduler import Last, Row, Ticket
 from dcdm.serving.schemas import DenoiseRequest
@@ -28,7 +29,7 @@ def prepare(served: Served, request: DenoiseRequest) -> Row:
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
     new_tokens = served.check_lengths(ids, request.max_tokens)
-    reader = Reporter(served.tokenizer, request.prompt, served.model.config.mask_id in ids)
+    reader = Reporter(served.tokenizer, request.prompt, request.blanks)
     return Row(ids, new_tokens, request.seed, 0, decoder, reader)
 
 
@@ -37,8 +38,8 @@ class Reporter:
 
     satisfied = False
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, has_blanks: bool) -> None:
-        self.tokenizer, self.prompt, self.has_blanks = tokenizer, prompt, has_blanks
+    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool) -> None:
+        self.tokenizer, self.prompt, self.blanks = tokenizer, prompt, blanks
 
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
@@ -48,10 +49,10 @@ class Reporter:
         }  # fmt: skip
 
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
-        text = self.tokenizer.decode(ended.completion)
+        text = whole_text(self.prompt, self.tokenizer.decode(ended.completion), self.blanks)
         new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
         return {
-            "text": text if self.has_blanks else self.prompt + text, "finish_reason": ended.finished,
+            "text": text, "finish_reason": ended.finished,
             "costs": ended.costs, "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
             "tokens_per_forward": new / max(forwards, 1),
         }  # fmt: skip

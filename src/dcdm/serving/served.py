@@ -105,9 +105,10 @@ class Served:
 
     def check_lengths(self, ids: list[int], new_tokens: int | None) -> int:
         """How many tokens will be written behind a prompt, whose blanks are MASKs; refuses what does not fit."""
-        blanks = self.model.config.mask_id in ids
-        if not blanks and len(ids) > self.max_prompt_tokens:
-            raise self._too_much(f"the prompt has {len(ids)} tokens, more than {self.max_prompt_tokens}")
+        blanks = ids.count(self.model.config.mask_id)
+        most = self.max_prompt_tokens if not blanks else self.settings.max_prompt_tokens or self.window
+        if len(ids) > most:
+            raise self._too_much(f"the prompt has {len(ids)} tokens, blanks counted, more than {most}")
         if blanks and len(ids) + 1 + bool(new_tokens) > self.window:
             raise self._too_much(
                 f"prompt and blanks have {len(ids)} tokens, more than the context of {self.window} has room for"
@@ -115,11 +116,16 @@ class Served:
         try:
             wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
         except ConfigError as error:
-            raise of_config(error) from error
-        if wanted > self.settings.max_tokens:
-            if new_tokens is None:
-                return self.settings.max_tokens
-            raise bad(f"max_tokens={wanted} is more than {self.settings.max_tokens}, the limit here", "max_tokens")
+            raise of_config(ConfigError(str(error).replace("max_new_tokens", "max_tokens"))) from error
+        room = self.settings.max_tokens - blanks
+        if new_tokens is None and not blanks:
+            return min(wanted, room)
+        if wanted > room:
+            counted = f" and {blanks} in blanks" if blanks else ""
+            raise bad(
+                f"max_tokens={wanted}{counted} is more than {self.settings.max_tokens}, the limit here",
+                "max_tokens",
+            )
         return wanted
 
     def _too_much(self, message: str) -> Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from dcdm.config import ConfigError
@@ -45,5 +46,10 @@ class Settings:
             least = 0 if field.name == "batch_wait_ms" else 1e-3 if isinstance(value, float) else 1
             if not least <= value < float("inf"):
                 raise ConfigError(f"{field.name}={value} must be at least {least:g}")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("api_key is empty; leave it out, or give one that cannot be guessed")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ConfigError("api_key must be of ASCII letters, digits and signs, without blanks, and not empty")
+        if self.max_queued < self.max_texts:
+            raise ConfigError(
+                f"max_queued={self.max_queued} has no room for a request of max_texts={self.max_texts}; raise the "
+                "first or lower the second"
+            )

@@ -57,7 +57,8 @@ function client(request, model) {
   }
   const values = { model, prompt: before, ...(after ? { suffix: after } : {}) };
   const lines = Object.entries(values).map(([name, text]) => `    ${name}=${python(text)},\n`);
-  lines.push(`    max_tokens=${length ?? request.max_tokens ?? 64},\n`);
+  const size = length ?? request.max_tokens;
+  lines.push(size === null ? "    max_tokens=64,  # here the window is filled\n" : `    max_tokens=${size},\n`);
   lines.push(`    temperature=${request.temperature},\n    seed=${request.seed},\n`);
   if (request.top_p !== null) lines.push(`    top_p=${request.top_p},\n`);
   const own = changed(request).filter(([name]) => ["routing", "commit", "top_k", "cache"].includes(name));

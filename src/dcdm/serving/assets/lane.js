@@ -6,8 +6,6 @@ import { denoise } from "./stream.js";
 const ENDS = {
   eos: "ended with the end-of-text token",
   length: "filled to its length",
-  stop: "ended by a stop text",
-  cancelled: "stopped",
 };
 const figure = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toPrecision(3).replace(/\.?0+$/, ""));
 const number = (value) => value.toLocaleString("en");

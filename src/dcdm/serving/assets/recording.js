@@ -22,14 +22,6 @@ export class Recording {
   /** Take in an event of the stream; returns the positions whose text is new. */
   add(name, data) {
     if (name === "commit") return this.commit(data);
-    if (name === "grow") {
-      const [first, last] = data.positions;
-      for (let position = first; position <= last; position++) {
-        if (this.cells[position]) continue;
-        this.cells[position] = { token: null, text: null, given: false, step: Infinity };
-        this.blanks++;
-      }
-    }
     if (name === "done") this.finish(data);
     return [];
   }

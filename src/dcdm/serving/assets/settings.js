@@ -143,7 +143,7 @@ export class Decoder {
   /** Choose a commit policy such as "threshold:0.9". */
   set(commit) {
     const [name, value] = commit.split(":");
-    if (!(name in this.commits)) return;
+    if (!Object.hasOwn(this.commits, name)) return;
     this.fields.commit.control.value = name;
     this.fillNumber(value);
   }
