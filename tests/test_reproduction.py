@@ -93,7 +93,7 @@ def test_an_interrupted_run_gives_the_same_file(finished: Places, tmp_path: Path
     other = Places(finished.data, tmp_path / "work", tmp_path / "results")
     prepare_data(tiny(), other)
     with monkeypatch.context() as patched:
-        patched.setattr(command, "_signals", stopping_after(5))
+        patched.setattr(command, "_signals", stopping_after(spec.evaluate_every))
         assert carry_out(spec, other) == queue.INTERRUPTED
     assert not other.result(spec).exists()
     calls = []

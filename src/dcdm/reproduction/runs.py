@@ -67,11 +67,18 @@ class RunSpec:
     def train(self) -> dict[str, Any]:
         return self.scale.train_settings(self.seed, tuning=self.parent is not None)
 
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between points of the validation curve; only at the end where a point would take too long."""
+        costly = self.model.routes_from_noise and (self.model.num_chunks or 0) > 8  # sequential bound, many chunks
+        return self.steps if self.parent is not None or costly else -(-self.steps // self.scale.evaluations)
+
     def identity(self) -> str:
-        """What the weights follow from, as a short hash; measures do not enter."""
+        """What weights and curves follow from, as a short hash; measures of the weights do not enter."""
         parts: dict[str, Any] = {
             "model": self.model.to_dict(), "objective": vars(self.objective), "train": self.train,
             "tokenizer": self.scale.tokenizer, "data": [*TRAINING, VALIDATION] if self.parent is None else [TUNING],
+            "curve": [self.evaluate_every, self.scale.curve_windows, self.scale.curve_samples],
         }  # fmt: skip
         if self.parent is not None:
             parts["parent"] = self.parent.identity()
@@ -161,12 +168,11 @@ def _train(spec: RunSpec, places: Places) -> int:
     if spec.parent is not None and (code := _train(spec.parent, places)):
         return code
     tuning = spec.parent is not None
-    every = spec.steps if tuning or _costly(spec) else max(1, spec.steps // spec.scale.evaluations)
     changes: dict[str, Any] = {f"model.{name}": value for name, value in spec.model.to_dict().items()}
     changes |= {f"objective.{name}": value for name, value in vars(spec.objective).items()}
     changes |= {
         **spec.train, "data.sources": (str(places.prepared(spec.scale, tuning)),), "tensorboard": False,
-        "evaluate_every": every, "evaluate_sequences": spec.scale.curve_windows,
+        "evaluate_every": spec.evaluate_every, "evaluate_sequences": spec.scale.curve_windows,
         "evaluate_samples": spec.scale.curve_samples, "checkpoint_every": max(1, spec.steps // 10),
         "keep_last": 1, "keep_best": 0, "log_every": max(1, spec.steps // 20),
     }  # fmt: skip
@@ -180,11 +186,6 @@ def _train(spec: RunSpec, places: Places) -> int:
     aside.rename(done)
     shutil.rmtree(folder / "checkpoints")
     return 0
-
-
-def _costly(spec: RunSpec) -> bool:
-    """Whether a validation point would take too long: the sequential bound of many chunks."""
-    return spec.model.routes_from_noise and (spec.model.num_chunks or 0) > 8
 
 
 def _forget_other(spec: RunSpec, folder: Path) -> None:
