@@ -123,7 +123,15 @@ def is_done(spec: RunSpec, places: Places) -> bool:
         result = json.loads(places.result(spec).read_bytes())
     except (OSError, ValueError):
         return False
-    return result["identity"] == spec.identity() and set(spec.variant.measures) <= set(result["measures"])
+    return is_current(result, spec)
+
+
+def is_current(result: Mapping[str, Any], spec: RunSpec) -> bool:
+    """Whether a stored result is what the run would give as it is defined now."""
+    if result.get("identity") != spec.identity():
+        return False
+    with_, wanted = result.get("measured_with", {}), spec.variant.measures
+    return all(name in result["measures"] and with_.get(name) == spec.scale.measured_with(name) for name in wanted)
 
 
 def prepare_data(scale: Scale, places: Places) -> None:
@@ -198,15 +206,16 @@ def _forget_other(spec: RunSpec, folder: Path) -> None:
 
 
 def _measured(name: str, spec: RunSpec, places: Places) -> dict[str, Any]:
-    """A measure's figures and seconds, computed once."""
+    """A measure's figures and seconds, computed once with the same settings."""
     from dcdm.reproduction.measures import measure
 
-    path = places.run(spec) / "measures" / f"{name}.json"
-    if path.exists():
-        return json.loads(path.read_bytes())
+    path, settings = places.run(spec) / "measures" / f"{name}.json", spec.scale.measured_with(name)
+    if path.exists() and (part := json.loads(path.read_bytes())).get("measured_with") == settings:
+        return part
     started = time.perf_counter()
     figures = measure(name, spec, places)
-    part = {"figures": figures, "seconds": round(time.perf_counter() - started, 1)}
+    seconds = round(time.perf_counter() - started, 1)
+    part = {"figures": figures, "seconds": seconds, "measured_with": settings}
     path.parent.mkdir(exist_ok=True)
     write_whole(path, _json(part))
     return part
@@ -233,7 +242,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
         },
         "parameters": {"total": total, "active": active},
         "versions": {"dcdm": dcdm.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "measures": dict(figures),
+        "measures": dict(figures), "measured_with": {name: spec.scale.measured_with(name) for name in figures},
     }  # fmt: skip
 
 
