@@ -3,22 +3,33 @@
 import contextlib
 import json
 import random
+import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.reproduction import contents, measures, queue, runs
+from dcdm.reproduction import contents, measures, queue, runs, tables
 from dcdm.reproduction.experiments import SEEDS, experiments, specs
+from dcdm.reproduction.listing import price
 from dcdm.reproduction.plots import plots
-from dcdm.reproduction.reading import Interval, Results, interval, read_results
+from dcdm.reproduction.reading import (
+    Interval,
+    Results,
+    curve_points,
+    interval,
+    reached,
+    read_results,
+    student,
+)  # fmt: skip
 from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.runs import Places, RunSpec, carry_out, is_done, prepare_data
 from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, scale, tiny
 from dcdm.reproduction.variants import variants
-from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, loss_order, verdict_of
+from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, earlier, loss_order, verdict_of
 from dcdm.training import command
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +104,7 @@ def test_an_interrupted_run_gives_the_same_file(finished: Places, tmp_path: Path
     other = Places(finished.data, tmp_path / "work", tmp_path / "results")
     prepare_data(tiny(), other)
     with monkeypatch.context() as patched:
-        patched.setattr(command, "_signals", stopping_after(5))
+        patched.setattr(command, "_signals", stopping_after(spec.evaluate_every))
         assert carry_out(spec, other) == queue.INTERRUPTED
     assert not other.result(spec).exists()
     calls = []
@@ -119,6 +130,27 @@ def test_a_finished_run_is_not_repeated(finished: Places, monkeypatch) -> None:
     assert carry_out(spec, finished) == 0
     state = queue.work_off([spec], finished, jobs=2)
     assert [one.name for one in state.done] == [spec.name]
+
+
+def test_other_settings_of_a_measure_measure_again(finished: Places, tmp_path: Path, monkeypatch) -> None:
+    folder = shutil.copytree(finished.work, tmp_path / "work")
+    own = Places(finished.data, folder, shutil.copytree(finished.results, tmp_path / "results"))
+    changed = replace(tiny(), frontier_windows=1)
+    spec = RunSpec(changed, variants(changed)["bdlm8"], 1)
+    assert not is_done(spec, own)
+    calls = []
+    monkeypatch.setattr(
+        measures, "measure", lambda name, *rest: calls.append(name) or measures.MEASURES[name](*rest)
+    )
+    assert carry_out(spec, own) == 0
+    assert calls == ["frontier", "policies"]
+    assert is_done(spec, own)
+    assert not is_done(RunSpec(replace(changed, curve_windows=3), spec.variant, 1), own)
+    mixed = read_results(own.results, "tiny")
+    assert "bdlm8-s1" in regions(mixed)["summary"]
+    found = mixed.difference("bdlm8", "bdlm8", ("frontier", "1"), ("heldout", "chunk"))
+    assert found is not None
+    assert found.half is None  # one window is common to both seeds
 
 
 def test_results_hold_what_a_reader_needs(finished: Places) -> None:
@@ -195,10 +227,9 @@ def test_main_kinds_come_first_and_every_comparison_has_three_seeds() -> None:
 def test_stored_results_are_those_of_the_runs_defined_here() -> None:
     by_name = {one.name: one for one in specs(cpu(), ["all"])}
     for path in (ROOT / "results" / "cpu").glob("*.json"):
-        assert json.loads(path.read_bytes())["identity"] == by_name[path.stem].identity(), path.name
+        assert runs.is_current(json.loads(path.read_bytes()), by_name[path.stem]), path.name
 
 
-@pytest.mark.skipif(not list((ROOT / "results" / "cpu").glob("*.json")), reason="no results are stored yet")
 def test_numbers_in_the_document_equal_the_results() -> None:
     results = read_results(ROOT / "results", "cpu")
     text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
@@ -250,12 +281,73 @@ def test_differences_are_taken_on_common_windows() -> None:
     assert verdict_of(found) == UNKNOWN
 
 
+def test_students_factor_is_that_of_the_number_of_windows() -> None:
+    assert [round(student(freedom), 3) for freedom in (2, 10, 30, 63)] == [4.303, 2.228, 2.042, 1.998]
+    values = {("paper", seed): 5.0 for seed in range(2)} | {("bdlm8", seed): 6.0 for seed in range(2)}
+    results = fake(values)
+    for seed in range(2):
+        results.runs["paper", seed]["measures"]["heldout"]["valid"]["window_nats"] = [40.0, 50.0, 60.0, 50.0]
+    found = results.difference("paper", "bdlm8")
+    assert found is not None
+    assert found.half == pytest.approx(3.182 * statistics.stdev([4, 5, 6, 5]) / 2)
+
+
+def with_curves(curves: dict[tuple[str, int], list[list[float]]]) -> Results:
+    made = fake(dict.fromkeys(curves, 5.0))
+    for key, points in curves.items():
+        made.runs[key]["measures"]["curve"] = {"validation": points}
+    return made
+
+
+def test_points_of_curves_are_paired_by_tokens() -> None:
+    whole = [[100.0 * at, 6.0 - at / 10, 0.0] for at in range(1, 7)]
+    lost = [point for point in whole if point[0] != 300]
+    doubled = [*whole[:-1], [598.0, 5.4, 0.0], whole[-1]]
+    curves = {("paper", seed): points for seed, points in enumerate((whole, lost, doubled))}
+    curves |= {("bdlm8", seed): [[x, y + 1, e] for x, y, e in whole] for seed in range(3)}
+    results = with_curves(curves)
+    assert [x for x, *_ in curve_points(results, "paper")] == [100, 200, 400, 500, 600]
+    claim = earlier(results)
+    assert [part.name for part in claim.parts] == [f"DCDM − BDLM at {share} of training" for share in
+                                                   ("67%", "83%", "100%")]  # fmt: skip
+    assert all(part.difference is not None and part.difference.mean == pytest.approx(-1) for part in claim.parts)
+
+
+def test_a_loss_is_reached_between_two_points() -> None:
+    curve = [(100.0, 6.0), (200.0, 5.0), (300.0, 4.5)]
+    assert [reached(curve, value) for value in (7.0, 5.5, 4.5, 4.0)] == [100, 150, 300, None]
+
+
+def test_curves_have_as_many_points_as_asked_for() -> None:
+    spec = RunSpec(cpu(), variants(cpu())["paper"], 0)
+    steps = {*range(spec.evaluate_every, spec.steps + 1, spec.evaluate_every), spec.steps}
+    assert len(steps) == cpu().evaluations
+
+
+def test_no_run_is_expected_to_take_more_than_six_minutes(tmp_path: Path) -> None:
+    places = Places(tmp_path, tmp_path, tmp_path)
+    assert max(price(RunSpec(cpu(), one, 0), places) for one in variants(cpu()).values()) < 6
+
+
+def test_marks_of_chunks_survive_markdown() -> None:
+    assert tables._marked({"marks": [[["<unk>", 0.5]], [["`", 0.5]]]}) == "1: `<unk>` 50%, 2: `` ` `` 50%"
+
+
+def test_a_report_without_results_says_so(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- begin summary -->\n<!-- end -->\n<!-- begin kinds -->\n| old |\n<!-- end -->\n")
+    write_report(tmp_path / "results", "cpu", document, tmp_path / "images")
+    assert "No results are stored yet" in document.read_text()
+    assert "old" not in document.read_text()
+
+
 def test_commits_have_the_forwards_that_are_asked_for() -> None:
     base = variants(cpu())
     config = RunSpec(cpu(), base["strided-full"], 0).model
     assert measures.commit_for(config, 1 / 16) == "steps:2"
     assert measures.commit_for(config, 1.0) == "position"
     assert measures.commit_for(config, 1 / 16, chunks=1.9) == "steps:8"
+    assert measures.commit_for(config, 1 / 16, chunks=5.9) == "steps:2"
     assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 8) == "chunk"
     assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 16) is None
     assert measures.commit_for(RunSpec(cpu(), base["ar"], 0).model, 1 / 2) is None

@@ -18,7 +18,7 @@ from typing import Any
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import default_adablock, generate
-from dcdm.diffusion.likelihood import default_estimator, score
+from dcdm.diffusion.likelihood import Score, default_estimator, score
 from dcdm.evaluation.rows import Row, padded
 from dcdm.model.transformer import Model
 from dcdm.reproduction.runs import Places, RunSpec
@@ -96,18 +96,20 @@ def likelihoods(model: Model, tokenizer: Tokenizer, rows: list[Row]) -> dict[str
         ada = {"routing": "adablock", "adablock": default_adablock(model, tokenizer)}
         kinds += [("adablock ", commit, ada) for commit in COMMITS]
     valid = score(model, tokens, default_estimator(model), SAMPLES, prompt=prompt, index=index)
-    found: dict[str, Any] = {"valid": _per_token(valid), "decoders": {}}
+    found: dict[str, Any] = {"valid": _per_token(valid, rows), "decoders": {}}
     for prefix, commit, how in kinds:
         one = score(model, tokens, "trajectory", prompt=prompt, index=index, commit=commit, **how)
         forwards = float(one.forwards.sum() / one.tokens.sum())
-        found["decoders"][prefix + commit] = {"forwards_per_token": round(forwards, 4), **_per_token(one)}
+        found["decoders"][prefix + commit] = {"forwards_per_token": round(forwards, 4), **_per_token(one, rows)}
     return found
 
 
-def _per_token(one: Any) -> dict[str, Any]:
+def _per_token(one: Score, rows: list[Row]) -> dict[str, Any]:
+    """Figures in the form of those of windows: an answer is a window."""
     return {
         "nats_per_token": round(one.per_token, 5), "tokens": int(one.tokens.sum()),
-        "item_nats": [round(float(nats), 2) for nats in one.nats],
+        "numbers": [row.index for row in rows], "window_nats": [round(float(nats), 2) for nats in one.nats],
+        "window_tokens": one.tokens.tolist(),
     }  # fmt: skip
 
 

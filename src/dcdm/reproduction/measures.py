@@ -99,7 +99,7 @@ def frontier(spec: RunSpec, places: Places) -> dict[str, Any]:
 
 def policies(spec: RunSpec, places: Places) -> dict[str, Any]:
     """The same, on half of the windows, for decoders that choose their number of forwards themselves."""
-    model, _ = _for_decoding(spec, places)
+    model, _ = _model(places.model(spec))
     batches = _test(spec, places, max(1, spec.scale.frontier_windows // 2))
     if model.config.kind == "ar":
         return {}
@@ -116,10 +116,10 @@ def policies(spec: RunSpec, places: Places) -> dict[str, Any]:
 
 def balance(spec: RunSpec, places: Places) -> dict[str, Any]:
     """How evenly chunks are filled on the test text; empty for models without chunks."""
-    model, batches = _for_decoding(spec, places)
+    model, _ = _model(places.model(spec))
     if model.config.kind != "dcdm":
         return {}
-    found = balance_of(model, batches.batches)
+    found = balance_of(model, _test(spec, places).batches)
     return {
         "sizes": found.sizes, "violation": round(found.violation, DIGITS),
         "window_violation": round(found.window_violation, DIGITS), "windows": found.windows,
@@ -150,7 +150,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def commit_for(config: ModelConfig, share: float, chunks: float | None = None) -> str | None:
-    """The commit policy with `share` forwards per token; None where the kind cannot be that fast.
+    """The commit policy with at most `share` forwards per token; None where the kind cannot be that fast.
 
     `chunks` says how many a window really has, where that follows from content.
     """
@@ -159,7 +159,7 @@ def commit_for(config: ModelConfig, share: float, chunks: float | None = None) -
     if config.kind == "ar":
         return None
     forwards = round(share * config.context_length)
-    steps = forwards // config.num_groups(config.context_length) if chunks is None else round(forwards / chunks)
+    steps = int(forwards // (config.num_groups(config.context_length) if chunks is None else chunks))
     return None if steps == 0 else "chunk" if steps == 1 else f"steps:{steps}"
 
 

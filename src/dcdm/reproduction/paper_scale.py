@@ -17,7 +17,7 @@ CORPORA = (
     "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl "
     "pubmed=pubmed.jsonl arxiv=arxiv.jsonl"
 )
-STEPS = {"point-vs-subspace": 200_000, "zero-shot": 500_000}
+STEPS = {"point-vs-subspace": 200_000}
 """Where the paper says otherwise than its general 500,000."""
 
 

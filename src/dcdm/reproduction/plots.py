@@ -77,8 +77,11 @@ def _series(results: Results, name: str, number: int, points: list[tuple[float, 
 
 def _curves(results: Results, names: Sequence[str], curve: str, up: str) -> str:
     found = [(number, name, curve_points(results, name, curve)) for number, name in enumerate(names)]
-    series = [_series(results, name, number, points) for number, name, points in found if points]
-    return standalone(series, "share of training (± one standard deviation over seeds)", up)
+    series = [
+        _series(results, name, number, [(x / 1e6, y, error) for x, y, error in points])
+        for number, name, points in found if points
+    ]  # fmt: skip
+    return standalone(series, "million tokens (± one standard deviation over seeds)", up)
 
 
 def _frontier(results: Results, names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dcdm.reproduction.experiments import specs
 from dcdm.reproduction.reading import VALID, Results
+from dcdm.reproduction.runs import is_current
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.tables import shown
 from dcdm.reproduction.variants import variants
@@ -21,7 +22,13 @@ def summary(results: Results) -> str:
     """What was found, in half a screen."""
     wanted = specs(scale(results.scale), ["all"])
     done = sum((one.variant.name, one.seed) in results.runs for one in wanted)
+    if not results.runs:
+        return "**No results are stored yet**: the commands work, their runs at CPU scale are still to be done."
     lines = [f"{done} of {len(wanted)} runs are finished."]
+    other = [one.name for one in wanted if (run := results.runs.get((one.variant.name, one.seed))) is not None
+             and not is_current(run, one)]  # fmt: skip
+    if other:
+        lines.append(f"- **Of earlier settings**, to be run again: {', '.join(other)}.")
     found = claims(results)
     for verdict in (CONFIRMED, NOT, UNKNOWN):
         own = [claim for claim in found if claim.verdict == verdict]

@@ -49,7 +49,9 @@ def work_off(
         while state.running or (state.waiting and not stopped()):
             while not stopped() and len(state.running) < jobs and (spec := _ready(state, places)) is not None:
                 state.waiting.remove(spec)
-                state.running.append(Running(spec, _start(spec, places), time.time()))
+                state.running.append(begun := Running(spec, _start(spec, places), time.time()))
+                if stopped():  # while it started, when the signal could not be passed on to it
+                    begun.process.send_signal(signal.SIGINT)
             if not state.running:
                 break
             show(state)

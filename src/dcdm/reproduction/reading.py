@@ -13,8 +13,10 @@ from typing import Any
 from dcdm.config import ConfigError
 from dcdm.reproduction.runs import MACHINE
 
+NORMAL = 1.959964
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""97.5 % points of Student's distribution by degrees of freedom."""
+"""97.5 % points of Student's distribution by degrees of freedom; `student` has those beyond."""
+SAME_PLACE = 0.01  # of a training run: points of curves that are closer are one
 
 Path_ = tuple[str, ...]
 VALID = ("heldout", "valid")
@@ -22,7 +24,7 @@ VALID = ("heldout", "valid")
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval; None where one seed says nothing about spread."""
+    """A mean over seeds and half the width of its 95 % interval; None where one seed or window shows no spread."""
 
     mean: float
     half: float | None
@@ -37,15 +39,30 @@ class Interval:
         return self.half is not None and self.mean - self.half > 0
 
 
-def interval(values: Sequence[float], other_error: float = 0.0) -> Interval | None:
-    """Mean and 95 % interval over seeds; `other_error` is a standard error that all seeds share."""
+def student(freedom: int) -> float:
+    """The 97.5 % point of Student's distribution."""
+    if freedom in STUDENT:
+        return STUDENT[freedom]
+    z, n = NORMAL, freedom
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3
+
+
+def interval(values: Sequence[float], shared: float | None = 0.0) -> Interval | None:
+    """Mean and 95 % interval over seeds; `shared` is half an interval of something else that all seeds share."""
     if not values:
         return None
     mean, count = statistics.fmean(values), len(values)
-    if count == 1:
-        return Interval(mean, None, 1)
-    spread = statistics.stdev(values) / math.sqrt(count)
-    return Interval(mean, math.hypot(STUDENT.get(count - 1, 2.0) * spread, 1.96 * other_error), count)
+    own = half_width(values)
+    return Interval(mean, None if own is None or shared is None else math.hypot(own, shared), count)
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half of Student's 95 % interval of a mean; None of a single value."""
+    if len(values) < 2:
+        return None
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass
@@ -76,34 +93,32 @@ class Results:
     def difference(
         self, one: str, other: str, path: Path_ = VALID, other_path: Path_ | None = None
     ) -> Interval | None:
-        """Nats per token of `one` minus those of `other`, seed by seed on the windows that both have."""
+        """Nats per token of `one` minus those of `other`, seed by seed on the windows that all of them have."""
         pairs = [
-            _paired(self.figure(one, seed, path), self.figure(other, seed, other_path or path))
+            (_windows(self.figure(one, seed, path)), _windows(self.figure(other, seed, other_path or path)))
             for seed in self.seeds(one, other)
         ]
-        found = [pair for pair in pairs if pair is not None]
-        if not found:
+        pairs = [pair for pair in pairs if all(pair)]
+        common = sorted(set.intersection(*(set(side) for pair in pairs for side in pair))) if pairs else []
+        if not common:
             return None
-        windows = [statistics.fmean(column) for column in zip(*(rows for _, rows in found), strict=True)]
-        error = statistics.stdev(windows) / math.sqrt(len(windows)) if len(windows) > 1 else 0.0
-        return interval([mean for mean, _ in found], error)
+        rows = [[mine[n][0] - theirs[n][0] for n in common] for mine, theirs in pairs]
+        tokens = [pairs[0][0][n][1] for n in common]
+        columns = zip(zip(*rows, strict=True), tokens, strict=True)
+        windows = [statistics.fmean(column) / count for column, count in columns]
+        return interval([sum(row) / sum(tokens) for row in rows], half_width(windows))
 
 
-def _paired(one: Any, other: Any) -> tuple[float, list[float]] | None:
-    """Difference per token over common windows, and each window's."""
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return None
-    places = [{number: at for at, number in enumerate(side["numbers"])} for side in (one, other)]
-    common = sorted(set(places[0]) & set(places[1]))
-    rows = [one["window_nats"][places[0][n]] - other["window_nats"][places[1][n]] for n in common]
-    tokens = [one["window_tokens"][places[0][n]] for n in common]
-    if not tokens:
-        return None
-    return sum(rows) / sum(tokens), [row / count for row, count in zip(rows, tokens, strict=True)]
+def _windows(figures: Any) -> dict[int, tuple[float, int]]:
+    """Number of a window → its nats and tokens; {} where figures are not kept by window."""
+    if not isinstance(figures, dict):
+        return {}
+    columns = [figures.get(name, []) for name in ("numbers", "window_nats", "window_tokens")]
+    return {number: (nats, tokens) for number, nats, tokens in zip(*columns, strict=False)}
 
 
 def read_results(folder: Path, scale: str) -> Results:
-    """All results of a scale under `folder`."""
+    """All results of a scale under `folder`; there may be none."""
     place = folder / scale
     results = Results(scale)
     for path in sorted(place.glob("*.json")):
@@ -113,8 +128,6 @@ def read_results(folder: Path, scale: str) -> Results:
         machine = place / MACHINE / path.name
         if machine.exists():
             results.machines[key] = _read(machine)
-    if not results.runs:
-        raise ConfigError(f"--results {folder}: no results of scale {scale} there; `dcdm reproduce all` makes them")
     return results
 
 
@@ -125,18 +138,49 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}); remove it and run its experiment again") from error
 
 
-def curve_points(results: Results, variant: str, name: str = "validation") -> list[tuple[float, float, float]]:
-    """(share of training, mean over seeds, standard deviation over seeds) of a variant's curve."""
-    curves = [results.figure(variant, seed, ("curve", name)) or [] for seed in results.seeds(variant)]
-    curves = [curve for curve in curves if curve]
-    if not curves or len({len(curve) for curve in curves}) > 1:
+Curve = list[tuple[float, float]]
+"""(tokens seen, value), in order."""
+
+
+def curve_of(results: Results, variant: str, seed: int, name: str = "validation") -> Curve:
+    """A run's curve, without points that the next one follows at once."""
+    found = [(point[0], point[1]) for point in results.figure(variant, seed, ("curve", name)) or []]
+    near = SAME_PLACE * found[-1][0] if found else 0.0
+    following = [*(tokens for tokens, _ in found[1:]), math.inf]
+    return [point for point, later in zip(found, following, strict=True) if later - point[0] > near]
+
+
+def aligned(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
+    """(tokens, value of every curve) at the points that all curves have."""
+    if not curves or not all(curves):
         return []
-    points = []
-    for at in range(len(curves[0])):
-        values = [curve[at][1] for curve in curves]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        points.append(((at + 1) / len(curves[0]), statistics.fmean(values), spread))
-    return points
+    near, rows = SAME_PLACE * curves[0][-1][0], []
+    for tokens, _ in curves[0]:
+        points = [min(curve, key=lambda point: abs(point[0] - tokens)) for curve in curves]
+        if all(abs(point[0] - tokens) <= near for point in points):
+            rows.append((tokens, [value for _, value in points]))
+    return rows
+
+
+def curve_points(results: Results, variant: str, name: str = "validation") -> list[tuple[float, float, float]]:
+    """(tokens, mean over seeds, standard deviation over seeds) of a variant's curve."""
+    curves = [curve_of(results, variant, seed, name) for seed in results.seeds(variant)]
+    return [
+        (tokens, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+        for tokens, values in aligned([curve for curve in curves if curve])
+    ]
+
+
+def reached(curve: Curve, value: float) -> float | None:
+    """Tokens at which a falling curve first is at `value`, between points by the straight line; None if never."""
+    before: tuple[float, float] | None = None
+    for tokens, now in curve:
+        if now <= value:
+            if before is None or before[1] == now:
+                return tokens
+            return before[0] + (tokens - before[0]) * (before[1] - value) / (before[1] - now)
+        before = (tokens, now)
+    return None
 
 
 def worst(verdicts: Iterable[str], order: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dcdm.files import write_whole
 from dcdm.reproduction.plots import plots
-from dcdm.reproduction.prose import prose
+from dcdm.reproduction.prose import prose, summary
 from dcdm.reproduction.reading import Results, read_results
 from dcdm.reproduction.tables import grids
 from dcdm.viewing.page import assemble
@@ -28,6 +28,7 @@ def write_report(results_folder: Path, scale: str, document: Path | None, images
     """Write the page beside the results and, where given, the document's tables and pictures; returns the page."""
     results = read_results(results_folder, scale)
     page = results_folder / f"{scale}.html"
+    results_folder.mkdir(parents=True, exist_ok=True)
     write_whole(page, page_of(results).encode())
     if document is not None and images is not None:
         images.mkdir(parents=True, exist_ok=True)
@@ -39,6 +40,8 @@ def write_report(results_folder: Path, scale: str, document: Path | None, images
 
 def regions(results: Results) -> dict[str, str]:
     """What may stand between a document's marks: tables, sentences, and `plot-NAME` for pictures."""
+    if not results.runs:
+        return {"summary": summary(results)}
     found = {name: grid.markdown() for name, grid in grids(results).items()} | prose(results)
     return found | {f"plot-{name}": f"![{name}](images/reproduction/{name}.svg)" for name in plots(results)}
 
@@ -54,18 +57,20 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 def page_of(results: Results) -> str:
     """One self-contained HTML file with every table and drawing."""
+    if not results.runs:
+        return assemble("DCDM: reproduction", "<p>No results are stored yet.</p>", {}, ["sections", "evaluation"])
     tables, drawings = grids(results), plots(results)
     parts = []
     for name, grid in tables.items():
         drawn = "".join(f"<figure>{drawings[d]}</figure>" for d in DRAWN_WITH.get(name, ()) if d in drawings)
         parts.append(section(grid.title, grid.html() + drawn, wide=True))
     seeds = sorted({seed for _, seed in results.runs})
-    summary = (
+    said = (
         f"{len(results.runs)} runs at {results.scale} scale, seeds {', '.join(map(str, seeds))}. Intervals are "
         "95 % over seeds. A surrogate is not a bound and never stands in one column with bounds."
     )
     body = (
         '<header><h1>The paper’s experiments, run</h1><p class="summary">'
-        f'{html.escape(summary)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
+        f'{html.escape(said)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
     )
     return assemble("DCDM: reproduction", body, {}, ["sections", "evaluation"])

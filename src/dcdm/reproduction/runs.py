@@ -67,11 +67,18 @@ class RunSpec:
     def train(self) -> dict[str, Any]:
         return self.scale.train_settings(self.seed, tuning=self.parent is not None)
 
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between points of the validation curve; only at the end where a point would take too long."""
+        costly = self.model.routes_from_noise and (self.model.num_chunks or 0) > 8  # sequential bound, many chunks
+        return self.steps if self.parent is not None or costly else -(-self.steps // self.scale.evaluations)
+
     def identity(self) -> str:
-        """What the weights follow from, as a short hash; measures do not enter."""
+        """What weights and curves follow from, as a short hash; measures of the weights do not enter."""
         parts: dict[str, Any] = {
             "model": self.model.to_dict(), "objective": vars(self.objective), "train": self.train,
             "tokenizer": self.scale.tokenizer, "data": [*TRAINING, VALIDATION] if self.parent is None else [TUNING],
+            "curve": [self.evaluate_every, self.scale.curve_windows, self.scale.curve_samples],
         }  # fmt: skip
         if self.parent is not None:
             parts["parent"] = self.parent.identity()
@@ -116,7 +123,15 @@ def is_done(spec: RunSpec, places: Places) -> bool:
         result = json.loads(places.result(spec).read_bytes())
     except (OSError, ValueError):
         return False
-    return result["identity"] == spec.identity() and set(spec.variant.measures) <= set(result["measures"])
+    return is_current(result, spec)
+
+
+def is_current(result: Mapping[str, Any], spec: RunSpec) -> bool:
+    """Whether a stored result is what the run would give as it is defined now."""
+    if result.get("identity") != spec.identity():
+        return False
+    with_, wanted = result.get("measured_with", {}), spec.variant.measures
+    return all(name in result["measures"] and with_.get(name) == spec.scale.measured_with(name) for name in wanted)
 
 
 def prepare_data(scale: Scale, places: Places) -> None:
@@ -161,12 +176,11 @@ def _train(spec: RunSpec, places: Places) -> int:
     if spec.parent is not None and (code := _train(spec.parent, places)):
         return code
     tuning = spec.parent is not None
-    every = spec.steps if tuning or _costly(spec) else max(1, spec.steps // spec.scale.evaluations)
     changes: dict[str, Any] = {f"model.{name}": value for name, value in spec.model.to_dict().items()}
     changes |= {f"objective.{name}": value for name, value in vars(spec.objective).items()}
     changes |= {
         **spec.train, "data.sources": (str(places.prepared(spec.scale, tuning)),), "tensorboard": False,
-        "evaluate_every": every, "evaluate_sequences": spec.scale.curve_windows,
+        "evaluate_every": spec.evaluate_every, "evaluate_sequences": spec.scale.curve_windows,
         "evaluate_samples": spec.scale.curve_samples, "checkpoint_every": max(1, spec.steps // 10),
         "keep_last": 1, "keep_best": 0, "log_every": max(1, spec.steps // 20),
     }  # fmt: skip
@@ -182,11 +196,6 @@ def _train(spec: RunSpec, places: Places) -> int:
     return 0
 
 
-def _costly(spec: RunSpec) -> bool:
-    """Whether a validation point would take too long: the sequential bound of many chunks."""
-    return spec.model.routes_from_noise and (spec.model.num_chunks or 0) > 8
-
-
 def _forget_other(spec: RunSpec, folder: Path) -> None:
     """Remove what an earlier definition of this run left behind."""
     mark = folder / "identity"
@@ -197,15 +206,16 @@ def _forget_other(spec: RunSpec, folder: Path) -> None:
 
 
 def _measured(name: str, spec: RunSpec, places: Places) -> dict[str, Any]:
-    """A measure's figures and seconds, computed once."""
+    """A measure's figures and seconds, computed once with the same settings."""
     from dcdm.reproduction.measures import measure
 
-    path = places.run(spec) / "measures" / f"{name}.json"
-    if path.exists():
-        return json.loads(path.read_bytes())
+    path, settings = places.run(spec) / "measures" / f"{name}.json", spec.scale.measured_with(name)
+    if path.exists() and (part := json.loads(path.read_bytes())).get("measured_with") == settings:
+        return part
     started = time.perf_counter()
     figures = measure(name, spec, places)
-    part = {"figures": figures, "seconds": round(time.perf_counter() - started, 1)}
+    seconds = round(time.perf_counter() - started, 1)
+    part = {"figures": figures, "seconds": seconds, "measured_with": settings}
     path.parent.mkdir(exist_ok=True)
     write_whole(path, _json(part))
     return part
@@ -232,7 +242,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
         },
         "parameters": {"total": total, "active": active},
         "versions": {"dcdm": dcdm.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "measures": dict(figures),
+        "measures": dict(figures), "measured_with": {name: spec.scale.measured_with(name) for name in figures},
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.files import digest
 
 FORWARDS_PER_TOKEN = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 TRAINING = ("corpora/wikitext2/train.txt", "corpora/state_of_the_union.txt")
@@ -14,6 +15,17 @@ VALIDATION = "corpora/wikitext2/valid.txt"
 TEST = "corpora/wikitext2/test.txt"
 ZERO_SHOT = {name: f"zeroshot/{name}.jsonl" for name in ("lambada", "pubmed", "arxiv")}
 TUNING = "tasks/gsm8k_train.jsonl"
+DEPENDS_ON: dict[str, tuple[str, ...]] = {
+    "curve": (),  # read from training's own record, whose settings are part of a run's identity
+    "heldout": ("heldout_windows", "heldout_samples", "sequential_samples"),
+    "zeroshot": ("zeroshot_windows", "heldout_samples", "sequential_samples"),
+    "frontier": ("heldout_windows", "frontier_windows"),
+    "policies": ("heldout_windows", "frontier_windows"),
+    "balance": ("heldout_windows",),
+    "contents": ("heldout_windows",),
+    "tasks": ("task_items",),
+}
+"""Measure → the settings of a scale that its figures follow from."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,11 @@ class Scale:
         """Positions seen in training, equal for all runs."""
         return self.steps * self.batch_size * self.base.context_length
 
+    def measured_with(self, measure: str) -> str:
+        """What the figures of a measure follow from beside the weights, as a short hash."""
+        fixed = {"frontier": list(FORWARDS_PER_TOKEN), "zeroshot": ZERO_SHOT}
+        return digest([measure, {n: getattr(self, n) for n in DEPENDS_ON[measure]}, fixed.get(measure)])[:16]
+
     def train_settings(self, seed: int, tuning: bool = False) -> dict[str, Any]:
         """Dotted settings of a training run."""
         steps = self.tuning_steps if tuning else self.steps
@@ -71,7 +88,7 @@ def cpu() -> Scale:
         sequential_samples=2, zeroshot_windows=24, frontier_windows=6, task_items=20,
         sizes={
             "small": {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 192},
-            "large": {"hidden_size": 192, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 576},
+            "large": {"hidden_size": 160, "head_dim": 40, "intermediate_size": 480},
         },
     )  # fmt: skip
 

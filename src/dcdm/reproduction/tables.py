@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcdm.reproduction.experiments import experiments
-from dcdm.reproduction.reading import VALID, Interval, Path_, Results, interval
+from dcdm.reproduction.reading import VALID, Interval, Path_, Results, curve_of, interval, reached
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
 from dcdm.reproduction.variants import TUNED, variants
 from dcdm.reproduction.verdicts import claims, k_rows
@@ -21,6 +21,7 @@ TEXT = (
     "tokens that mark chunks (seed 0)",
 )  # fmt: skip
 """Columns of words."""
+SINGLE = {True: " (one seed)", False: " (one window)"}
 Minus = str.maketrans("-", "−")
 
 
@@ -40,7 +41,8 @@ class Grid:
 
     def html(self) -> str:
         note = f'<p class="small">{html.escape(self.note)}</p>' if self.note else ""
-        return grid_html(self.header, [[cell.replace("**", "") for cell in row] for row in self.rows], TEXT) + note
+        rows = [[cell.replace("**", "").replace("`", "") for cell in row] for row in self.rows]
+        return grid_html(self.header, rows, TEXT) + note
 
 
 def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
@@ -48,14 +50,15 @@ def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
     if value is None:
         return NONE
     text = f"{value.mean:{'+' if sign else ''}.{digits}f}"
-    text += f" ± {value.half:.{digits}f}" if value.half is not None else " (one seed)"
+    text += f" ± {value.half:.{digits}f}" if value.half is not None else SINGLE[value.seeds == 1]
     return text.translate(Minus)
 
 
 def grids(results: Results) -> dict[str, Grid]:
     """Every table by name; one without a finished run is left out."""
     makers: dict[str, Callable[[Results], Grid]] = {
-        "verdicts": verdict_table, "parts": part_table, "kinds": kinds, "surrogate": surrogate, "scaling": scaling,
+        "verdicts": verdict_table, "parts": part_table, "kinds": kinds, "surrogate": surrogate,
+        "training-steps": training_steps, "scaling": scaling,
         "k-ablation": k_ablation, "point-vs-subspace": point, "zero-shot": zero_shot, "moe": mixture,
         "partitions": partitions, "frontier": frontier, "policies": policies, "downstream": downstream,
         "adaptive": adaptive, "contents": contents, "cost": cost,
@@ -121,7 +124,10 @@ def kinds(results: Results) -> Grid:
         "model", "parameters", "valid bound", "bits/byte", "perplexity", "surrogate (not a bound)",
         "one forward per chunk", "MaxVio", "training tokens/s",
     )  # fmt: skip
-    note = "Nats per token on WikiText-2 test; AR exact; the paper's routing by its sequential bound."
+    note = (
+        f"Nats per token on {_windows(results, VALID)} windows of WikiText-2 test, MaxVio on the same; AR exact; "
+        "the paper's routing by its sequential bound."
+    )
     return Grid("Kinds", header, _rows(results, names, cells), note)
 
 
@@ -155,6 +161,12 @@ def _compared(results: Results, names: Sequence[str], base: str | None, title: s
     return Grid(title, header, _rows(results, names, cells))
 
 
+def _windows(results: Results, path: Path_) -> str:
+    """On how many windows the runs have this figure."""
+    found = {len(own) for name, seed in results.runs if (own := results.figure(name, seed, (*path, "numbers")))}
+    return " or ".join(map(str, sorted(found))) or NONE
+
+
 def _experiment(results: Results, name: str) -> tuple[str, ...]:
     return experiments(scale(results.scale))[name].variants
 
@@ -175,6 +187,28 @@ def partitions(results: Results) -> Grid:
     return _compared(
         results, _experiment(results, "partitions"), "strided-full", "Partitions and how they are trained"
     )
+
+
+def training_steps(results: Results) -> Grid:
+    """The share of its training after which each kind has the final validation loss of each other."""
+    names = [name for name in _experiment(results, "training-steps") if results.seeds(name)]
+
+    def cell(one: str, other: str) -> str:
+        seeds = results.seeds(one, other) if one != other else []
+        pairs = [(curve_of(results, one, seed), curve_of(results, other, seed)) for seed in seeds]
+        pairs = [pair for pair in pairs if all(pair)]
+        shares = [at / mine[-1][0] for mine, theirs in pairs if (at := reached(mine, theirs[-1][1])) is not None]
+        if not shares:
+            return "never" if pairs else NONE
+        text = f"{sum(shares) / len(shares):.0%}"
+        return text if len(shares) == len(pairs) else f"{text} ({len(shares)} of {len(pairs)} seeds)"
+
+    rows = _rows(results, names, lambda one: [cell(one, other) for other in names])
+    note = (
+        "Share of training after which the model of a row first has the final validation loss of a column's: "
+        "mean over the seeds that get there; straight lines between points of the curve, nothing before the first."
+    )
+    return Grid("How early", ("model", *names), rows, note)
 
 
 def k_ablation(results: Results) -> Grid:
@@ -203,7 +237,8 @@ def frontier(results: Results) -> Grid:
     names = [name for name, one in variants(scale(results.scale)).items() if "frontier" in one.measures]
     titles = [f"1/{round(1 / share)}" if share < 1 else "1" for share in FORWARDS_PER_TOKEN]
     note = (
-        "Exact nats per token at so many forwards per token, most confident positions first. In brackets the "
+        f"Exact nats per token on {_windows(results, ('frontier', '1'))} of the test windows, at no more than so "
+        "many forwards per token, most confident positions first. In brackets the "
         "forwards per token where they differ by more than a tenth; – where a kind has more blocks than forwards."
     )
     return Grid("Speed against quality", ("model", *titles, "one per chunk"), _rows(results, names, cells), note)
@@ -216,7 +251,8 @@ def _at(results: Results, name: str, point_name: str) -> str:
         return NONE
     forwards, asked = results.mean(name, path, "forwards"), 1.0
     length = results.runs[name, results.seeds(name)[0]]["settings"]["model"]["context_length"]
-    assert forwards is not None
+    if forwards is None:
+        return shown(value)
     real = forwards.mean / (length - 1)
     if point_name != "chunk":
         asked = float(point_name)
@@ -237,7 +273,9 @@ def policies(results: Results) -> Grid:
             length = results.runs[name, seeds[0]]["settings"]["model"]["context_length"]
             share = NONE if forwards is None else f"{forwards.mean / (length - 1):.2f}"
             rows.append((one.says, policy, share, shown(value)))
-    return Grid("Other decoders", ("model", "decoder", "forwards per token", "nats per token"), rows)
+    few = _windows(results, ("policies", "threshold:0.9"))
+    note = f"On {few} of the windows of the table above: the two are not to be compared figure by figure."
+    return Grid("Other decoders", ("model", "decoder", "forwards per token", "nats per token"), rows, note)
 
 
 def _tuned(results: Results) -> list[str]:
@@ -260,7 +298,7 @@ def downstream(results: Results) -> Grid:
                     chances[key] = 100 * line["chance"]
     rows = [
         (task if own == task else own, *(shown(interval(values.get(name, [])), 1) for name in names),
-         NONE if chances[task, own] is None else f"{chances[task, own]:.1f}")
+         f"{chances[task, own]:.1f}")
         for (task, own), values in tasks.items()
     ]  # fmt: skip
     for task in ("gsm8k", "math", "humaneval"):
@@ -318,8 +356,14 @@ def _marked(found: dict[str, Any]) -> str:
     for chunk, marks in enumerate(found["marks"], start=1):
         if marks:
             text, share = marks[0]
-            parts.append(f"{chunk}: “{' '.join(text.split()) or 'line end'}” {share:.0%}")
+            plain = " ".join(text.split())
+            parts.append(f"{chunk}: {_code(plain) if plain else 'line end'} {share:.0%}")
     return ", ".join(parts[:8])
+
+
+def _code(text: str) -> str:
+    """As code, so that Markdown takes no mark for its own."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def cost(results: Results) -> Grid:

@@ -119,7 +119,8 @@ def train(
 
         stop = any_true(hooks.should_stop(), world)
         last = stop or step == settings.steps
-        if evaluate is not None and not stop and (step % evaluate_every == 0 or last):
+        # also when stopping: going on starts behind this step and would never come back to it
+        if evaluate is not None and (step % evaluate_every == 0 or step == settings.steps):
             figures = evaluate(model, step)
             hooks.on_evaluation(step, figures)
         if checkpointer is not None and (step % checkpoint_every == 0 or last):
