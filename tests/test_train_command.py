@@ -341,7 +341,6 @@ def test_auto_classes_load_an_export_after_import_dcdm_and_with_remote_code(pres
 import torch
 model = transformers.{auto}.from_pretrained({str(tmp_path / "out")!r}, **extra).eval()
 import dcdm
-import tiny
 own, tokenizer = dcdm.load({str(tmp_path / "out")!r})
 tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 tokens[:, 0] = own.config.bos_id
