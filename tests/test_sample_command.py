@@ -146,3 +146,12 @@ def test_control_characters_of_a_sample_do_not_reach_a_terminal():
     from dcdm.decoding.command import harmless
 
     assert harmless("a\x1b[31mb\x07\tc\n\x7f\x9b") == "a␛[31mb␇\tc\n␡\ufffd"
+
+
+def test_a_prompt_and_its_completion_are_shown_as_one_text():
+    from dcdm.decoding.prompts import whole_text
+
+    assert whole_text("ab", "cd", blanks=True) == "abcd"
+    assert whole_text("a[[2]]b", "axyb", blanks=True) == "axyb"
+    assert whole_text("a[[0]]b", "cd", blanks=True) == "abcd", "an empty blank is no blank"
+    assert whole_text("a[[2]]b", "cd", blanks=False) == "a[[2]]bcd"

@@ -366,15 +366,14 @@ class _Run:
         self.left[row] -= size
         kept = new.index(self.eos_id) + 1 if self.eos_id in new else size
         self.statistics.new_tokens[row] += blanks + sum(token != masked for token in new[:kept])
-        if self.finished[row]:
-            pass  # cancelled
-        elif self.eos_id is not None and self.eos_id in new:
-            self.texts[row] = self.texts[row][: len(self.texts[row]) - size + kept]
-            self.finished[row] = "eos"
-        elif self.stop is not None and self.stop(row, self._completion(row)):
-            self.finished[row] = "stop"
-        elif self.left[row] <= 0:
-            self.finished[row] = "length"
+        if not self.finished[row]:  # not cancelled
+            if self.eos_id is not None and self.eos_id in new:
+                self.texts[row] = self.texts[row][: len(self.texts[row]) - size + kept]
+                self.finished[row] = "eos"
+            elif self.stop is not None and self.stop(row, self._completion(row)):
+                self.finished[row] = "stop"
+            elif self.left[row] <= 0:
+                self.finished[row] = "length"
         if self.finished[row] and self.on_end is not None:
             self.on_end(row, Ended(self._completion(row), self.finished[row], self.statistics.of(row)))
 

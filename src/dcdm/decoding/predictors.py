@@ -5,6 +5,7 @@ B batch   L positions   A asked positions   N those of all rows   V the tokens t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -59,15 +60,15 @@ def predictor_of(model: Model, sets: Sets, cache: str) -> Predictor:
     return Remembering(model, sets)
 
 
-class Predictor:
+class Predictor(ABC):
     """Makes predictions for the rows that have active positions; the others cost nothing."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
+    @abstractmethod
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         """Predictions for the active positions of `route`."""
-        raise NotImplementedError
 
     def distributions(self, valid: Tensor, states: Tensor) -> Distributions:
         """Those of `Predicted.states`, at the True places of `valid` (B, A)."""
