@@ -105,11 +105,12 @@ def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
 
 
 def specs(scale: Scale, names: list[str], seeds: tuple[int, ...] = SEEDS) -> list[RunSpec]:
-    """The runs of these experiments (or `all`), each once: the main kinds seed by seed, then the others."""
+    """The runs of these experiments (or `all`), each once: main kinds seed by seed, then others, extras last."""
     table = variants(scale)
     wanted = {variant for one in chosen_experiments(scale, names) for variant in one.variants}
     wanted |= {parent for name in wanted if (parent := table[name].parent) is not None}
     chosen = [one for one in table.values() if one.name in wanted]
     first = [one for one in chosen if one.measures == MAIN]
-    rest = [one for one in chosen if one.measures != MAIN]
-    return [RunSpec(scale, one, seed) for part in (first, rest) for seed in seeds for one in part]
+    rest = [one for one in chosen if one.measures != MAIN and not one.extra]
+    extras = [one for one in chosen if one.extra]
+    return [RunSpec(scale, one, seed) for part in (first, rest, extras) for seed in seeds for one in part]

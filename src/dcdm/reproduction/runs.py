@@ -57,7 +57,8 @@ class RunSpec:
     def objective(self) -> ObjectiveConfig:
         if self.parent is not None:
             return self.parent.objective
-        return ObjectiveConfig(**self.variant.objective)
+        rate = self.scale.bias_rate if self.model.routes_from_noise else None
+        return ObjectiveConfig(**{"bias_rate": rate, **self.variant.objective})
 
     @property
     def steps(self) -> int:

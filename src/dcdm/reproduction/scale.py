@@ -52,6 +52,9 @@ class Scale:
     frontier_windows: int
     task_items: int
     """Questions of each benchmark."""
+    bias_rate: float = 0.1
+    """η_b of the paper's routing: hundreds of steps need longer ones of the bias than a training of its full length
+    (docs/LOG.md)."""
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Model settings of the other sizes."""
 
