@@ -388,3 +388,26 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         Places(tmp_path, tmp_path, tmp_path).check()
     with pytest.raises(ConfigError, match="cannot run here"):
         scale("huge")
+
+
+def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places) -> None:
+    import numpy as np
+
+    from dcdm.data.store import PreparedData
+    from dcdm.reproduction.frequencies import write_frequencies
+
+    write_frequencies(tiny(), finished)
+    results = read_results(finished.results, "tiny")
+    held, own = (results.figure(name, 0, ("heldout", "valid")) for name in ("frequencies", "bdlm8"))
+    assert held["numbers"] == own["numbers"]
+    assert held["window_tokens"] == own["window_tokens"]
+    data = PreparedData.open(finished.prepared(tiny()))
+    counts = np.bincount(data.stream("train").read(0, data.tokens("train"))) + 1.0
+    entropy = -(counts / counts.sum() * np.log(counts / counts.sum())).sum()
+    assert held["nats_per_token"] == pytest.approx(entropy, rel=0.1)  # the texts are drawn alike
+    found = regions(results)
+    assert "frequencies of single tokens" in found["kinds"]
+    assert "bdlm8" in found["summary"].partition("Not below the frequencies")[2]  # 12 steps teach nothing
+    written = finished.frequencies(tiny()).stat().st_mtime_ns
+    write_frequencies(tiny(), finished)
+    assert finished.frequencies(tiny()).stat().st_mtime_ns == written

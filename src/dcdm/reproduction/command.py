@@ -59,12 +59,14 @@ def reproduce(
         _spell_out(names)
         return
     from dcdm.reproduction.experiments import specs
+    from dcdm.reproduction.frequencies import write_frequencies
     from dcdm.reproduction.queue import INTERRUPTED, log_of, work_off
 
     chosen = scale_of(scale)
     runs = specs(chosen, [*names])
     places.check()
     prepare_data(chosen, places)
+    write_frequencies(chosen, places)
     with _overview(places) as show:
         state = work_off(runs, places, jobs, show)
     for spec in state.failed:

@@ -19,7 +19,7 @@ import torch
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import default_adablock
-from dcdm.diffusion.likelihood import Estimator, Score, default_estimator, score
+from dcdm.diffusion.likelihood import Estimator, default_estimator, score
 from dcdm.evaluation.corpora import ReadingSettings, Tokens, read_corpus, tokenise
 from dcdm.evaluation.studies import balance_of, training_of
 from dcdm.evaluation.windows import Batch, Windows, WindowSettings
@@ -184,8 +184,13 @@ class Text:
 def text(source: Path, name: str, model: Path, limit: int, few: int | None = None) -> Text:
     """`limit` windows spread over a corpus, or of these only `few`, again spread."""
     network, tokenizer = _model(model)
+    return windows(source, name, tokenizer, network.config.context_length, limit, few)
+
+
+def windows(source: Path, name: str, tokenizer: Tokenizer, length: int, limit: int, few: int | None = None) -> Text:
+    """The same for a tokenizer and a length."""
     corpus = tokenise(read_corpus(f"{name}={source}", ReadingSettings()), tokenizer)
-    made = Windows(corpus, tokenizer, network.config.context_length, WindowSettings(limit=limit))
+    made = Windows(corpus, tokenizer, length, WindowSettings(limit=limit))
     if few is not None:
         made.chosen = made.chosen[np.arange(few) * len(made.chosen) // few]
     return Text(list(made.batches(8)), corpus)
@@ -205,7 +210,11 @@ def _scored(model: Model, held: Text, estimator: Estimator, samples: int) -> dic
         for batch in held.batches
     ]
     drawn = estimator in ("bound", "surrogate", "sequential")
-    return {"estimator": estimator, "samples": samples if drawn else None, **_summed(held, scores)}
+    return {
+        "estimator": estimator,
+        "samples": samples if drawn else None,
+        **summed(held, [(one.nats, one.tokens) for one in scores]),
+    }
 
 
 def _decoded(model: Model, held: Text, commit: str, **how: Any) -> dict[str, Any]:
@@ -214,15 +223,16 @@ def _decoded(model: Model, held: Text, commit: str, **how: Any) -> dict[str, Any
         for batch in held.batches
     ]
     forwards = torch.cat([one.forwards for one in scores]).double().mean()
-    return {"forwards": round(float(forwards), 2), **_summed(held, scores)}
+    return {"forwards": round(float(forwards), 2), **summed(held, [(one.nats, one.tokens) for one in scores])}
 
 
-def _summed(held: Text, scores: list[Score]) -> dict[str, Any]:
-    """Nats per token, bits per byte, and every window's nats, in the order of the corpus."""
+def summed(held: Text, scores: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+    """Nats per token, bits per byte, and every window's nats, in the order of the corpus, from a batch's nats and
+    tokens."""
     rows = []
-    for batch, one in zip(held.batches, scores, strict=True):
+    for batch, (nats_b, tokens_b) in zip(held.batches, scores, strict=True):
         for row, number in enumerate(batch.index.tolist()):
-            rows.append((number, float(one.nats[row]), int(one.tokens[row]), held.bytes_of(batch, row)))
+            rows.append((number, float(nats_b[row]), int(tokens_b[row]), held.bytes_of(batch, row)))
     rows.sort()
     nats, tokens, size = (math.fsum(row[at] for row in rows) for at in (1, 2, 3))
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dcdm.reproduction.experiments import specs
 from dcdm.reproduction.reading import VALID, Results
-from dcdm.reproduction.runs import is_current
+from dcdm.reproduction.runs import FREQUENCIES, is_current
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.tables import shown
 from dcdm.reproduction.variants import variants
@@ -34,13 +34,21 @@ def summary(results: Results) -> str:
         own = [claim for claim in found if claim.verdict == verdict]
         if own:
             lines.append(f"- **{verdict[0].upper()}{verdict[1:]}**: {'; '.join(claim.says for claim in own)}.")
+    names = variants(scale(results.scale))
+    weak = [name for name in names if (above := results.difference(name, FREQUENCIES)) is not None
+            and not above.below_zero]  # fmt: skip
+    if weak:
+        lines.append(
+            "- **Not below the frequencies of single tokens**, so that their rank says how soon they learn, "
+            f"not how well: {', '.join(weak)}."
+        )
     best = min(
         ((value.mean, name) for name in variants(scale(results.scale))
          if name != "ar" and (value := results.mean(name, VALID)) is not None),
         default=None,
     )  # fmt: skip
     if best is not None:
-        named = variants(scale(results.scale))[best[1]].says
+        named = names[best[1]].says
         said = shown(results.mean(best[1], VALID))
         lines.append(f"- **Lowest valid bound** of the diffusion models: {named}, {said} nats per token.")
     gap = results.difference("paper", "paper", ("heldout", "surrogate"), VALID)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError
-from dcdm.reproduction.runs import MACHINE
+from dcdm.reproduction.runs import FREQUENCIES, MACHINE, REFERENCE
 
 NORMAL = 1.959964
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -72,15 +72,21 @@ class Results:
     scale: str
     runs: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     machines: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    frequencies: dict[str, Any] = field(default_factory=dict)
+    """Measures of single tokens' frequencies: the same for every seed, read as a variant of that name."""
 
     def seeds(self, *variants: str) -> list[int]:
         """Seeds that all of these variants have finished."""
-        own = [{seed for name, seed in self.runs if name == variant} for variant in variants]
-        return sorted(set.intersection(*own)) if own else []
+        own = [
+            {seed for name, seed in self.runs if name == variant} for variant in variants if variant != FREQUENCIES
+        ]
+        return sorted(set.intersection(*own)) if own else [0] if self.frequencies else []
 
     def figure(self, variant: str, seed: int, path: Path_) -> Any:
         """What stands under `path` of a run's measures; None where it does not."""
         value: Any = self.runs.get((variant, seed), {}).get("measures")
+        if variant == FREQUENCIES:
+            value = self.frequencies
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return value
@@ -128,6 +134,9 @@ def read_results(folder: Path, scale: str) -> Results:
         machine = place / MACHINE / path.name
         if machine.exists():
             results.machines[key] = _read(machine)
+    reference = place / REFERENCE / f"{FREQUENCIES}.json"
+    if reference.exists():
+        results.frequencies = _read(reference)["measures"]
     return results
 
 

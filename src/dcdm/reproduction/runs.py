@@ -23,7 +23,8 @@ from dcdm.files import digest, write_whole
 from dcdm.reproduction.scale import TEST, TRAINING, TUNING, VALIDATION, ZERO_SHOT, Scale
 from dcdm.reproduction.variants import Variant, variants
 
-MACHINE = "machine"
+MACHINE, REFERENCE = "machine", "reference"  # folders beside the results of runs
+FREQUENCIES = "frequencies"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class Places:
     def machine(self, spec: RunSpec) -> Path:
         return self.results / spec.scale.name / MACHINE / f"{spec.name}.json"
 
+    def frequencies(self, scale: Scale) -> Path:
+        return self.results / scale.name / REFERENCE / f"{FREQUENCIES}.json"
+
     def check(self) -> None:
         """Refuse a data folder in which something is missing, before anything starts."""
         needed = [*TRAINING, VALIDATION, TEST, *ZERO_SHOT.values()]
@@ -161,8 +165,8 @@ def carry_out(spec: RunSpec, places: Places) -> int:
     figures = {name: part["figures"] for name, part in parts.items()}
     places.machine(spec).parent.mkdir(parents=True, exist_ok=True)
     machine = _machine(spec, places, {name: part["seconds"] for name, part in parts.items()}, started)
-    write_whole(places.machine(spec), _json(machine))
-    write_whole(places.result(spec), _json(_result(spec, places, figures)))
+    write_whole(places.machine(spec), as_json(machine))
+    write_whole(places.result(spec), as_json(_result(spec, places, figures)))
     return 0
 
 
@@ -218,7 +222,7 @@ def _measured(name: str, spec: RunSpec, places: Places) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 1)
     part = {"figures": figures, "seconds": seconds, "measured_with": settings}
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, _json(part))
+    write_whole(path, as_json(part))
     return part
 
 
@@ -269,8 +273,8 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _json(value: Any) -> bytes:
-    """Indented, with a list of numbers on one line."""
+def as_json(value: Any) -> bytes:
+    """As a file of the results: indented, with a list of numbers on one line."""
     text = json.dumps(value, indent=1, sort_keys=True)
     text = re.sub(r"\[([^\[\]{}\"]*)\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
     return (text + "\n").encode()

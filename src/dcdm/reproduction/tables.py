@@ -10,12 +10,14 @@ from typing import Any
 
 from dcdm.reproduction.experiments import experiments
 from dcdm.reproduction.reading import VALID, Interval, Path_, Results, curve_of, interval, reached
+from dcdm.reproduction.runs import FREQUENCIES
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
 from dcdm.reproduction.variants import TUNED, variants
 from dcdm.reproduction.verdicts import claims, k_rows
 from dcdm.viewing.pieces import grid as grid_html
 
 NONE = "–"
+SINGLE_TOKENS = "frequencies of single tokens"
 TEXT = (
     "model", "claim", "verdict", "first figures", "comparison", "benchmark", "decoder",
     "tokens that mark chunks (seed 0)",
@@ -52,6 +54,11 @@ def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:
     text = f"{value.mean:{'+' if sign else ''}.{digits}f}"
     text += f" ± {value.half:.{digits}f}" if value.half is not None else SINGLE[value.seeds == 1]
     return text.translate(Minus)
+
+
+def shown_bare(value: Interval | None, digits: int = 3) -> str:
+    """The mean alone."""
+    return NONE if value is None else f"{value.mean:.{digits}f}"
 
 
 def grids(results: Results) -> dict[str, Grid]:
@@ -115,20 +122,27 @@ def kinds(results: Results) -> Grid:
         valid = results.mean(name, VALID)
         return (
             _parameters(results, name), shown(valid), shown(results.mean(name, VALID, "bits_per_byte")),
-            _perplexity(valid), shown(results.mean(name, ("heldout", "surrogate"))),
+            _perplexity(valid), shown(results.difference(name, FREQUENCIES), sign=True),
+            shown(results.mean(name, ("heldout", "surrogate"))),
             shown(results.mean(name, ("heldout", "chunk"))), _violation(results, name), _speed(results, name),
         )  # fmt: skip
 
     names = [name for name, one in variants(scale(results.scale)).items() if "zeroshot" in one.measures]
     header = (
-        "model", "parameters", "valid bound", "bits/byte", "perplexity", "surrogate (not a bound)",
-        "one forward per chunk", "MaxVio", "training tokens/s",
+        "model", "parameters", "valid bound", "bits/byte", "perplexity", "bound − frequencies",
+        "surrogate (not a bound)", "one forward per chunk", "MaxVio", "training tokens/s",
     )  # fmt: skip
     note = (
         f"Nats per token on {_windows(results, VALID)} windows of WikiText-2 test, MaxVio on the same; AR exact; "
-        "the paper's routing by its sequential bound."
+        "the paper's routing by its sequential bound. Frequencies: every token by how often it stands in the "
+        "training text, whatever is around it."
     )
-    return Grid("Kinds", header, _rows(results, names, cells), note)
+    rows = _rows(results, names, cells)
+    if rows and results.frequencies:
+        bare = [shown_bare(results.mean(FREQUENCIES, VALID, key)) for key in ("nats_per_token", "bits_per_byte")]
+        perplexity = _perplexity(results.mean(FREQUENCIES, VALID))
+        rows.append((SINGLE_TOKENS, NONE, *bare, perplexity, *[NONE] * 5))
+    return Grid("Kinds", header, rows, note)
 
 
 def surrogate(results: Results) -> Grid:
@@ -227,7 +241,11 @@ def zero_shot(results: Results) -> Grid:
 
     header = ("model", *(text for corpus in ZERO_SHOT for text in (corpus, f"{corpus} perplexity")))
     note = "Valid bounds (AR exact) in nats per token, a few windows of each."
-    return Grid("Zero-shot", header, _rows(results, _experiment(results, "zero-shot"), cells), note)
+    rows = _rows(results, _experiment(results, "zero-shot"), cells)
+    if rows and results.frequencies:
+        means = [results.mean(FREQUENCIES, ("zeroshot", corpus, "valid")) for corpus in ZERO_SHOT]
+        rows.append((SINGLE_TOKENS, *(text for mean in means for text in (shown_bare(mean), _perplexity(mean)))))
+    return Grid("Zero-shot", header, rows, note)
 
 
 def frontier(results: Results) -> Grid:
