@@ -390,6 +390,20 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         scale("huge")
 
 
+def test_a_report_of_a_mistyped_folder_leaves_all_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "docs" / "reproduction.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin kinds -->\n| kept |\n<!-- end -->\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["reproduce", "report", "--results", "result"])
+    assert "no finished run under cpu" in capsys.readouterr().err
+    assert "kept" in document.read_text()
+    assert not (tmp_path / "result").exists()
+
+
 def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places) -> None:
     import numpy as np
 

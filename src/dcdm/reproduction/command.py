@@ -77,8 +77,13 @@ def reproduce(
 
 
 def _report(results: Path, scale: str) -> None:
+    from dcdm.config import ConfigError
     from dcdm.reproduction.report import write_report
 
+    if not any((results / scale).glob("*.json")):
+        raise ConfigError(
+            f"--results {results} has no finished run under {scale}; the page and its tables are left alone"
+        )
     document = Path("docs/reproduction.md") if scale == "cpu" and Path("docs/reproduction.md").exists() else None
     print(write_report(results, scale, document, Path("docs/images/reproduction")))
 
