@@ -379,11 +379,15 @@ def test_the_list_names_every_experiment_and_the_price(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert all(name in shown for name in experiments(cpu()))
     assert "core-hours" in shown
+    main(["reproduce", "--list", "--seeds", "0", "--results", str(tmp_path)])
+    assert f"{len(variants(cpu()))} runs of" in capsys.readouterr().out
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment is called figures"):
         specs(tiny(), ["figures"])
+    with pytest.raises(SystemExit):
+        main(["reproduce", "all", "--seeds", "1", "1"])
     with pytest.raises(ConfigError, match="lacks corpora"):
         Places(tmp_path, tmp_path, tmp_path).check()
     with pytest.raises(ConfigError, match="cannot run here"):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcdm.reproduction.experiments import experiments, specs
+from dcdm.reproduction.experiments import SEEDS, experiments, specs
 from dcdm.reproduction.runs import Places, RunSpec, is_done
 from dcdm.reproduction.scale import Scale
 
@@ -25,7 +25,7 @@ MEASURE_SECONDS = {
 
 def price(spec: RunSpec, places: Places) -> float:
     """Minutes of one core: measured where a run of the variant has finished, else estimated."""
-    for seed in (spec.seed, 0, 1, 2):
+    for seed in (spec.seed, *SEEDS):
         same = RunSpec(spec.scale, spec.variant, seed)
         try:
             seconds = json.loads(places.machine(same).read_bytes())["seconds"]
@@ -38,7 +38,7 @@ def price(spec: RunSpec, places: Places) -> float:
     return (training + sum(MEASURE_SECONDS[name] for name in spec.variant.measures)) / 60
 
 
-def show_list(scale: Scale, places: Places, names: Sequence[str]) -> None:
+def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: tuple[int, ...] = SEEDS) -> None:
     """Print the experiments, then the matrix of runs with its price."""
     from rich.console import Console
     from rich.table import Table
@@ -50,7 +50,7 @@ def show_list(scale: Scale, places: Places, names: Sequence[str]) -> None:
         table.add_column(column)
     for one in known.values():
         if "all" in names or one.name in names:
-            runs = specs(scale, [one.name])
+            runs = specs(scale, [one.name], seeds)
             done = sum(is_done(spec, places) for spec in runs)
             hours = sum(price(spec, places) for spec in runs) / 60
             table.add_row(one.name, one.paper, one.shows, str(len(runs)), str(done), f"{hours:.1f}")
@@ -59,12 +59,13 @@ def show_list(scale: Scale, places: Places, names: Sequence[str]) -> None:
     matrix = Table(box=None, pad_edge=False, title="run matrix", title_justify="left")
     for column in ("variant", "what", "seeds", "done", "minutes each"):
         matrix.add_column(column)
-    runs = specs(scale, [*names])
+    runs = specs(scale, [*names], seeds)
     for variant in dict.fromkeys(spec.variant.name for spec in runs):
         own = [spec for spec in runs if spec.variant.name == variant]
         done = sum(is_done(spec, places) for spec in own)
-        seeds = ", ".join(str(spec.seed) for spec in own)
-        matrix.add_row(variant, own[0].variant.says, seeds, str(done), f"{price(own[0], places):.1f}")
+        matrix.add_row(
+            variant, own[0].variant.says, ", ".join(map(str, seeds)), str(done), f"{price(own[0], places):.1f}"
+        )
     console.print(matrix)
     total = sum(price(spec, places) for spec in runs) / 60
     left = sum(price(spec, places) for spec in runs if not is_done(spec, places)) / 60
