@@ -425,7 +425,12 @@ def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places
     assert held["nats_per_token"] == pytest.approx(entropy, rel=0.1)  # the texts are drawn alike
     found = regions(results)
     assert "frequencies of single tokens" in found["kinds"]
-    assert "bdlm8" in found["summary"].partition("Not below the frequencies")[2]  # 12 steps teach nothing
+    assert "bdlm8-s0" in found["summary"].partition("Still at the frequencies")[2]  # 12 steps teach nothing
+    assert "bdlm8-s0" in results.at_frequencies()
+    for path in (("bdlm8", 0), ("bdlm8", 1)):
+        nats = results.runs[path]["measures"]["heldout"]["valid"]["window_nats"]
+        nats[:] = [value / 2 for value in nats]
+    assert "bdlm8-s0" not in results.at_frequencies()
     written = finished.frequencies(tiny()).stat().st_mtime_ns
     write_frequencies(tiny(), finished)
     assert finished.frequencies(tiny()).stat().st_mtime_ns == written

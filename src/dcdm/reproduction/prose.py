@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dcdm.reproduction.experiments import specs
 from dcdm.reproduction.reading import VALID, Results
-from dcdm.reproduction.runs import FREQUENCIES, is_current
+from dcdm.reproduction.runs import is_current
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.tables import shown
 from dcdm.reproduction.variants import variants
@@ -24,7 +24,7 @@ def summary(results: Results) -> str:
     done = sum((one.variant.name, one.seed) in results.runs for one in wanted)
     if not results.runs:
         return "**No results are stored yet**: the commands work, their runs at CPU scale are still to be done."
-    lines = [f"{done} of {len(wanted)} runs are finished."]
+    lines = [f"{done} of {len(wanted)} runs are finished.", ""]
     other = [one.name for one in wanted if (run := results.runs.get((one.variant.name, one.seed))) is not None
              and not is_current(run, one)]  # fmt: skip
     if other:
@@ -35,12 +35,10 @@ def summary(results: Results) -> str:
         if own:
             lines.append(f"- **{verdict[0].upper()}{verdict[1:]}**: {'; '.join(claim.says for claim in own)}.")
     names = variants(scale(results.scale))
-    weak = [name for name in names if (above := results.difference(name, FREQUENCIES)) is not None
-            and not above.below_zero]  # fmt: skip
-    if weak:
+    if stuck := results.at_frequencies():
         lines.append(
-            "- **Not below the frequencies of single tokens**, so that their rank says how soon they learn, "
-            f"not how well: {', '.join(weak)}."
+            "- **Still at the frequencies of single tokens** when training ends, as other seeds of the same "
+            f"models may not be: {', '.join(stuck)} (of {len(results.runs)} runs)."
         )
     best = min(
         ((value.mean, name) for name in variants(scale(results.scale))

@@ -114,6 +114,17 @@ class Results:
         windows = [statistics.fmean(column) / count for column, count in columns]
         return interval([sum(row) / sum(tokens) for row in rows], half_width(windows))
 
+    def at_frequencies(self) -> list[str]:
+        """Runs whose valid figure is not surely below that of single tokens' frequencies, over the same windows."""
+        held = _windows(self.figure(FREQUENCIES, 0, VALID))
+        found = []
+        for name, seed in sorted(self.runs):
+            own = _windows(self.figure(name, seed, VALID))
+            gained = [(own[n][0] - held[n][0]) / held[n][1] for n in sorted(own.keys() & held.keys())]
+            if gained and statistics.fmean(gained) + (half_width(gained) or math.inf) >= 0:
+                found.append(f"{name}-s{seed}")
+        return found
+
 
 def _windows(figures: Any) -> dict[int, tuple[float, int]]:
     """Number of a window → its nats and tokens; {} where figures are not kept by window."""
