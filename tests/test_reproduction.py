@@ -13,7 +13,7 @@ import pytest
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import contents, measures, queue, runs, tables
-from dcdm.reproduction.experiments import SEEDS, experiments, specs
+from dcdm.reproduction.experiments import experiments, specs
 from dcdm.reproduction.listing import price
 from dcdm.reproduction.plots import plots
 from dcdm.reproduction.reading import (
@@ -215,10 +215,16 @@ def test_every_variant_is_a_model_and_has_its_own_identity() -> None:
         assert all(name in measures.MEASURES for one in made for name in one.variant.measures)
 
 
-def test_main_kinds_come_first_and_every_comparison_has_three_seeds() -> None:
+def test_main_kinds_come_first_and_every_comparison_has_three_seeds_or_more() -> None:
     made = specs(cpu(), ["all"])
-    assert len(SEEDS) == 3
-    assert len(made) == 3 * len(variants(cpu()))
+    known = variants(cpu())
+    assert min(one.seeds for one in known.values()) == 3
+    assert len({one.name for one in made}) == len(made) == sum(one.seeds for one in known.values())
+    for one in known.values():  # a fine-tuned run starts from its parent's of the same seed
+        assert one.parent is None or known[one.parent].seeds >= one.seeds
+    assert {(one.variant.name, one.seed) for one in specs(cpu(), ["moe"], (7,))} == {
+        ("paper", 7), ("paper-moe", 7), ("strided-full", 7), ("strided-full-moe", 7),
+    }  # fmt: skip
     assert {one.variant.name for one in made[:8]} == {
         "bdlm8", "paper", "mdlm", "strided-full", "causal-full", "bdlm32", "ar", "causal",
     }  # fmt: skip

@@ -21,7 +21,7 @@ def reproduce(
     results: Path = Path("results"),
     work: Path = Path("runs/reproduce"),
     jobs: int = 2,
-    seeds: tuple[int, ...] = (0, 1, 2),
+    seeds: tuple[int, ...] = (),
     list: bool = False,
 ) -> None:
     """Run the paper's experiments: every table and figure, by name.
@@ -37,7 +37,8 @@ def reproduce(
         results: Folder of the results, one JSON file for each run.
         work: Folder of the runs themselves: weights, metrics, logs.
         jobs: Runs at one time, each with one thread.
-        seeds: Seeds of every run: one for a first look, more than three for narrower intervals.
+        seeds: Seeds of every model, in place of its own (three or six): one for a first look, more for narrower
+            intervals.
         list: Say what each experiment shows and costs, and which runs there are, without starting.
     """
     from dcdm.config import ConfigError
@@ -46,13 +47,13 @@ def reproduce(
 
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    if min(seeds, default=0) < 0 or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {' '.join(map(str, seeds))} must be different numbers from 0 on")
     places = Places(data.absolute(), work.absolute(), results.absolute())
     if list:
         from dcdm.reproduction.listing import show_list
 
-        show_list(scale_of("cpu" if scale == "paper" else scale), places, names or ("all",), seeds)
+        show_list(scale_of("cpu" if scale == "paper" else scale), places, names or ("all",), seeds or None)
         return
     if not names:
         raise ConfigError("name an experiment, or all; `dcdm reproduce --list` says what there is")
@@ -67,7 +68,7 @@ def reproduce(
     from dcdm.reproduction.queue import INTERRUPTED, log_of, work_off
 
     chosen = scale_of(scale)
-    runs = specs(chosen, [*names], seeds)
+    runs = specs(chosen, [*names], seeds or None)
     places.check()
     prepare_data(chosen, places)
     write_frequencies(chosen, places)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcdm.config import ConfigError
 from dcdm.reproduction.runs import RunSpec
 from dcdm.reproduction.scale import Scale
 from dcdm.reproduction.variants import MAIN, TUNED, variants
-
-SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,11 @@ def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
     return [one for one in known.values() if "all" in names or one.name in names]
 
 
-def specs(scale: Scale, names: list[str], seeds: tuple[int, ...] = SEEDS) -> list[RunSpec]:
-    """The runs of these experiments (or `all`), each once: main kinds seed by seed, then others, extras last."""
+def specs(scale: Scale, names: list[str], seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """The runs of these experiments (or `all`), each once: main kinds seed by seed, then others, extras last.
+
+    `seeds` stand in for those that each variant has of its own.
+    """
     table = variants(scale)
     wanted = {variant for one in chosen_experiments(scale, names) for variant in one.variants}
     wanted |= {parent for name in wanted if (parent := table[name].parent) is not None}
@@ -113,4 +115,11 @@ def specs(scale: Scale, names: list[str], seeds: tuple[int, ...] = SEEDS) -> lis
     first = [one for one in chosen if one.measures == MAIN]
     rest = [one for one in chosen if one.measures != MAIN and not one.extra]
     extras = [one for one in chosen if one.extra]
-    return [RunSpec(scale, one, seed) for part in (first, rest, extras) for seed in seeds for one in part]
+    every = range(max(one.seeds for one in chosen)) if seeds is None else seeds
+    return [
+        RunSpec(scale, one, seed)
+        for part in (first, rest, extras)
+        for seed in every
+        for one in part
+        if seeds is not None or seed < one.seeds
+    ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcdm.reproduction.experiments import SEEDS, experiments, specs
+from dcdm.reproduction.experiments import experiments, specs
 from dcdm.reproduction.runs import Places, RunSpec, is_done
 from dcdm.reproduction.scale import Scale
 
@@ -25,7 +25,7 @@ MEASURE_SECONDS = {
 
 def price(spec: RunSpec, places: Places) -> float:
     """Minutes of one core: measured where a run of the variant has finished, else estimated."""
-    for seed in (spec.seed, *SEEDS):
+    for seed in (spec.seed, *range(spec.variant.seeds)):
         same = RunSpec(spec.scale, spec.variant, seed)
         try:
             seconds = json.loads(places.machine(same).read_bytes())["seconds"]
@@ -38,7 +38,7 @@ def price(spec: RunSpec, places: Places) -> float:
     return (training + sum(MEASURE_SECONDS[name] for name in spec.variant.measures)) / 60
 
 
-def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: tuple[int, ...] = SEEDS) -> None:
+def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: Sequence[int] | None = None) -> None:
     """Print the experiments, then the matrix of runs with its price."""
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +64,11 @@ def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: tuple[i
         own = [spec for spec in runs if spec.variant.name == variant]
         done = sum(is_done(spec, places) for spec in own)
         matrix.add_row(
-            variant, own[0].variant.says, ", ".join(map(str, seeds)), str(done), f"{price(own[0], places):.1f}"
+            variant,
+            own[0].variant.says,
+            ", ".join(str(spec.seed) for spec in own),
+            str(done),
+            f"{price(own[0], places):.1f}",
         )
     console.print(matrix)
     total = sum(price(spec, places) for spec in runs) / 60
