@@ -13,6 +13,7 @@ import pytest
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import contents, measures, queue, runs, tables
+from dcdm.reproduction.causes import CAUSES
 from dcdm.reproduction.experiments import experiments, specs
 from dcdm.reproduction.listing import price
 from dcdm.reproduction.plots import plots
@@ -231,6 +232,16 @@ def test_main_kinds_come_first_and_every_comparison_has_three_seeds_or_more() ->
     extra = [one.variant.extra for one in made]
     assert any(extra)
     assert extra == sorted(extra)
+
+
+def test_causes_change_either_the_model_or_its_noise() -> None:
+    shown = set(experiments(cpu())["partitions"].variants)
+    for cause in CAUSES:
+        one, other = (RunSpec(cpu(), variants(cpu())[name], 0) for name in (cause.one, cause.other))
+        assert {cause.one, cause.other} <= shown
+        same_noise = one.objective.full_mask_share == other.objective.full_mask_share
+        assert (one.model == other.model) != same_noise, cause
+        assert same_noise != ("noise levels →" in cause.changed)
 
 
 def test_stored_results_are_those_of_the_runs_defined_here() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcdm.reproduction.causes import CAUSES
 from dcdm.reproduction.experiments import experiments
 from dcdm.reproduction.reading import VALID, Interval, Path_, Results, curve_of, interval, reached
 from dcdm.reproduction.runs import FREQUENCIES
@@ -20,7 +21,7 @@ NONE = "–"
 SINGLE_TOKENS = "frequencies of single tokens"
 TEXT = (
     "model", "claim", "verdict", "first figures", "comparison", "benchmark", "decoder",
-    "tokens that mark chunks (seed 0)",
+    "tokens that mark chunks (seed 0)", "what changes",
 )  # fmt: skip
 """Columns of words."""
 SINGLE = {True: " (one seed)", False: " (one window)"}
@@ -67,8 +68,8 @@ def grids(results: Results) -> dict[str, Grid]:
         "verdicts": verdict_table, "parts": part_table, "kinds": kinds, "surrogate": surrogate,
         "training-steps": training_steps, "scaling": scaling,
         "k-ablation": k_ablation, "point-vs-subspace": point, "zero-shot": zero_shot, "moe": mixture,
-        "partitions": partitions, "frontier": frontier, "policies": policies, "downstream": downstream,
-        "adaptive": adaptive, "contents": contents, "cost": cost,
+        "partitions": partitions, "causes": causes, "frontier": frontier, "policies": policies,
+        "downstream": downstream, "adaptive": adaptive, "contents": contents, "cost": cost,
     }  # fmt: skip
     made = {name: make(results) for name, make in makers.items()}
     return {name: grid for name, grid in made.items() if grid.rows}
@@ -158,18 +159,22 @@ def surrogate(results: Results) -> Grid:
 
 
 def _compared(results: Results, names: Sequence[str], base: str | None, title: str) -> Grid:
+    def versus(name: str) -> tuple[str, ...]:
+        if base is None:
+            return ()
+        return (NONE if name == base else shown(results.difference(name, base), sign=True),)
+
     def cells(name: str) -> tuple[str, ...]:
-        versus = NONE if base is None or name == base else shown(results.difference(name, base), sign=True)
         valid = results.mean(name, VALID)
         return (
             _parameters(results, name), shown(valid), shown(results.mean(name, VALID, "bits_per_byte")),
-            shown(results.mean(name, ("heldout", "surrogate"))), versus, _violation(results, name),
+            shown(results.mean(name, ("heldout", "surrogate"))), *versus(name), _violation(results, name),
             _speed(results, name),
         )  # fmt: skip
 
-    against = "" if base is None else f" − {base}"
+    against = () if base is None else (f"bound − {base}",)
     header = (
-        "model", "parameters", "valid bound", "bits/byte", "surrogate (not a bound)", f"bound{against}", "MaxVio",
+        "model", "parameters", "valid bound", "bits/byte", "surrogate (not a bound)", *against, "MaxVio",
         "training tokens/s",
     )  # fmt: skip
     return Grid(title, header, _rows(results, names, cells))
@@ -201,6 +206,20 @@ def partitions(results: Results) -> Grid:
     return _compared(
         results, _experiment(results, "partitions"), "strided-full", "Partitions and how they are trained"
     )
+
+
+def causes(results: Results) -> Grid:
+    """One thing changed at a time, by the bound and by what one forward per chunk costs."""
+    rows = []
+    for cause in CAUSES:
+        bound = results.difference(cause.one, cause.other)
+        if bound is not None:
+            chunk = results.difference(cause.one, cause.other, ("heldout", "chunk"))
+            said = (shown(value, sign=True) for value in (bound, chunk))
+            rows.append((cause.changed, f"{cause.one} − {cause.other}", *said))
+    header = ("what changes", "comparison", "valid bound", "one forward per chunk")
+    note = "Differences in nats per token over paired seeds, 95 % intervals; below 0 the change helps."
+    return Grid("One change at a time", header, rows, note)
 
 
 def training_steps(results: Results) -> Grid:
