@@ -33,7 +33,7 @@ def summary(results: Results) -> str:
     for verdict in (CONFIRMED, NOT, UNKNOWN):
         own = [claim for claim in found if claim.verdict == verdict]
         if own:
-            lines.append(f"- **{verdict[0].upper()}{verdict[1:]}**: {'; '.join(claim.says for claim in own)}.")
+            lines.append(f"- **{verdict[0].upper()}{verdict[1:]}**: {'; '.join(map(_said, own))}.")
     names = variants(scale(results.scale))
     if stuck := results.at_frequencies():
         lines.append(
@@ -56,6 +56,14 @@ def summary(results: Results) -> str:
             "nats per token."
         )
     return "\n".join(lines)
+
+
+def _said(claim: Claim) -> str:
+    """The claim, and what of it holds where not all does."""
+    held = [part.name for part in claim.parts if part.verdict == CONFIRMED]
+    if claim.verdict == CONFIRMED or not held or len(claim.parts) > MANY:
+        return claim.says
+    return f"{claim.says} (confirmed of it: {', '.join(held)} below zero)"
 
 
 def claim_by_claim(results: Results) -> str:
