@@ -333,6 +333,17 @@ def test_points_of_curves_are_paired_by_tokens() -> None:
     assert all(part.difference is not None and part.difference.mean == pytest.approx(-1) for part in claim.parts)
 
 
+def test_whole_curves_are_paired_by_step() -> None:
+    """Seeds draw texts of other lengths: at one step they have seen other numbers of tokens."""
+    curves = {
+        ("paper", seed): [[(100.0 + 3 * seed) * at, 6.0 + seed, 0.0] for at in range(1, 7)] for seed in (0, 1)
+    }
+    points = curve_points(with_curves(curves), "paper")
+    assert [x for x, *_ in points] == pytest.approx([101.5 * at for at in range(1, 7)])
+    assert {y for _, y, _ in points} == {6.5}
+    assert curve_points(with_curves({("paper", 0): []}), "paper") == []
+
+
 def test_a_loss_is_reached_between_two_points() -> None:
     curve = [(100.0, 6.0), (200.0, 5.0), (300.0, 4.5)]
     assert [reached(curve, value) for value in (7.0, 5.5, 4.5, 4.0)] == [100, 150, 300, None]

@@ -165,15 +165,23 @@ Curve = list[tuple[float, float]]
 def curve_of(results: Results, variant: str, seed: int, name: str = "validation") -> Curve:
     """A run's curve, without points that the next one follows at once."""
     found = [(point[0], point[1]) for point in results.figure(variant, seed, ("curve", name)) or []]
-    near = SAME_PLACE * found[-1][0] if found else 0.0
+    if not found:
+        return []
+    near = SAME_PLACE * found[-1][0]
     following = [*(tokens for tokens, _ in found[1:]), math.inf]
     return [point for point, later in zip(found, following, strict=True) if later - point[0] > near]
 
 
 def aligned(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
-    """(tokens, value of every curve) at the points that all curves have."""
+    """(tokens, value of every curve) at the points that all curves have.
+
+    Whole curves have their points at the same steps, though not at the same tokens: the lengths of texts are drawn.
+    """
     if not curves or not all(curves):
         return []
+    if len({len(curve) for curve in curves}) == 1:
+        together = [tuple(zip(*points, strict=True)) for points in zip(*curves, strict=True)]
+        return [(statistics.fmean(tokens), list(values)) for tokens, values in together]
     near, rows = SAME_PLACE * curves[0][-1][0], []
     for tokens, _ in curves[0]:
         points = [min(curve, key=lambda point: abs(point[0] - tokens)) for curve in curves]
