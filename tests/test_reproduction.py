@@ -30,7 +30,7 @@ from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.runs import Places, RunSpec, carry_out, is_done, prepare_data
 from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, scale, tiny
 from dcdm.reproduction.variants import variants
-from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, earlier, loss_order, verdict_of
+from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, earlier, interior_optimum, loss_order, verdict_of
 from dcdm.training import command
 
 ROOT = Path(__file__).parent.parent
@@ -334,7 +334,7 @@ def test_points_of_curves_are_paired_by_tokens() -> None:
 
 
 def test_whole_curves_are_paired_by_step() -> None:
-    """Seeds draw texts of other lengths: at one step they have seen other numbers of tokens."""
+    """Seeds draw other prompts: at one step they have been trained on other numbers of tokens."""
     curves = {
         ("paper", seed): [[(100.0 + 3 * seed) * at, 6.0 + seed, 0.0] for at in range(1, 7)] for seed in (0, 1)
     }
@@ -360,6 +360,21 @@ def test_runs_of_up_to_eight_chunks_are_expected_to_take_six_minutes_at_most(tmp
     made = [RunSpec(cpu(), one, 0) for one in variants(cpu()).values()]
     few = [spec for spec in made if (spec.model.num_chunks or 0) <= 8]  # measured, those of 16 and 32 take longer
     assert max(price(spec, places) for spec in few) < 6
+
+
+def test_two_tokens_share_a_chunk_by_chance_as_sizes_say() -> None:
+    assert tables._chance([[1, 1], [2, 0], [0, 0]]) == pytest.approx(0.5)
+    assert tables._chance([[1]] * 8) == pytest.approx(1 / 8)
+
+
+def test_the_inner_number_of_chunks_is_chosen_over_common_seeds() -> None:
+    chunks = {"paper-k4-h64": 4, "paper": 8, "paper-k16-h32": 16, "paper-k32-h24": 32}
+    values = {(name, seed): 6.0 for name in chunks for seed in range(3)}
+    values |= {("paper", seed): 5.9 for seed in range(3)} | {("paper", seed): 9.0 for seed in range(3, 6)}
+    results = fake(values)
+    for (name, _), run in results.runs.items():
+        run["settings"] = {"model": {"num_chunks": chunks[name], "chunk_dim": 64 if chunks[name] == 4 else 32}}
+    assert [part.name for part in interior_optimum(results).parts] == ["K=8 − K=4", "K=8 − K=32"]
 
 
 def test_marks_of_chunks_survive_markdown() -> None:

@@ -35,14 +35,15 @@ def summary(results: Results) -> str:
         if own:
             lines.append(f"- **{verdict[0].upper()}{verdict[1:]}**: {'; '.join(map(_said, own))}.")
     names = variants(scale(results.scale))
+    scored = sum(results.figure(*run, VALID) is not None for run in results.runs)
     if stuck := results.at_frequencies():
         lines.append(
             "- **Still at the frequencies of single tokens** when training ends, as other seeds of the same "
-            f"models may not be: {', '.join(stuck)} (of {len(results.runs)} runs)."
+            f"models may not be: {', '.join(stuck)} (of {scored} runs that were not fine-tuned)."
         )
     best = min(
         ((value.mean, name) for name in variants(scale(results.scale))
-         if name != "ar" and (value := results.mean(name, VALID)) is not None),
+         if name != "ar" and (value := results.mean(name, VALID)) is not None and value.seeds >= names[name].seeds),
         default=None,
     )  # fmt: skip
     if best is not None:

@@ -91,9 +91,12 @@ class Results:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def mean(self, variant: str, path: Path_, key: str = "nats_per_token") -> Interval | None:
-        """A figure of a variant over its seeds."""
-        found = [self.figure(variant, seed, (*path, key)) for seed in self.seeds(variant)]
+    def mean(
+        self, variant: str, path: Path_, key: str = "nats_per_token", seeds: Sequence[int] | None = None
+    ) -> Interval | None:
+        """A figure of a variant over its seeds, or over some of them; the interval is over seeds alone."""
+        chosen = self.seeds(variant) if seeds is None else seeds
+        found = [self.figure(variant, seed, (*path, key)) for seed in chosen]
         return interval([value for value in found if value is not None])
 
     def difference(
@@ -175,7 +178,7 @@ def curve_of(results: Results, variant: str, seed: int, name: str = "validation"
 def aligned(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
     """(tokens, value of every curve) at the points that all curves have.
 
-    Whole curves have their points at the same steps, though not at the same tokens: the lengths of texts are drawn.
+    Whole curves have their points at the same steps, though not at the same tokens: visible prompts are drawn.
     """
     if not curves or not all(curves):
         return []

@@ -380,12 +380,19 @@ def contents(results: Results) -> Grid:
         if found:
             told = [results.mean(name, ("contents",), key)
                     for key in ("bits_about_class", "bits_about_place", "neighbours_together")]  # fmt: skip
-            rows.append((one.says, *(shown(value) for value in told), _marked(found)))
+            chance = interval([_chance(results.figure(name, seed, ("contents", "counts"))) for seed in seeds])
+            rows.append((one.says, *(shown(value) for value in told), shown_bare(chance), _marked(found)))
     header = (
         "model", "bits about the kind of token", "bits about the place", "neighbours in one chunk",
-        "tokens that mark chunks (seed 0)",
+        "by chance", "tokens that mark chunks (seed 0)",
     )  # fmt: skip
     return Grid("What chunks contain", header, rows)
+
+
+def _chance(counts: Sequence[Sequence[int]]) -> float:
+    """How often two tokens share a chunk when each is drawn by itself, with the sizes that chunks have overall."""
+    sizes = [sum(chunk) for chunk in counts]
+    return sum(size**2 for size in sizes) / sum(sizes) ** 2
 
 
 def _marked(found: dict[str, Any]) -> str:

@@ -164,7 +164,8 @@ def k_rows(results: Results, fixed: bool) -> list[tuple[int, str]]:
 def interior_optimum(results: Results) -> Claim:
     """A K between the ends is better than both ends."""
     rows = k_rows(results, fixed=False)
-    means = {name: mean.mean for _, name in rows if (mean := results.mean(name, VALID)) is not None}
+    names = [name for _, name in rows]
+    means = {name: mean.mean for name in names if (mean := results.mean(name, VALID, seeds=results.seeds(*names)))}
     parts: tuple[Part, ...] = ()
     if len(means) == len(rows) >= 3:
         inner = min((name for _, name in rows[1:-1]), key=lambda name: means[name])
