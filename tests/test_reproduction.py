@@ -342,6 +342,8 @@ def test_whole_curves_are_paired_by_step() -> None:
     assert [x for x, *_ in points] == pytest.approx([101.5 * at for at in range(1, 7)])
     assert {y for _, y, _ in points} == {6.5}
     assert curve_points(with_curves({("paper", 0): []}), "paper") == []
+    gaps = {("paper", gap): [[100.0 * at, 6.0, 0.0] for at in range(1, 7) if at != gap] for gap in (3, 4)}
+    assert [x for x, *_ in curve_points(with_curves(gaps), "paper")] == [100, 200, 500, 600]
 
 
 def test_a_loss_is_reached_between_two_points() -> None:

@@ -53,7 +53,7 @@ def reproduce(
     if list:
         from dcdm.reproduction.listing import show_list
 
-        show_list(scale_of("cpu" if scale == "paper" else scale), places, names or ("all",), seeds or None)
+        show_list(scale_of("cpu" if scale == "paper" else scale), places, names or ("all",), seeds)
         return
     if not names:
         raise ConfigError("name an experiment, or all; `dcdm reproduce --list` says what there is")
@@ -68,7 +68,7 @@ def reproduce(
     from dcdm.reproduction.queue import INTERRUPTED, log_of, work_off
 
     chosen = scale_of(scale)
-    runs = specs(chosen, [*names], seeds or None)
+    runs = specs(chosen, [*names], seeds)
     places.check()
     prepare_data(chosen, places)
     write_frequencies(chosen, places)

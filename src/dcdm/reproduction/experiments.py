@@ -103,10 +103,10 @@ def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
     return [one for one in known.values() if "all" in names or one.name in names]
 
 
-def specs(scale: Scale, names: list[str], seeds: Sequence[int] | None = None) -> list[RunSpec]:
+def specs(scale: Scale, names: list[str], seeds: Sequence[int] = ()) -> list[RunSpec]:
     """The runs of these experiments (or `all`), each once: main kinds seed by seed, then others, extras last.
 
-    `seeds` stand in for those that each variant has of its own.
+    `seeds`, where there are any, stand in for those that each variant has of its own.
     """
     table = variants(scale)
     wanted = {variant for one in chosen_experiments(scale, names) for variant in one.variants}
@@ -115,11 +115,11 @@ def specs(scale: Scale, names: list[str], seeds: Sequence[int] | None = None) ->
     first = [one for one in chosen if one.measures == MAIN]
     rest = [one for one in chosen if one.measures != MAIN and not one.extra]
     extras = [one for one in chosen if one.extra]
-    every = range(max(one.seeds for one in chosen)) if seeds is None else seeds
+    every = seeds or range(max(one.seeds for one in chosen))
     return [
         RunSpec(scale, one, seed)
         for part in (first, rest, extras)
         for seed in every
         for one in part
-        if seeds is not None or seed < one.seeds
+        if seeds or seed < one.seeds
     ]

@@ -38,7 +38,7 @@ def price(spec: RunSpec, places: Places) -> float:
     return (training + sum(MEASURE_SECONDS[name] for name in spec.variant.measures)) / 60
 
 
-def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: Sequence[int] | None = None) -> None:
+def show_list(scale: Scale, places: Places, names: Sequence[str], seeds: Sequence[int] = ()) -> None:
     """Print the experiments, then the matrix of runs with its price."""
     from rich.console import Console
     from rich.table import Table

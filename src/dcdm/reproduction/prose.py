@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dcdm.reproduction.experiments import specs
+from dcdm.reproduction.grid import shown
 from dcdm.reproduction.reading import VALID, Results
 from dcdm.reproduction.runs import is_current
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
-from dcdm.reproduction.tables import shown
 from dcdm.reproduction.variants import variants
 from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, Claim, claims
 
@@ -42,8 +42,8 @@ def summary(results: Results) -> str:
             f"models may not be: {', '.join(stuck)} (of {scored} runs that were not fine-tuned)."
         )
     best = min(
-        ((value.mean, name) for name in variants(scale(results.scale))
-         if name != "ar" and (value := results.mean(name, VALID)) is not None and value.seeds >= names[name].seeds),
+        ((value.mean, name) for name, one in names.items()
+         if name != "ar" and (value := results.mean(name, VALID)) is not None and value.seeds >= one.seeds),
         default=None,
     )  # fmt: skip
     if best is not None:

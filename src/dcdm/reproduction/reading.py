@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,9 @@ def aligned(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:
         return []
     if len({len(curve) for curve in curves}) == 1:
         together = [tuple(zip(*points, strict=True)) for points in zip(*curves, strict=True)]
-        return [(statistics.fmean(tokens), list(values)) for tokens, values in together]
+        apart = min((b - a for (a, _), (b, _) in pairwise(curves[0])), default=math.inf)
+        if all(max(tokens) - min(tokens) < 0.75 * apart for tokens, _ in together):  # none has lost a point
+            return [(statistics.fmean(tokens), list(values)) for tokens, values in together]
     near, rows = SAME_PLACE * curves[0][-1][0], []
     for tokens, _ in curves[0]:
         points = [min(curve, key=lambda point: abs(point[0] - tokens)) for curve in curves]

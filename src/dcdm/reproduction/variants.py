@@ -29,6 +29,7 @@ class Variant:
     extra: bool = False
     """Nothing that the paper claims rests on it: it runs after all others."""
     seeds: int = 3
+    """How many: 0, 1, 2 and so on."""
 
 
 def variants(scale: Scale) -> dict[str, Variant]:
