@@ -60,6 +60,17 @@ def test_a_text_longer_than_the_context_goes_on_window_by_window(server, client)
     assert answer.choices[0].text == alone(server, ["a"], max_new_tokens=150, commit="chunk").texts[0]
 
 
+def test_a_text_ends_with_its_eos_unless_it_is_to_go_on(server, client):
+    asked = {"model": NAME, "prompt": "a", "max_tokens": 150}
+    seed = next(s for s in range(99) if alone(server, ["a"], max_new_tokens=150, seed=s).finished == ["eos"])
+    ended = client.completions.create(**asked, seed=seed)
+    assert ended.choices[0].finish_reason == "stop"
+    assert ended.usage.completion_tokens < 150
+    whole = client.completions.create(**asked, seed=seed, extra_body={"stop_at_eos": False})
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 150
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_s_pieces_are_the_text(server, client, n):
     asked = {"model": NAME, "prompt": ["for ", "é"], "max_tokens": 30, "seed": 5, "n": n}
@@ -97,9 +108,10 @@ def test_requests_that_are_computed_together_get_what_each_gets_alone(server):
 
 
 def test_without_a_seed_texts_differ_and_the_answer_names_the_seed_that_repeats_it(server):
-    first, second = (server.post("/v1/completions", {"prompt": "x", "max_tokens": 24}).json() for _ in range(2))
+    body = {"prompt": "x", "max_tokens": 24, "stop_at_eos": False}
+    first, second = (server.post("/v1/completions", body).json() for _ in range(2))
     assert first["choices"][0]["text"] != second["choices"][0]["text"]
-    again = {"prompt": "x", "max_tokens": 24, "seed": first["dcdm"]["seed"]}
+    again = {**body, "seed": first["dcdm"]["seed"]}
     assert server.post("/v1/completions", again).json()["choices"][0]["text"] == first["choices"][0]["text"]
 
 

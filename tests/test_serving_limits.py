@@ -29,8 +29,9 @@ from dcdm.serving.loading import load
 from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
 
-BODY = {"prompt": "a", "max_tokens": 4}
-SLOW = {"prompt": "a", "max_tokens": 500, "commit": "position"}
+# Nothing here ends by chance: an EOS would end a text that is meant to last.
+BODY = {"prompt": "a", "max_tokens": 4, "seed": 0, "stop_at_eos": False}
+SLOW = {**BODY, "max_tokens": 500, "commit": "position"}
 KEY = "a-key"
 
 
@@ -54,7 +55,7 @@ def test_with_a_key_every_route_but_health_wants_it():
         assert server.post("/v1/completions", BODY).status_code == 401
         assert server.get("/healthz").status_code == server.get("/readyz").status_code == 200
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
-        assert client.completions.create(model=NAME, **BODY).choices
+        assert client.completions.create(model=NAME, prompt="a", max_tokens=4).choices
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="other").models.list()
 
@@ -144,7 +145,7 @@ def test_wrong_settings_are_refused_by_name(wrong):
 
 def test_a_full_queue_is_answered_with_429_and_what_was_taken_is_finished(monkeypatch):
     slow_down(monkeypatch, 0.05)
-    body = {**BODY, "max_tokens": 10, "commit": "position"}
+    body = {**SLOW, "max_tokens": 10}
     with live(max_queued=3, max_texts=3, max_batch=1) as server, ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(12)))
         codes = sorted(answer.status_code for answer in answers)
@@ -168,31 +169,30 @@ def test_a_request_that_takes_too_long_is_ended_with_408_running_or_waiting(monk
         name, data = events(server.post("/v1/denoise", SLOW).text)[-1]
         assert (name, data["error"]["code"]) == ("error", "timeout")
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": NAME, "prompt": "a", "max_tokens": 500, "extra_body": {"commit": "position"}}
         with pytest.raises(openai.APIError, match="longer than"):
-            list(client.completions.create(**asked, stream=True))
+            list(client.completions.create(model=NAME, prompt="a", stream=True, extra_body=SLOW))
         until(lambda: server.figure("dcdm_running_texts") == 0)
         assert server.post("/v1/completions", {**BODY, "max_tokens": 1}).status_code == 200
 
 
 def test_a_text_that_takes_too_many_forwards_is_ended():
     with live(max_forwards=5) as server:
-        answer = server.post("/v1/completions", {**BODY, "max_tokens": 6, "commit": "position", "seed": 0})
+        answer = server.post("/v1/completions", {**BODY, "max_tokens": 6, "commit": "position"})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "too_many_forwards"
-        assert server.post("/v1/completions", {**BODY, "max_tokens": 5, "seed": 0}).status_code == 200
+        assert server.post("/v1/completions", {**BODY, "max_tokens": 5}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_computed_for_a_caller_who_is_gone(stream, monkeypatch):
     slow_down(monkeypatch)
-    with live() as server, httpx.Client(timeout=1) as client:
+    with live() as server, httpx.Client(timeout=30) as client:
         if stream:
             with client.stream("POST", f"{server.url}/v1/denoise", json=SLOW) as answer:
                 next(piece for piece in answer.iter_text() if "event: commit" in piece)
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{server.url}/v1/completions", json=SLOW)
+                client.post(f"{server.url}/v1/completions", json=SLOW, timeout=httpx.Timeout(30, read=1))
         until(lambda: server.figure('dcdm_texts_total{ended="cancelled"}') == 1)
         assert 1 <= server.figure("dcdm_new_tokens_total") < 400
         assert server.figure("dcdm_running_texts") == 0
@@ -201,17 +201,17 @@ def test_nothing_is_computed_for_a_caller_who_is_gone(stream, monkeypatch):
 def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
     slow_down(monkeypatch)
     with live(max_batch=1) as server, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(server.post, "/v1/completions", {**BODY, "max_tokens": 60, "commit": "position"})
+        first = pool.submit(server.post, "/v1/completions", {**SLOW, "max_tokens": 60})
         until(lambda: server.figure("dcdm_running_texts") == 1)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json=BODY, timeout=0.2)
+            httpx.post(server.url + "/v1/completions", json=BODY, timeout=httpx.Timeout(30, read=0.2))
         assert first.result().status_code == 200
         until(lambda: server.figure('dcdm_texts_total{ended="given up"}') == 1)
 
 
 def test_different_decoders_are_computed_one_after_the_other_and_equal_ones_together(monkeypatch):
     slow_down(monkeypatch, 0.002)
-    with live(batch_wait_ms=1500, max_batch=6) as server, ThreadPoolExecutor(6) as pool:
+    with live(batch_wait_ms=3000, max_batch=6) as server, ThreadPoolExecutor(6) as pool:
         asked = [{**BODY, "commit": commit, "seed": i} for i in range(3) for commit in ("chunk", "position")]
         assert all(a.status_code == 200 for a in pool.map(lambda b: server.post("/v1/completions", b), asked))
         assert server.figure("dcdm_batch_texts_count") == 2
@@ -242,8 +242,8 @@ def test_logs_are_json_lines_and_hold_prompts_only_if_asked(log_prompts):
     logs.start(stream)
     try:
         with live(log_prompts=log_prompts) as server:
-            server.post("/v1/completions", {"prompt": "my secret", "max_tokens": 3})
-            server.post("/v1/denoise", {"prompt": "my secret", "max_tokens": 3})
+            server.post("/v1/completions", {**BODY, "prompt": "my secret"})
+            server.post("/v1/denoise", {**BODY, "prompt": "my secret"})
             server.post("/v1/completions", {"prompt": "my secret", "temperature": "my secret"})
             server.post("/v1/completions", {"prompt": "my secret", "commit": "none"})
     finally:
@@ -253,15 +253,15 @@ def test_logs_are_json_lines_and_hold_prompts_only_if_asked(log_prompts):
     asked = [line for line in lines if line["event"] == "request" and line["method"] == "POST"]
     assert [line["status"] for line in asked] == [200, 200, 400, 400]
     assert asked[0]["prompt_tokens"] == 9
-    assert asked[0]["completion_tokens"] == asked[1]["completion_tokens"] == 3
+    assert asked[0]["completion_tokens"] == asked[1]["completion_tokens"] == 4
     assert asked[2]["code"] == "invalid_value"
     assert ("secret" in stream.getvalue()) == log_prompts
 
 
 def test_metrics_count_what_happened(server):
     before = server.figure("dcdm_new_tokens_total")
-    server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5, "seed": 1, "n": 2})
-    assert server.figure("dcdm_new_tokens_total") - before == 10
+    server.post("/v1/completions", {**BODY, "n": 2})
+    assert server.figure("dcdm_new_tokens_total") - before == 8
     assert server.figure('dcdm_requests_total{route="/v1/completions",status="200"}') >= 1
     assert server.figure("process_resident_memory_bytes") > 1e6
     server.get("/some/route/that/is/not/there")
@@ -276,9 +276,7 @@ def test_at_the_end_nothing_new_is_taken_and_what_runs_is_finished(monkeypatch):
     with live(drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=30) as kept:
         assert kept.get("/readyz").status_code == 200
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(
-                server.post, "/v1/completions", {"prompt": "a", "max_tokens": 40, "commit": "position"}
-            )
+            running = pool.submit(server.post, "/v1/completions", {**SLOW, "max_tokens": 40})
             until(lambda: server.figure("dcdm_running_texts") == 1)
             server.scheduler.draining = True  # what the signal does first
             assert kept.get("/readyz").status_code == 503

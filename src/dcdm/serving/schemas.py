@@ -58,6 +58,7 @@ class Generating(Body):
     cache: Short | None = Field(
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
+    stop_at_eos: bool | None = Field(None, description="False writes on behind an EOS. Default true.")
     user: Text | None = Field(None, description="Accepted and ignored.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
@@ -70,7 +71,7 @@ class Generating(Body):
 
     def decoding(self) -> dict[str, Any]:
         """What was asked for, for `Served.decoder`."""
-        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p")
+        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p", "stop_at_eos")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
