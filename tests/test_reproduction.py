@@ -30,7 +30,16 @@ from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.runs import Places, RunSpec, carry_out, is_done, prepare_data
 from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, scale, tiny
 from dcdm.reproduction.variants import variants
-from dcdm.reproduction.verdicts import CONFIRMED, NOT, UNKNOWN, earlier, interior_optimum, loss_order, verdict_of
+from dcdm.reproduction.verdicts import (
+    CONFIRMED,
+    NOT,
+    UNKNOWN,
+    earlier,
+    interior_optimum,
+    loss_order,
+    own_rates,
+    verdict_of,
+)
 from dcdm.training import command
 
 ROOT = Path(__file__).parent.parent
@@ -379,6 +388,18 @@ def test_the_inner_number_of_chunks_is_chosen_over_common_seeds() -> None:
     assert [part.name for part in interior_optimum(results).parts] == ["K=8 − K=4", "K=8 − K=32"]
 
 
+def test_a_model_s_learning_rate_is_chosen_by_its_validation_loss_alone() -> None:
+    models, test = ("paper", "bdlm8", "mdlm"), {"-half-rate": 5.0, "": 6.0, "-double-rate": 4.0}
+    values = [(f"{model}{end}", nats) for model in models for end, nats in test.items()]
+    results = fake({(name, seed): nats for name, nats in values for seed in (0, 1)})
+    assert own_rates(results).verdict == UNKNOWN, "without curves nothing is chosen"
+    for (name, _), run in results.runs.items():
+        chosen = {"paper": "paper", "bdlm8": "bdlm8-half-rate", "mdlm": "mdlm-double-rate"}.values()
+        run["measures"]["curve"] = {"validation": [[100, 9.0], [200, 5.5 if name in chosen else 5.6]]}
+    assert [part.difference.mean for part in own_rates(results).parts if part.difference] == [1.0, 1.0, 2.0]
+    assert RunSpec(cpu(), variants(cpu())["mdlm-half-rate"], 0).train["train.learning_rate"] == 1.5e-3
+
+
 def test_marks_of_chunks_survive_markdown() -> None:
     assert tables._marked({"marks": [[["<unk>", 0.5]], [["`", 0.5]]]}) == "1: `<unk>` 50%, 2: `` ` `` 50%"
 
@@ -475,12 +496,12 @@ def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places
     assert held["nats_per_token"] == pytest.approx(entropy, rel=0.1)  # the texts are drawn alike
     found = regions(results)
     assert "frequencies of single tokens" in found["kinds"]
-    assert "bdlm8-s0" in found["summary"].partition("Still at the frequencies")[2]  # 12 steps teach nothing
-    assert "bdlm8-s0" in results.at_frequencies()
+    assert "bdlm8 2 of 2" in found["summary"].partition("Still at the frequencies")[2]  # 12 steps teach nothing
+    assert ("bdlm8", 0) in results.at_frequencies()
     for key in (("bdlm8", 0), ("bdlm8", 1)):
         nats = results.runs[key]["measures"]["heldout"]["valid"]["window_nats"]
         nats[:] = [value / 2 for value in nats]
-    assert "bdlm8-s0" not in results.at_frequencies()
+    assert ("bdlm8", 0) not in results.at_frequencies()
     written = finished.frequencies(tiny()).stat().st_mtime_ns
     write_frequencies(tiny(), finished)
     assert finished.frequencies(tiny()).stat().st_mtime_ns == written

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcdm.config import ConfigError
 from dcdm.reproduction.runs import RunSpec
 from dcdm.reproduction.scale import Scale
-from dcdm.reproduction.variants import MAIN, TUNED, variants
+from dcdm.reproduction.variants import MAIN, RATED, RATES, TUNED, variants
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ def experiments(scale: Scale) -> dict[str, Experiment]:
              "contiguous-full", "strided", "strided-full", "random", "random-full", "paper", "paper-wo",
              "strided-full-wo", "bdlm32", "bdlm8", "mdlm", "ar"),
             ("dcdm-0.1b-k8-causal",),
+        ),
+        Experiment(
+            "learning-rate", "half and twice the learning rate: whether the order of models rests on it", "ours",
+            tuple(f"{name}{ending}" for name in RATED for ending in RATES),
+            ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
         ),
     )  # fmt: skip
     return {one.name: one for one in made}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcdm.arithmetic import activation_bytes, bill, state_bytes
 from dcdm.presets import preset
@@ -17,6 +17,8 @@ CORPORA = (
     "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl "
     "pubmed=pubmed.jsonl arxiv=arxiv.jsonl"
 )
+RATES: dict[str, tuple[float | None, ...]] = {"learning-rate": (1.5e-4, None, 6e-4)}
+"""Learning rates of an experiment that has several; None is the paper's."""
 STEPS = {"point-vs-subspace": 200_000}
 """Where the paper says otherwise than its general 500,000."""
 
@@ -36,6 +38,11 @@ class Job:
     memory: float
     """Bytes on each device: state, activations kept by backward."""
     checkpointing: bool
+    rate: float | None = None
+
+    @property
+    def run(self) -> str:
+        return self.preset if self.rate is None else f"{self.preset}-lr{self.rate:g}"
 
     @property
     def command(self) -> str:
@@ -44,9 +51,10 @@ class Job:
             "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
         extra = " train.activation_checkpointing=true" if self.checkpointing else ""
+        extra += "" if self.rate is None else f" train.learning_rate={self.rate:g}"
         return (
             f"torchrun {rendezvous} --nproc-per-node 8 -m dcdm train --preset {self.preset} "
-            f"--run-folder runs/{self.preset} --data DATA/openwebtext --steps {self.steps} "
+            f"--run-folder runs/{self.run} --data DATA/openwebtext --steps {self.steps} "
             f"--batch-size {self.batch} --micro-batch {self.micro_batch} --set train.compile=true{extra}"
         )
 
@@ -87,7 +95,7 @@ def evaluation(experiment: str, names: Sequence[str]) -> list[str]:
         return [f"dcdm eval ppl {runs} --data {CORPORA} --estimator auto surrogate"]
     if experiment in ("loss-curves", "training-steps", "point-vs-subspace"):
         return [f"tensorboard --logdir_spec {','.join(f'{name}:runs/{name}' for name in names)}"]
-    if experiment == "partitions":
+    if experiment in ("partitions", "learning-rate"):
         return [f"dcdm eval ppl {runs} --data wikitext=wikitext.txt --estimator auto trajectory --report out"]
     asked = "math,gsm8k,humaneval" if experiment == "adaptive" else "all"
     lines = [f"dcdm eval tasks runs/{name} --tasks {asked} --data-dir TASKS" for name in names]
@@ -103,7 +111,10 @@ def evaluation(experiment: str, names: Sequence[str]) -> list[str]:
 
 def describe(experiment: Experiment) -> str:
     """Everything to start the experiment, as text."""
-    jobs = [job(name, STEPS.get(experiment.name, 500_000)) for name in experiment.presets]
+    jobs = [
+        replace(job(name, STEPS.get(experiment.name, 500_000)), rate=rate)
+        for name in experiment.presets for rate in RATES.get(experiment.name, (None,))
+    ]  # fmt: skip
     lines = [
         f"{experiment.name}: {experiment.shows} ({experiment.paper})",
         "",
@@ -117,7 +128,7 @@ def describe(experiment: Experiment) -> str:
     tuned = experiment.name in ("downstream", "adaptive")
     if tuned:
         lines += ["# fine-tuning on GSM8K; MATH has a training split of its own", *_tuning(experiment.presets), ""]
-    names = [f"{name}-gsm8k" for name in experiment.presets] if tuned else experiment.presets
+    names = [f"{name}-gsm8k" for name in experiment.presets] if tuned else [one.run for one in jobs]
     lines += ["# evaluation", *evaluation(experiment.name, names)]
     lines += [
         "", f"# bill: H800 at {UTILISATION:.0%} of 989 TFLOP/s, estimated, not measured",
@@ -125,7 +136,7 @@ def describe(experiment: Experiment) -> str:
     ]  # fmt: skip
     for one in jobs:
         lines.append(
-            f"{one.preset:24}{one.devices:8d}{one.steps:9,d}{one.batch:7d}{one.tokens / 1e9:8.0f}B"
+            f"{one.run:24}{one.devices:8d}{one.steps:9,d}{one.batch:7d}{one.tokens / 1e9:8.0f}B"
             f"{one.operations / 1e18:9.0f}{one.gpu_hours:11,.0f}{one.memory / 1e9:11.1f}"
         )
     hours = math.fsum(one.gpu_hours for one in jobs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from dcdm.reproduction.experiments import specs
 from dcdm.reproduction.grid import shown
 from dcdm.reproduction.reading import VALID, Results
@@ -37,9 +39,11 @@ def summary(results: Results) -> str:
     names = variants(scale(results.scale))
     scored = sum(results.figure(*run, VALID) is not None for run in results.runs)
     if stuck := results.at_frequencies():
+        counts = Counter(name for name, _ in stuck)
+        told = ", ".join(f"{name} {count} of {len(results.seeds(name))}" for name, count in counts.items())
         lines.append(
-            "- **Still at the frequencies of single tokens** when training ends, as other seeds of the same "
-            f"models may not be: {', '.join(stuck)} (of {scored} runs that were not fine-tuned)."
+            "- **Still at the frequencies of single tokens** when training ends (seeds of a model): "
+            f"{told}; {len(stuck)} of all {scored} runs that were not fine-tuned."
         )
     best = min(
         ((value.mean, name) for name, one in names.items()

@@ -118,7 +118,7 @@ class Results:
         windows = [statistics.fmean(column) / count for column, count in columns]
         return interval([sum(row) / sum(tokens) for row in rows], half_width(windows))
 
-    def at_frequencies(self) -> list[str]:
+    def at_frequencies(self) -> list[tuple[str, int]]:
         """Runs whose valid figure is not surely below that of single tokens' frequencies, over the same windows."""
         held = _windows(self.figure(FREQUENCIES, 0, VALID))
         found = []
@@ -126,7 +126,7 @@ class Results:
             own = _windows(self.figure(name, seed, VALID))
             gained = [(own[n][0] - held[n][0]) / held[n][1] for n in sorted(own.keys() & held.keys())]
             if gained and statistics.fmean(gained) + (half_width(gained) or math.inf) >= 0:
-                found.append(f"{name}-s{seed}")
+                found.append((name, seed))
         return found
 
 
@@ -174,6 +174,11 @@ def curve_of(results: Results, variant: str, seed: int, name: str = "validation"
     near = SAME_PLACE * found[-1][0]
     following = [*(tokens for tokens, _ in found[1:]), math.inf]
     return [point for point, later in zip(found, following, strict=True) if later - point[0] > near]
+
+
+def final_losses(results: Results, variant: str, seeds: Sequence[int]) -> list[float]:
+    """The last validation loss of each of these seeds."""
+    return [curve[-1][1] for seed in seeds if (curve := curve_of(results, variant, seed))]
 
 
 def aligned(curves: Sequence[Curve]) -> list[tuple[float, list[float]]]:

@@ -67,7 +67,7 @@ class RunSpec:
 
     @property
     def train(self) -> dict[str, Any]:
-        return self.scale.train_settings(self.seed, tuning=self.parent is not None)
+        return self.scale.train_settings(self.seed, tuning=self.parent is not None, rate=self.variant.rate)
 
     @property
     def evaluate_every(self) -> int:

@@ -68,12 +68,12 @@ class Scale:
         fixed = {"frontier": list(FORWARDS_PER_TOKEN), "zeroshot": ZERO_SHOT}
         return digest([measure, {n: getattr(self, n) for n in DEPENDS_ON[measure]}, fixed.get(measure)])[:16]
 
-    def train_settings(self, seed: int, tuning: bool = False) -> dict[str, Any]:
-        """Dotted settings of a training run."""
+    def train_settings(self, seed: int, tuning: bool = False, rate: float = 1.0) -> dict[str, Any]:
+        """Dotted settings of a training run; `rate` is a multiple of the scale's learning rate."""
         steps = self.tuning_steps if tuning else self.steps
         return {
             "train.steps": steps, "train.batch_size": self.batch_size, "train.warmup_steps": max(1, steps // 10),
-            "train.learning_rate": self.learning_rate / (3 if tuning else 1), "train.seed": seed,
+            "train.learning_rate": rate * self.learning_rate / (3 if tuning else 1), "train.seed": seed,
             "train.dtype": "fp32",
         }  # fmt: skip
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcdm.reproduction.causes import CAUSES
 from dcdm.reproduction.experiments import experiments
 from dcdm.reproduction.grid import NONE, Grid, shown, shown_bare
-from dcdm.reproduction.reading import VALID, Interval, Path_, Results, curve_of, interval, reached
+from dcdm.reproduction.reading import VALID, Interval, Path_, Results, curve_of, final_losses, interval, reached
 from dcdm.reproduction.runs import FREQUENCIES
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
-from dcdm.reproduction.variants import TUNED, variants
-from dcdm.reproduction.verdicts import claims, k_rows
+from dcdm.reproduction.variants import RATED, RATES, TUNED, variants
+from dcdm.reproduction.verdicts import best_rate, claims, k_rows
 
 SINGLE_TOKENS = "frequencies of single tokens"
 
@@ -22,7 +23,7 @@ def grids(results: Results) -> dict[str, Grid]:
     """Every table by name; one without a finished run is left out."""
     makers: dict[str, Callable[[Results], Grid]] = {
         "verdicts": verdict_table, "parts": part_table, "kinds": kinds, "surrogate": surrogate,
-        "training-steps": training_steps, "scaling": scaling,
+        "learning-rate": learning_rate, "training-steps": training_steps, "scaling": scaling,
         "k-ablation": k_ablation, "point-vs-subspace": point, "zero-shot": zero_shot, "moe": mixture,
         "partitions": partitions, "causes": causes, "frontier": frontier, "policies": policies,
         "downstream": downstream, "adaptive": adaptive, "contents": contents, "cost": cost,
@@ -198,6 +199,25 @@ def training_steps(results: Results) -> Grid:
         "mean over the seeds that get there; straight lines between points of the curve, nothing before the first."
     )
     return Grid("How early", ("model", *names), rows, note)
+
+
+def learning_rate(results: Results) -> Grid:
+    """Every model at every rate; the one that its validation loss chooses stands out."""
+    known, stuck, rows = variants(scale(results.scale)), Counter(name for name, _ in results.at_frequencies()), []
+    for model in RATED:
+        best = best_rate(results, model)
+        for name in (f"{model}{ending}" for ending in RATES):
+            if not (seeds := results.seeds(name)):
+                continue
+            rate = f"{known[name].rate * scale(results.scale).learning_rate:g}"
+            bound, validation = results.mean(name, VALID), interval(final_losses(results, name, seeds))
+            rows.append((
+                known[model].says, f"**{rate}**" if name == best else rate, shown(validation), shown(bound),
+                f"{stuck[name]} of {len(seeds)}",
+            ))  # fmt: skip
+    header = ("model", "peak learning rate", "final validation loss", "valid bound on test", "still at frequencies")
+    note = "In bold the rate with the lowest validation loss; 0 of 6 in the last column: every seed has left them."
+    return Grid("Learning rates", header, rows, note)
 
 
 def k_ablation(results: Results) -> Grid:

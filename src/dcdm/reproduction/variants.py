@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcdm.reproduction.scale import Scale
@@ -30,11 +30,14 @@ class Variant:
     """Nothing that the paper claims rests on it: it runs after all others."""
     seeds: int = 3
     """How many: 0, 1, 2 and so on."""
+    rate: float = 1.0
+    """The peak learning rate as a multiple of the scale's."""
 
 
 def variants(scale: Scale) -> dict[str, Variant]:
     """Every model at this scale, the most informative first."""
-    return {one.name: one for one in (*_kinds(scale), *_causes(scale), *_ablations(scale), *_tuned())}
+    known = {one.name: one for one in (*_kinds(scale), *_causes(scale), *_ablations(scale), *_tuned())}
+    return known | {one.name: one for one in _rated(known)}
 
 
 def _chunked(scale: Scale, routing: str = "paper", num_chunks: int = K, share: float = 1 / 4, **more: Any) -> dict:
@@ -119,3 +122,17 @@ TUNED = ("mdlm", "bdlm8", "paper", "strided-full", "causal-full", "paper-moe")
 def _tuned() -> Iterator[Variant]:
     for parent in TUNED:
         yield Variant(f"{parent}-tuned", f"{parent}, fine-tuned on GSM8K", measures=("tasks",), parent=parent)
+
+
+RATED = ("mdlm", "bdlm8", "paper", "strided-full")
+RATES = {"-half-rate": 0.5, "": 1.0, "-double-rate": 2.0}
+"""Ending of a variant's name → its learning rate as a multiple of the scale's."""
+
+
+def _rated(known: Mapping[str, Variant]) -> Iterator[Variant]:
+    for ending, rate in RATES.items():
+        for model in (known[name] for name in RATED if ending):
+            says = f"{model.says}, {rate:g} times the learning rate"
+            yield replace(
+                model, name=f"{model.name}{ending}", says=says, measures=CURVED, rate=rate, extra=True
+            )  # fmt: skip
