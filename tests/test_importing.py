@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig, MoEConfig
+from dcdm.model.building import build
 from dcdm.model.importing import config_from_qwen3, load_qwen3
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
 from dcdm.exporting import export, leaks, verify, write
-from dcdm.model.transformer import build
+from dcdm.model.building import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
 from dcdm.training.command import describe, run

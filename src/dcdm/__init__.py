@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcdm.diffusion.likelihood import score
     from dcdm.diffusion.objectives import Batch, loss
     from dcdm.model import masks
-    from dcdm.model.transformer import build
+    from dcdm.model.building import build
     from dcdm.training.loading import load_model as load
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "build": "dcdm.model.transformer",
+    "build": "dcdm.model.building",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
     "generate": "dcdm.decoding.engine",

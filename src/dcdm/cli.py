@@ -44,7 +44,7 @@ def presets(json: bool = False) -> None:
         json: Print one JSON object instead of a table.
     """
     from dcdm.config import ModelConfig
-    from dcdm.model.transformer import parameter_counts
+    from dcdm.model.building import parameter_counts
     from dcdm.presets import preset
     from dcdm.presets import presets as names
 

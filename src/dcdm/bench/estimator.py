@@ -26,7 +26,8 @@ from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import noise, subsets
 from dcdm.diffusion.likelihood import Decoder, Scorer, score
 from dcdm.keys import Key
-from dcdm.model.transformer import Model, build
+from dcdm.model.building import build
+from dcdm.model.transformer import Model
 from dcdm.presets import preset
 from dcdm.training.loop import TrainConfig, train_windows
 

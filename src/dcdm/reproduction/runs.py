@@ -231,7 +231,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
 
     import dcdm
     from dcdm.data.store import PreparedData
-    from dcdm.model.transformer import parameter_counts
+    from dcdm.model.building import parameter_counts
     from dcdm.training.loading import find_model
 
     config = find_model(places.model(spec)).config

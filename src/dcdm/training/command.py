@@ -20,7 +20,8 @@ from dcdm.data.prepare import prepare
 from dcdm.data.reporting import ConsoleReporter
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.model.transformer import Model, build
+from dcdm.model.building import build
+from dcdm.model.transformer import Model
 from dcdm.signals import stops_handled_by
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer
