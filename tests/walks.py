@@ -1,0 +1,54 @@
+"""Canvases that are filled with known tokens, and what the model said at each forward."""
+
+from __future__ import annotations
+
+import torch
+
+import tiny
+from dcdm.decoding import routes
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.loop import walk
+
+EXACT = ["ar", *tiny.VALID]
+ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
+RANDOM = ["ancestral:3", "first-hitting"]
+
+
+def model_of(kind, **changes):
+    chunks = {"num_chunks": 4} if tiny.KINDS[kind]["kind"] == "dcdm" else {}
+    return tiny.model(kind, **{**chunks, **changes})
+
+
+def canvases(model, seed=0):
+    """Three rows of different lengths, with given tokens at the front, in the middle and at the end."""
+    clean = tiny.tokens(3, 14, seed=seed, padding=(0, 3, 6))
+    prompt = torch.zeros_like(clean, dtype=torch.bool)
+    prompt[0, 1:4] = True
+    if model.config.kind != "ar":
+        prompt[1, [5, 9]] = True
+    return clean, model.sets(clean, prompt)
+
+
+def whole(view):
+    """(B, A, V): all log-probabilities of a view; 0 at fillers."""
+    found = []
+    view.predicted.measure(lambda log_p, row, at: found.append(log_p) or at, view.predicted.valid, 0)
+    log_p = torch.cat(found)
+    out = torch.zeros(*view.candidates.shape, log_p.shape[-1], dtype=log_p.dtype)
+    out[view.predicted.valid] = log_p
+    return out
+
+
+def walked(model, clean, sets, predict, commit, routing="auto", adablock=None, order=None):
+    """Log-probabilities of each forward at its positions, and the counts."""
+    seen = []
+
+    def reveal(view, fill):
+        seen.append((whole(view), view.candidates, view.position))
+        return clean.gather(1, view.position)
+
+    router = routes.router_of(model, sets, torch.arange(len(clean)), routing, adablock)
+    z = clean.masked_fill(sets.free, model.config.mask_id)
+    filled, counts = walk(z, sets, router, predict, commit_policy(commit), reveal, order=order)
+    assert torch.equal(filled, clean)
+    return seen, counts
