@@ -137,7 +137,10 @@ def test_the_inner_number_of_chunks_is_chosen_over_common_seeds() -> None:
 
 
 def test_a_model_s_learning_rate_is_chosen_by_its_validation_loss_alone() -> None:
-    models, test = ("paper", "bdlm8", "mdlm"), {"-half-rate": 5.0, "": 6.0, "-double-rate": 4.0}
+    models, test = (
+        ("paper", "bdlm8", "mdlm"),
+        {"-quarter-rate": 7.0, "-half-rate": 5.0, "": 6.0, "-double-rate": 4.0},
+    )
     values = [(f"{model}{end}", nats) for model in models for end, nats in test.items()]
     results = fake({(name, seed): nats for name, nats in values for seed in (0, 1)})
     assert own_rates(results).verdict == UNKNOWN, "without curves nothing is chosen"

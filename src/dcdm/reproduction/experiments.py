@@ -92,7 +92,7 @@ def experiments(scale: Scale) -> dict[str, Experiment]:
             ("dcdm-0.1b-k8-causal",),
         ),
         Experiment(
-            "learning-rate", "half and twice the learning rate: whether the order of models rests on it", "ours",
+            "learning-rate", "a quarter, half and twice the learning rate: whether the order rests on it", "ours",
             tuple(f"{name}{ending}" for name in RATED for ending in RATES),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
         ),

@@ -125,14 +125,15 @@ def _tuned() -> Iterator[Variant]:
 
 
 RATED = ("mdlm", "bdlm8", "paper", "strided-full")
-RATES = {"-half-rate": 0.5, "": 1.0, "-double-rate": 2.0}
+RATES = {"-quarter-rate": 0.25, "-half-rate": 0.5, "": 1.0, "-double-rate": 2.0}
 """Ending of a variant's name → its learning rate as a multiple of the scale's."""
+CLOSE_RATES = ("-half-rate",)  # as many seeds as at the scale's own: what the models' order is compared at
 
 
 def _rated(known: Mapping[str, Variant]) -> Iterator[Variant]:
     for ending, rate in RATES.items():
+        seeds = DECISIVE if ending in CLOSE_RATES else 3
         for model in (known[name] for name in RATED if ending):
             says = f"{model.says}, {rate:g} times the learning rate"
-            yield replace(
-                model, name=f"{model.name}{ending}", says=says, measures=CURVED, rate=rate, extra=True
-            )  # fmt: skip
+            name = f"{model.name}{ending}"
+            yield replace(model, name=name, says=says, measures=CURVED, rate=rate, seeds=seeds, extra=True)
