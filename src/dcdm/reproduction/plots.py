@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dcdm.reproduction.reading import VALID, Results, curve_points
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
-from dcdm.reproduction.variants import variants
+from dcdm.reproduction.variants import RATED, RATES, variants
 from dcdm.reproduction.verdicts import k_rows
 from dcdm.viewing import palette
 from dcdm.viewing.plot import DASHES, SHAPES, Series, chart, shape
@@ -29,6 +29,7 @@ def plots(results: Results) -> dict[str, str]:
         "loss-curves": _curves(results, MAIN, "validation", "nats per token"),
         "frontier": _frontier(results, MAIN),
         "frontier-partitions": _frontier(results, PARTITIONS),
+        "learning-rate": _rates(results),
         "scaling": _scaling(results),
         "k-ablation": _k(results),
         "violation": _curves(results, ("paper", "paper-point"), "violation", "MaxVio"),
@@ -96,6 +97,17 @@ def _frontier(results: Results, names: Sequence[str]) -> str:
         if points:
             series.append(_series(results, name, number, sorted(dict.fromkeys(points))))
     return standalone(series, "forwards for a window (95 % interval over seeds)", "nats per token, exact", log=True)
+
+
+def _rates(results: Results) -> str:
+    series = []
+    for number, model in enumerate(RATED):
+        found = [(factor, results.mean(f"{model}{ending}", VALID)) for ending, factor in RATES.items()]
+        points = [(rate, value.mean, value.half or 0.0) for rate, value in found if value is not None]
+        if len(points) > 1:
+            series.append(_series(results, model, number, points))
+    across = f"times the peak rate {scale(results.scale).learning_rate:g} (95 % interval over seeds)"
+    return standalone(series, across, "nats per token, valid bound", log=True)
 
 
 def _scaling(results: Results) -> str:

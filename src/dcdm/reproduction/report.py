@@ -18,7 +18,8 @@ from dcdm.viewing.pieces import section
 REGION = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DRAWN_WITH = {
     "kinds": ("loss-curves",), "frontier": ("frontier", "frontier-partitions"), "scaling": ("scaling",),
-    "k-ablation": ("k-ablation",), "point-vs-subspace": ("point-vs-subspace", "violation"),
+    "learning-rate": ("learning-rate",), "k-ablation": ("k-ablation",),
+    "point-vs-subspace": ("point-vs-subspace", "violation"),
 }  # fmt: skip
 """Table → the drawings that stand under it."""
 NOTHING = "*(No finished run yet.)*"
