@@ -113,15 +113,15 @@ class Ticket:
         if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
             self.tell(row, message)
 
-    def end(self, row: Row, ended: Ended) -> None:
+    def end(self, row: Row, ended: Ended) -> Last | errors.Refusal:
+        """Note that a row has ended; what is to be told of it."""
         row.ended = ended
         if ended.finished != "cancelled" or row.reader.satisfied:
             seconds = time.monotonic() - row.began
-            self.tell(row, Last(row.reader.end(ended, seconds), ended, seconds))
-        elif row.forwards >= self.max_forwards:
-            self.tell(row, errors.too_many_forwards(self.max_forwards))
-        else:
-            self.tell(row, errors.too_long(self.seconds))
+            return Last(row.reader.end(ended, seconds), ended, seconds)
+        if row.forwards >= self.max_forwards:
+            return errors.too_many_forwards(self.max_forwards)
+        return errors.too_long(self.seconds)
 
 
 class Scheduler:
@@ -238,11 +238,12 @@ class Scheduler:
 
         def end(at: int, ended: Ended) -> None:
             ticket, row = batch[at]
-            ticket.end(row, ended)
+            told = ticket.end(row, ended)
             self.metrics.running.dec()
             self.metrics.new_tokens.inc(ended.costs["new_tokens"])
             self.metrics.forwards.inc(ended.costs["forwards"])
             self.metrics.ended.labels("stop" if row.reader.satisfied else ended.finished).inc()
+            ticket.tell(row, told)  # last: whoever has an answer finds it counted
 
         generate(
             self.served.model,
