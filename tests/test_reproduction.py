@@ -288,6 +288,8 @@ def test_the_paper_scale_spells_out_commands_and_bill(capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert shown.count("GPU-hours") == len(experiments(cpu()))
     assert "torchrun --standalone --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 " in shown
+    for rate in ("7.5e-05", "0.00015", "0.0006"):
+        assert shown.count(f"train.learning_rate={rate}\n") == 3
 
 
 def test_the_list_names_every_experiment_and_the_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from dcdm.arithmetic import activation_bytes, bill, state_bytes
 from dcdm.presets import preset
 from dcdm.reproduction.experiments import Experiment
+from dcdm.reproduction.variants import RATES
 from dcdm.training.settings import TrainConfig, debug_defaults
 
 UTILISATION = 0.4
@@ -17,8 +18,6 @@ CORPORA = (
     "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl "
     "pubmed=pubmed.jsonl arxiv=arxiv.jsonl"
 )
-RATES: dict[str, tuple[float | None, ...]] = {"learning-rate": (1.5e-4, None, 6e-4)}
-"""Learning rates of an experiment that has several; None is the paper's."""
 STEPS = {"point-vs-subspace": 200_000}
 """Where the paper says otherwise than its general 500,000."""
 
@@ -38,11 +37,12 @@ class Job:
     memory: float
     """Bytes on each device: state, activations kept by backward."""
     checkpointing: bool
-    rate: float | None = None
+    rate: float = 1.0
+    """The peak learning rate as a multiple of the paper's."""
 
     @property
     def run(self) -> str:
-        return self.preset if self.rate is None else f"{self.preset}-lr{self.rate:g}"
+        return self.preset if self.rate == 1 else f"{self.preset}-rate{self.rate:g}"
 
     @property
     def command(self) -> str:
@@ -51,7 +51,7 @@ class Job:
             "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
         extra = " train.activation_checkpointing=true" if self.checkpointing else ""
-        extra += "" if self.rate is None else f" train.learning_rate={self.rate:g}"
+        extra += "" if self.rate == 1 else f" train.learning_rate={self.rate * TrainConfig().learning_rate:g}"
         return (
             f"torchrun {rendezvous} --nproc-per-node 8 -m dcdm train --preset {self.preset} "
             f"--run-folder runs/{self.run} --data DATA/openwebtext --steps {self.steps} "
@@ -113,7 +113,8 @@ def describe(experiment: Experiment) -> str:
     """Everything to start the experiment, as text."""
     jobs = [
         replace(job(name, STEPS.get(experiment.name, 500_000)), rate=rate)
-        for name in experiment.presets for rate in RATES.get(experiment.name, (None,))
+        for name in experiment.presets
+        for rate in (RATES.values() if experiment.name == "learning-rate" else (1.0,))
     ]  # fmt: skip
     lines = [
         f"{experiment.name}: {experiment.shows} ({experiment.paper})",
