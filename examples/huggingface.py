@@ -8,7 +8,7 @@ from train import given_or_trained
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import dcdm  # makes the Auto classes know its models
-from dcdm.exporting import export
+from dcdm.io.export import export
 
 path = given_or_trained()
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from dcdm.training.command import run
+from dcdm.training.run import run
 
 
 def train(folder: Path) -> None:

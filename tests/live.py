@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 
 import tiny
+from dcdm.commands.serve import listen, server_of
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import scheduler
 from dcdm.serving.app import create_app
-from dcdm.serving.command import listen, server_of
 from dcdm.serving.settings import Settings
 
 NAME = "tiny"

@@ -86,7 +86,7 @@ def _rank(rank: int, count: int, port: int, function: Callable[..., Any], args: 
         RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
-    from dcdm.training.parallel import init_distributed, shutdown
+    from dcdm.distributed import init_distributed, shutdown
 
     world = init_distributed("cpu", timeout=timedelta(seconds=60))
     try:

@@ -12,12 +12,12 @@ import torch
 
 import tiny
 from dcdm.diffusion.objectives import Batch, loss
+from dcdm.distributed import World
 from dcdm.keys import Key
 from dcdm.model.chunking import update_bias
-from dcdm.training import parallel
+from dcdm.training import fsdp as parallel
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
 from dcdm.training.loop import TrainConfig, adamw
-from dcdm.training.parallel import World
 
 ROWS, LENGTH = 6, 12
 Weights = dict[str, np.ndarray]

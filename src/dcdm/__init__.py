@@ -16,11 +16,11 @@ from dcdm.presets import preset, presets
 
 if TYPE_CHECKING:
     from dcdm.decoding.engine import generate
-    from dcdm.diffusion.likelihood import score
     from dcdm.diffusion.objectives import Batch, loss
+    from dcdm.io.load import load_model as load
+    from dcdm.likelihood.estimators import score
     from dcdm.model import masks
     from dcdm.model.building import build
-    from dcdm.training.loading import load_model as load
 
 __version__ = "0.1.0"
 
@@ -45,9 +45,9 @@ _HOMES = {
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
     "generate": "dcdm.decoding.engine",
-    "load": "dcdm.training.loading",
+    "load": "dcdm.io.load",
     "loss": "dcdm.diffusion.objectives",
-    "score": "dcdm.diffusion.likelihood",
+    "score": "dcdm.likelihood.estimators",
 }
 
 

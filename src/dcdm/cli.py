@@ -32,7 +32,7 @@ def demo(
         fresh: Forget the two runs of an earlier demo in the folder and start again.
         json: Print the figures as one JSON object; all else goes to standard error.
     """
-    from dcdm.demo import run
+    from dcdm.commands.demo import run
 
     sys.exit(run(folder, steps=steps, seed=seed, data=data, fresh=fresh, json_out=json))
 
@@ -120,7 +120,7 @@ def train(
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         dry_run: Print what the run would cost, without starting it.
     """
-    from dcdm.training.command import run as start
+    from dcdm.training.run import run as start
     from dcdm.viewing.pictures import chunk_picture
 
     changes = {
@@ -157,7 +157,7 @@ def export(source: Annotated[Path, Positional], folder: Annotated[Path, Position
         folder: The folder to write; it must not exist.
         average: Take the averaged weights where the run kept any.
     """
-    from dcdm.exporting import export as write
+    from dcdm.io.export import export as write
 
     write(source, folder, average=average)
     print(f"{folder}: written; `dcdm verify {folder}` checks it")
@@ -170,7 +170,7 @@ def verify(path: Annotated[Path, Positional], json: bool = False) -> None:
         path: The folder.
         json: Print one JSON object.
     """
-    from dcdm.exporting import verify as checks
+    from dcdm.io.export import verify as checks
 
     found = {}
     for check in checks(path):
@@ -220,7 +220,7 @@ def bench(
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
     """
-    from dcdm.bench.command import run
+    from dcdm.commands.bench import run
 
     run(subject, repeats, threads, memory, compare, json, out, plot, models, samples, windows)
 
@@ -297,15 +297,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted; --debug shows where an error arose."""
     import tyro
 
+    from dcdm.commands import chunks as viewing
+    from dcdm.commands import data
+    from dcdm.commands import eval_ppl as perplexity
+    from dcdm.commands import eval_quality as quality_command
+    from dcdm.commands import eval_tasks as tasks_command
+    from dcdm.commands import reproduce as reproduction
+    from dcdm.commands import sample as sampling
+    from dcdm.commands import serve as serving
     from dcdm.config import ConfigError
-    from dcdm.data import command as data
     from dcdm.data.errors import DataError
-    from dcdm.decoding import command as sampling
-    from dcdm.evaluation import command as perplexity
-    from dcdm.evaluation import quality_command, tasks_command
-    from dcdm.reproduction import command as reproduction
-    from dcdm.serving import command as serving
-    from dcdm.viewing import command as viewing
 
     commands: Commands = {
         "demo": demo,

@@ -23,9 +23,10 @@ from dcdm.config import ModelConfig
 from dcdm.data.packing import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import byte_tokenizer
-from dcdm.diffusion import noise, subsets
-from dcdm.diffusion.likelihood import Decoder, Scorer, score
+from dcdm.diffusion import noise
 from dcdm.keys import Key
+from dcdm.likelihood import subsets
+from dcdm.likelihood.estimators import Decoder, Scorer, score
 from dcdm.model.building import build
 from dcdm.model.transformer import Model
 from dcdm.presets import preset

@@ -22,10 +22,10 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.engine import default_adablock, generate
 from dcdm.decoding.routes import AdaBlock
-from dcdm.diffusion.likelihood import Decoder, Scorer
+from dcdm.io.load import load_model
 from dcdm.keys import Key
+from dcdm.likelihood.estimators import Decoder, Scorer
 from dcdm.model.transformer import Model
-from dcdm.training.loading import load_model
 
 COMMITS = (
     "chunk", "steps:4", "position", "threshold:0.9", "threshold:0.7", "entropy:0.5", "factor:1", "ancestral:8",

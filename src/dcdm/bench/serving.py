@@ -67,8 +67,8 @@ def _load(model: Path | None) -> tuple[Model, Tokenizer]:
 
 def _start(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
+    from dcdm.commands.serve import listen, server_of
     from dcdm.serving.app import create_app
-    from dcdm.serving.command import listen, server_of
     from dcdm.serving.settings import Settings
 
     server = server_of(create_app(model, tokenizer, Settings(max_batch=max_batch, timeout_seconds=3600)), 1)
@@ -99,7 +99,7 @@ def _caller(port: int, number: int, commit: str) -> int:
 
 def run(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
     """Table to the terminal, JSON on request."""
-    from dcdm.serving.command import require_extra
+    from dcdm.commands.serve import require_extra
 
     require_extra()
     rows: list[Row] = []

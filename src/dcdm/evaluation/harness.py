@@ -29,11 +29,11 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.predictors import resolve_cache
 from dcdm.decoding.routes import check_routing
-from dcdm.diffusion import likelihood
-from dcdm.evaluation.rows import Row, is_greedy, padded
+from dcdm.distributed import choose_device
+from dcdm.evaluation.decoders import Row, is_greedy, padded
+from dcdm.io.load import find_model, load_model
+from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model
-from dcdm.training.loading import find_model, load_model
-from dcdm.training.parallel import choose_device
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.diffusion.likelihood import LABELS, Estimator, Score, estimators_of, score
+from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens
 from dcdm.evaluation.windows import Batch, Windows
+from dcdm.likelihood.estimators import LABELS, Estimator, Score, estimators_of, score
 from dcdm.model.transformer import Model
-from dcdm.training.parallel import World, gather_objects
 
 Advance = Callable[[int, int], None]
 """(windows done, windows in all) of this process."""

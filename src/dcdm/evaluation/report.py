@@ -18,8 +18,8 @@ from dcdm.evaluation.studies import COMMITS, Decoded, Study, Training
 from dcdm.evaluation.suite import Evaluation, Say, names_of
 from dcdm.evaluation.windows import Batch, Windows, WindowSettings
 from dcdm.files import write_whole
+from dcdm.io.load import Found, find_model
 from dcdm.model.transformer import Model
-from dcdm.training.loading import Found, find_model
 from dcdm.viewing import palette
 from dcdm.viewing.chunks import ChunkView, view, window_from
 from dcdm.viewing.page import assemble

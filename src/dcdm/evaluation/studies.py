@@ -19,11 +19,11 @@ from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.loop import walk
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
-from dcdm.diffusion.likelihood import score
 from dcdm.evaluation.windows import Batch
+from dcdm.likelihood.estimators import score
 from dcdm.model.chunking import chunk_counts, max_violation
 from dcdm.model.transformer import Model
-from dcdm.training.evaluation import MAIN, mean_and_error
+from dcdm.training.validation import MAIN, mean_and_error
 from dcdm.viewing.chunks import ChunkView
 from dcdm.viewing.pictures import chunk_ids
 from dcdm.viewing.plot import Bin

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcdm.config import ConfigError
-from dcdm.diffusion.likelihood import estimators_of
+from dcdm.distributed import World
 from dcdm.evaluation.corpora import PAPER, Corpus, Tokens, check_tokenizer, tokenise
 from dcdm.evaluation.perplexity import (
     Advance,
@@ -23,8 +23,8 @@ from dcdm.evaluation.perplexity import (
     measure,
 )  # fmt: skip
 from dcdm.evaluation.windows import Windows, WindowSettings
-from dcdm.training.loading import Found, find_model
-from dcdm.training.parallel import World
+from dcdm.io.load import Found, find_model
+from dcdm.likelihood.estimators import estimators_of
 
 Say = Callable[[str], Advance]
 """A piece of work by name → what reports its progress."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import default_adablock, generate
-from dcdm.diffusion.likelihood import Score, default_estimator, score
-from dcdm.evaluation.rows import Row, padded
+from dcdm.evaluation.decoders import Row, padded
+from dcdm.io.load import load_model
+from dcdm.likelihood.estimators import Score, default_estimator, score
 from dcdm.model.transformer import Model
 from dcdm.reproduction.runs import Places, RunSpec
-from dcdm.training.loading import load_model
 
 CHOICES = {"arc_challenge": 2.0, "hellaswag": 1.0, "winogrande": 2.0, "piqa": 2.0, "truthfulqa": 0.5, "mmlu": 0.0}
 """Benchmark: its share of the scale's questions; at least one, of MMLU from each subject."""

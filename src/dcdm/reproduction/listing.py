@@ -32,7 +32,7 @@ def price(spec: RunSpec, places: Places) -> float:
         except (OSError, ValueError):
             continue
         return sum(value for name, value in seconds.items() if name != "last start") / 60
-    from dcdm.arithmetic import bill
+    from dcdm.model.costs import bill
 
     training = spec.steps * spec.scale.batch_size * bill(spec.model).training / OPERATIONS
     return (training + sum(MEASURE_SECONDS[name] for name in spec.variant.measures)) / 60

@@ -19,14 +19,14 @@ import torch
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import default_adablock
-from dcdm.diffusion.likelihood import Estimator, default_estimator, score
 from dcdm.evaluation.corpora import ReadingSettings, Tokens, read_corpus, tokenise
 from dcdm.evaluation.studies import balance_of, training_of
 from dcdm.evaluation.windows import Batch, Windows, WindowSettings
+from dcdm.io.load import load_model
+from dcdm.likelihood.estimators import Estimator, default_estimator, score
 from dcdm.model.transformer import Model
 from dcdm.reproduction.runs import Places, RunSpec
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, TEST, ZERO_SHOT
-from dcdm.training.loading import load_model
 from dcdm.viewing.plot import averaged_points
 
 POINTS = 40  # of a training curve

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcdm.arithmetic import activation_bytes, bill, state_bytes
+from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.presets import preset
 from dcdm.reproduction.experiments import Experiment
 from dcdm.reproduction.variants import RATES

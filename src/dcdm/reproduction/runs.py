@@ -171,8 +171,8 @@ def carry_out(spec: RunSpec, places: Places) -> int:
 
 
 def _train(spec: RunSpec, places: Places) -> int:
-    from dcdm.exporting import export
-    from dcdm.training.command import run as train
+    from dcdm.io.export import export
+    from dcdm.training.run import run as train
 
     folder, done = places.run(spec), places.model(spec)
     _forget_other(spec, folder)
@@ -231,8 +231,8 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
 
     import dcdm
     from dcdm.data.store import PreparedData
+    from dcdm.io.load import find_model
     from dcdm.model.building import parameter_counts
-    from dcdm.training.loading import find_model
 
     config = find_model(places.model(spec)).config
     total, active = parameter_counts(config)

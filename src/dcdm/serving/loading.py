@@ -10,9 +10,9 @@ import torch
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.exporting import SUMS, export, wrong_sums
+from dcdm.io.export import SUMS, export, wrong_sums
+from dcdm.io.load import find_model, load_model
 from dcdm.model.transformer import Model
-from dcdm.training.loading import find_model, load_model
 
 
 def load(

@@ -24,12 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcdm.config import ConfigError
+from dcdm.distributed import World, broadcast_object, gather_objects
 from dcdm.training import contents, randomness
 from dcdm.training import manifest as manifests
+from dcdm.training.checkpoint_folder import Shelf
 from dcdm.training.contents import TrainState, load_weights
 from dcdm.training.manifest import CheckpointError, FileRecord, Manifest, verify
-from dcdm.training.parallel import World, broadcast_object, gather_objects
-from dcdm.training.shelf import Shelf
 
 __all__ = [
     "CheckpointError",

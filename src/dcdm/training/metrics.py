@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dcdm.arithmetic import H800_BF16, bill
 from dcdm.config import ConfigError
 from dcdm.files import write_whole
+from dcdm.model.costs import H800_BF16, bill
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 

@@ -1,0 +1,134 @@
+"""`dcdm chunks`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+if TYPE_CHECKING:
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.model.transformer import Model
+    from dcdm.viewing.chunks import Corpus
+
+
+def chunks(
+    model: Annotated[Path, Positional, arg(metavar="MODEL")],
+    text: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT]")] = (),
+    file: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+    noise: float | None = None,
+    round: int | None = None,
+    window: int = 1,
+    corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
+    windows: int = 64,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+) -> None:
+    """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
+
+    The text is given here, in a file, or on standard input.
+
+    Args:
+        model: A run folder, a checkpoint in it, or an exported folder.
+        text: The text; without it, --file or standard input.
+        file: A text file; - is standard input.
+        html: Write a self-contained page: scores of every token, sliders, mask, sizes, kinds of tokens.
+        json: Print tokens, ids, scores and sizes as one JSON object.
+        noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
+        round: The round to show, for every other model (default the last).
+        window: Which window to show of a text that is longer than the model's context.
+        corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
+            `dcdm data prepare` reads, or a folder that it wrote.
+        windows: How many windows of the corpus.
+        seed: Seed of the masks.
+        device: Where to compute.
+        dtype: Number format of the computation.
+    """
+    import torch
+
+    from dcdm.distributed import choose_device
+    from dcdm.io.load import load_model
+    from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
+
+    given = _given_text(" ".join(text) if text else None, file)
+    loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    refuse_without_chunks(loaded)
+    shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
+    counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
+    found = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
+    if html is not None:
+        from dcdm.files import write_whole
+        from dcdm.viewing.chunks_page import page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(html, page(found).encode())
+        print(f"{html}: written; open it in a browser", file=sys.stderr)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found.to_dict()))
+    elif html is None:
+        from rich.console import Console
+
+        from dcdm.viewing.terminal import show
+
+        show(found, Console())
+
+
+def _name(model: Path) -> str:
+    """What to call a model: its folder, a checkpoint by its run and step."""
+    model = model.resolve()
+    return f"{model.parent.parent.name}, {model.name}" if model.parent.name == "checkpoints" else model.name
+
+
+def _given_text(text: str | None, file: Path | None) -> str:
+    from dcdm.config import ConfigError
+
+    if text is not None and file is not None:
+        raise ConfigError("give the text as an argument or with --file, not both")
+    if text is not None:
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+    if file is not None and str(file) != "-":
+        try:
+            return file.read_bytes().decode(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"--file {file}: {error.strerror}") from error
+    if file is None and sys.stdin.isatty():
+        raise ConfigError("no text; give one as an argument, with --file, or on standard input")
+    return sys.stdin.buffer.read().decode(errors="replace")
+
+
+def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> Corpus:
+    """Held-out windows, evenly spread."""
+    import torch
+
+    from dcdm.config import ConfigError
+    from dcdm.data.prepare import prepare
+    from dcdm.data.reporting import ConsoleReporter
+    from dcdm.data.store import PreparedData
+    from dcdm.viewing.chunks import Corpus
+
+    if windows < 1:
+        raise ConfigError(f"--windows {windows}: at least 1 is needed")
+    if len(sources) == 1 and (Path(sources[0]) / "manifest.json").exists():
+        data = PreparedData.open(sources[0])
+    else:
+        with ConsoleReporter() as reporter:
+            data = prepare(list(sources), tokenizer, reporter=reporter)
+    if data.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"--corpus {sources[0]} was prepared with another tokenizer than the model's")
+    held_out = data.dataset("validation", model.config.context_length)
+    count = min(windows, len(held_out))
+    items = [held_out[number * len(held_out) // count] for number in range(count)]
+    return Corpus(
+        f"{count} held-out windows of {', '.join(sources)}",
+        torch.stack([item["tokens"] for item in items]),
+        torch.stack([item["prompt"] for item in items]),
+        torch.tensor([item["index"] for item in items]),
+        [tokenizer.pieces(item["tokens"].tolist()) for item in items],
+    )

@@ -1,0 +1,176 @@
+"""`dcdm eval`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from dcdm.evaluation.report import Plan
+    from dcdm.evaluation.suite import Evaluation
+
+
+def ppl(
+    models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL...")],
+    data: Annotated[list[str], tyro.conf.arg(metavar="[NAME=]SOURCE...")],
+    estimator: tuple[str, ...] = ("auto",),
+    samples: int | Literal["all"] = 16,
+    seed: int = 0,
+    windows: Literal["disjoint", "sliding"] = "disjoint",
+    stride: int | None = None,
+    length: int | None = None,
+    separate: bool = False,
+    limit: int | None = None,
+    batch_size: int = 16,
+    field: str = "text",
+    documents: Literal["file", "lines", "blank-lines"] | None = None,
+    split: Literal["train", "validation"] = "validation",
+    detokenise: bool = True,
+    max_bad: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    json: bool = False,
+    csv: Path | None = None,
+    markdown: Path | None = None,
+    report: Path | None = None,
+    report_windows: int = 4,
+) -> None:
+    """Perplexity of models on corpora, in one table.
+
+    Under torchrun, processes share the work: torchrun --nproc-per-node 8 -m dcdm eval ppl …
+
+    Args:
+        models: Run folders, checkpoints in them, or exported folders.
+        data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, or folders of
+            `dcdm data prepare`. The names ptb, wikitext, lm1b, lambada, ag_news, pubmed and arxiv choose how a
+            corpus is detokenised.
+        estimator: auto (the kind's valid one), exact, bound, sequential, surrogate, trajectory.
+        samples: Mask sets drawn per window (per chunk for sequential), or all of them.
+        seed: Seed of the draws.
+        windows: Windows that share nothing, or ones whose earlier part is visible and does not count.
+        stride: Tokens that a sliding window counts (default: half of it).
+        length: Positions of a window (default: the model's context length).
+        separate: Put every document into windows of its own, instead of joining them by EOS as in training.
+        limit: At most so many windows of each corpus, spread evenly over it.
+        batch_size: Windows of one pass; it does not change the result.
+        field: Field of a row that holds its text.
+        documents: What is one document in a .txt file (default: what suits the corpus, else the file).
+        split: Of packed shards.
+        detokenise: Put tokenised corpora of these names back into plain text.
+        max_bad: Unreadable lines or rows to leave out before giving up.
+        device: Where to compute.
+        dtype: Type of the weights.
+        json: Print one JSON object instead of the table.
+        csv: Write a line per model, corpus and estimator to this file.
+        markdown: Write the table to this file.
+        report: Write a page into this folder, report.html, and the numbers of it as JSON: the table, curves of
+            training, decoders, calibration, balance, pictures of chunks, and all settings.
+        report_windows: Windows of the first corpus that the report decodes; calibration takes 16 times as many.
+    """
+    given = dict(locals())
+    import torch
+
+    from dcdm.distributed import init_distributed, shutdown
+    from dcdm.evaluation.corpora import ReadingSettings, read_corpora
+    from dcdm.evaluation.perplexity import Sampling
+    from dcdm.evaluation.report import Plan, make_folder
+    from dcdm.evaluation.suite import evaluate
+    from dcdm.evaluation.windows import WindowSettings
+
+    sampling = Sampling(samples, seed, batch_size)
+    window = WindowSettings(windows, stride, separate, length, limit)
+    corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
+    plan = Plan(corpora[0], window, report_windows, seed, batch_size, dtype=getattr(torch, dtype))
+    if report is not None:
+        make_folder(report)
+    world = init_distributed(device)
+    try:
+        with _Progress(shown=world.is_main) as progress:
+            result = evaluate(
+                models, corpora, estimator, sampling, window,
+                world=world, dtype=plan.dtype, say=progress.start,
+            )  # fmt: skip
+        if world.is_main:
+            _publish(result, json, csv, markdown, report)
+        if world.is_main and report is not None:
+            _draw(report, result, replace(plan, device=world.device), given, world.size)
+    finally:
+        shutdown(world)
+
+
+def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | None, report: Path | None) -> None:
+    from json import dumps
+
+    from dcdm.evaluation import table
+    from dcdm.files import write_whole
+
+    encoded = dumps(result.to_dict(), ensure_ascii=False)
+    if csv is not None:
+        write_whole(csv, table.to_csv(result).encode())
+    if markdown is not None:
+        write_whole(markdown, table.to_markdown(result).encode())
+    if report is not None:
+        write_whole(report / "perplexity.json", encoded.encode())
+    if json:
+        print(encoded)
+    else:
+        table.print_table(result)
+
+
+def _draw(folder: Path, result: Evaluation, plan: Plan, given: dict[str, Any], processes: int) -> None:
+    """The page of a report, once the figures are safe."""
+    from dcdm.evaluation.provenance import environment, spelled
+    from dcdm.evaluation.report import Repeat, perplexity_page, study_all, write
+
+    with _Progress(shown=True) as progress:
+        found = study_all(given["models"], plan, progress.start)
+    settings = {**result.settings, "report_windows": plan.windows}
+    machine = environment(str(plan.device), processes)
+    repeat = Repeat(spelled("eval ppl", ppl, given), machine, settings, result.models, result.corpora)
+    data = {"repeat": asdict(repeat), "studies": [study.to_dict() for study in found]}
+    place = write(folder, perplexity_page(result, found, plan, repeat), data)
+    print(f"{place}: written; open it in a browser", file=sys.stderr)
+
+
+class _Progress:
+    """The work under way on standard error: a bar on a terminal, else a line now and then."""
+
+    EVERY = 10.0  # seconds between lines where there is no terminal
+
+    def __init__(self, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        self._plain = shown and not self._console.is_terminal
+
+    def start(self, text: str) -> Callable[[int, int], None]:
+        """Name the next piece of work; what this returns takes the windows done, and in all."""
+        said = [time.monotonic()]
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        number = self._bar.add_task(text, total=None)
+
+        def advance(done: int, total: int) -> None:
+            self._bar.update(number, completed=done, total=total)
+            now = time.monotonic()
+            if self._plain and (done == total or now - said[0] >= self.EVERY):
+                said[0] = now
+                self._console.print(f"{text}: {done} of {total} windows", markup=False, soft_wrap=True)
+
+        return advance
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

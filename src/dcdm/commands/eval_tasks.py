@@ -1,0 +1,215 @@
+"""`dcdm eval tasks`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from dcdm.evaluation.harness import HarnessModel
+    from dcdm.evaluation.tasks import Chosen
+
+
+def tasks(
+    model: Annotated[Path, tyro.conf.Positional],
+    tasks: tuple[str, ...] = ("all",),
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    num_fewshot: tuple[str, ...] = (),
+    samples: int = 16,
+    estimator: str = "auto",
+    seed: int = 0,
+    batch_size: int = 16,
+    max_length: int | None = None,
+    max_new_tokens: int = 256,
+    commit: str = "auto",
+    allow_code_execution: bool = False,
+    use_cache: Path | None = None,
+    items: Path | None = None,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    json: bool = False,
+    report: Path | None = None,
+) -> None:
+    """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
+
+    Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
+
+    Args:
+        model: A run folder, a checkpoint in it, or an exported folder.
+        tasks: Names, apart or joined by commas.
+        data_dir: A folder with the tasks' files (gsm8k_test.jsonl …); nothing is fetched then.
+        limit: Questions per task, and per subject of MMLU and MATH.
+        num_fewshot: Other numbers of examples than the paper's, as in mmlu=5.
+        samples: Mask draws per answer; short answers are summed exactly instead.
+        estimator: auto takes the valid one of the model's kind.
+        seed: Seed of the noise and of sampling.
+        batch_size: Sequences of one pass; it changes no result.
+        max_length: Tokens of context and answer together (default: the window of training).
+        max_new_tokens: Tokens of an answer where the task sets no limit.
+        commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
+        allow_code_execution: Run the programs that HumanEval's answers are, with limits.
+        use_cache: Keep the model's answers in a data base of this name, and go on from it.
+        items: Write one JSON line per question, with the Monte-Carlo errors of its choices.
+        device: Where to compute.
+        dtype: Precision of the weights.
+        json: Print one JSON object instead of a table.
+        report: Write a page into this folder, report.html, and the figures as tasks.json.
+    """
+    given = dict(locals())
+    from dcdm.config import ConfigError
+    from dcdm.evaluation.tasks import choose
+    from dcdm.evaluation.tasks_report import show
+
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit} must be at least 1")
+    if report is not None:
+        from dcdm.evaluation.report import make_folder
+
+        make_folder(report)
+    names = [name for text in tasks for name in text.split(",") if name]
+    chosen = choose(names, data_dir, _shots(num_fewshot))
+    if data_dir is not None:  # read by the packages when they are imported
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    with _quiet():
+        lm = _model(
+            pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
+            max_length=max_length, max_gen_toks=max_new_tokens, commit=commit, device=device, dtype=dtype,
+        )  # fmt: skip
+        cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
+        reports = []
+        for one in chosen:
+            reports.append(_run(lm, one, limit, allow_code_execution, cache, items))
+            if not json:
+                show(reports[-1], first=len(reports) == 1)
+    import json as encoder
+
+    settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": dtype} | _settings(lm)
+    encoded = encoder.dumps({"settings": settings, "tasks": reports}, ensure_ascii=False)
+    if json:
+        print(encoded)
+    if report is not None:
+        _draw(report, encoded, settings, reports, str(lm.device), given)
+
+
+def _draw(
+    folder: Path, encoded: str, settings: dict[str, Any], reports: list[dict[str, Any]], device: str,
+    given: dict[str, Any],
+) -> None:  # fmt: skip
+    """The page of a report, beside its figures."""
+    from dcdm.evaluation.provenance import environment, spelled
+    from dcdm.evaluation.report import Repeat, begun, tasks_page, write
+    from dcdm.files import write_whole
+    from dcdm.io.load import find_model
+
+    there = find_model(given["model"])
+    study = begun(Path(given["model"]).name, there)
+    models = {study.name: {"kind": study.kind, "tokenizer": there.tokenizer.fingerprint, **there.identity()}}
+    data = {} if given["data_dir"] is None else {"files": _files(given["data_dir"], reports)}
+    repeat = Repeat(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
+    write_whole(folder / "tasks.json", encoded.encode())
+    place = write(folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study.to_dict()})
+    print(f"{place}: written; open it in a browser", file=sys.stderr)
+
+
+def _files(folder: Path, reports: list[dict[str, Any]]) -> dict[str, str]:
+    """SHA-256 of the local files of these benchmarks."""
+    from dcdm.evaluation.tasks import BENCHMARKS
+    from dcdm.files import file_digest
+
+    stems = tuple(BENCHMARKS[report["task"]].stem for report in reports)
+    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.name.startswith(stems)}
+
+
+def _shots(texts: tuple[str, ...]) -> dict[str, int]:
+    from dcdm.config import ConfigError
+
+    shots = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not number.isdecimal():
+            raise ConfigError(f"--num-fewshot {text}: write it as task=number")
+        shots[name] = int(number)
+    return shots
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The packages' own progress bars and warnings off: what matters stands in the report."""
+    import logging
+
+    try:
+        import lm_eval.tasks  # noqa: F401
+    except ModuleNotFoundError as error:
+        from dcdm.config import ConfigError
+
+        raise ConfigError(f"{error.name} is missing; pip install 'dcdm[eval]'") from error
+    import datasets
+
+    datasets.disable_progress_bars()
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _model(**settings: Any) -> HarnessModel:
+    from dcdm.evaluation.harness import HarnessModel
+
+    return HarnessModel(**settings)
+
+
+def _settings(lm: HarnessModel) -> dict[str, Any]:
+    names = ("model_kind", "estimator", "estimator_label", "samples", "noise_seed", "max_length")
+    info = lm.get_model_info()
+    return {name: info[name] for name in names} | lm.decoding
+
+
+def _fingerprint(lm: HarnessModel) -> str:
+    """A name for what decides an answer; the harness's cache knows a request only."""
+    from dcdm.files import digest
+
+    sums = [float(parameter.detach().double().sum()) for parameter in lm.model.parameters()]
+    return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm)])[:16]
+
+
+def _run(
+    lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, items: Path | None
+) -> dict[str, Any]:
+    """One benchmark's report."""
+    from dcdm.evaluation.harness import Counts
+    from dcdm.evaluation.tasks import Loader, evaluate
+    from dcdm.evaluation.tasks_report import figures, write_items
+
+    started = time.perf_counter()
+    lm.counts = Counts()
+    loader = Loader(chosen, execute)
+    results = evaluate(lm, loader.load(), limit, cache)
+    notes = list(chosen.notes)
+    if chosen.name == "humaneval":
+        cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}
+        notes.append(f"executed, network cut by {' or '.join(sorted(cut))}" if execute else "not executed")
+    if items is not None:
+        write_items(items, chosen.name, results)
+    return {
+        "task": chosen.name,
+        "title": chosen.benchmark.title,
+        "shots": chosen.shots,
+        "split": chosen.split,
+        "figures": [line for name in chosen.benchmark.tasks for line in figures(name, results)],
+        "counts": asdict(lm.counts),
+        "notes": notes,
+        "seconds": round(time.perf_counter() - started, 1),
+    }

@@ -1,0 +1,235 @@
+"""`dcdm sample`: prompts from the command line, a file or a pipe; text, JSON or events out."""
+
+from __future__ import annotations
+
+import json as encoder
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.decoding.engine import Event, Generation
+
+
+def sample(
+    model: Annotated[Path, Positional],
+    prompt: tuple[str, ...] = (),
+    file: Path | None = None,
+    jsonl: Path | None = None,
+    field: str = "prompt",
+    length: int | None = None,
+    num: int = 1,
+    window: int | None = None,
+    routing: str = "auto",
+    commit: str = "auto",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    delimiters: tuple[str, ...] = ("\n",),
+    delimiter_threshold: float = 0.3,
+    cache: Literal["auto", "exact", "frozen", "none"] = "auto",
+    seed: int = 0,
+    blanks: bool = True,
+    stop_at_eos: bool = True,
+    stream: bool = False,
+    picture: Path | None = None,
+    batch_size: int = 16,
+    json: bool = False,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+) -> None:
+    """Complete prompts, or fill the blanks in them.
+
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe.
+
+    Args:
+        model: A run folder, a checkpoint in it, or an exported folder.
+        prompt: The text to go on from; several are completed in one batch.
+        file: A text file that is the prompt.
+        jsonl: A file with one JSON object per line, each a prompt.
+        field: The name of the prompt in those objects.
+        length: New tokens behind each prompt; by default the rest of the window, or none if there are blanks.
+        num: Samples of each prompt.
+        window: Positions of a canvas; by default the model's context length. Longer texts take several.
+        routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
+        commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
+        temperature: 0 takes the most probable token.
+        top_k: Draw from the k most probable tokens.
+        top_p: Draw from the most probable tokens that together reach this probability.
+        delimiters: Where adablock may end a block: tokens of the tokenizer.
+        delimiter_threshold: The confidence that such a token needs.
+        cache: exact where it is exact; frozen is an approximation for the paper's routing.
+        seed: Seed of the draws.
+        blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
+        stop_at_eos: End a text at the tokenizer's end-of-text token.
+        stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
+        picture: Draw how the first text was filled, chunk by chunk, into this PNG or SVG.
+        batch_size: Prompts that are completed together.
+        json: Print one JSON object per sample, statistics included.
+        device: Where to compute.
+        dtype: Type of the weights.
+    """
+    import torch
+
+    from dcdm.config import ConfigError
+    from dcdm.decoding.engine import adablock_of, generate
+    from dcdm.distributed import choose_device
+    from dcdm.io.load import load_model
+
+    prompts = _prompts(prompt, file, jsonl, field)
+    if num < 1:
+        raise ConfigError(f"--num {num}: must be at least 1")
+    prompts = [text for text in prompts for _ in range(num)]
+    loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    adablock = None
+    if routing == "adablock":
+        ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
+        adablock = adablock_of(loaded, tokenizer, ends, delimiter_threshold)
+    with _Stream(tokenizer, prompts, stream, blanks) as on_event:
+        result = generate(
+            loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
+            commit=commit, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
+            eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
+            on_event=on_event, blanks=blanks,
+        )  # fmt: skip
+    if picture is not None:
+        from dcdm.viewing.filling import draw, filling_of
+
+        draw(filling_of(result, tokenizer), picture)
+    if json:
+        for row in range(len(prompts)):
+            print(encoder.dumps(_record(row, prompts[row], result)))
+    elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
+        _print(prompts, result, blanks)
+    print(_costs(result), file=sys.stderr)
+
+
+def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str) -> list[str]:
+    from dcdm.config import ConfigError
+
+    if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
+        raise ConfigError("--prompt, --file and --jsonl exclude each other")
+    if prompt:
+        return list(prompt)
+    if jsonl is not None:
+        return _json_lines(jsonl, field)
+    if file is not None:
+        if not file.is_file():
+            raise ConfigError(f"--file {file}: no such file")
+        return [file.read_text(encoding="utf-8")]
+    if sys.stdin.isatty():
+        raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
+    return [sys.stdin.read()]
+
+
+def _json_lines(path: Path, field: str) -> list[str]:
+    from dcdm.config import ConfigError
+
+    if not path.is_file():
+        raise ConfigError(f"--jsonl {path}: no such file")
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = encoder.loads(line)[field]
+        except (encoder.JSONDecodeError, KeyError, TypeError):
+            raise ConfigError(
+                f"{path}:{number} is no JSON object with a {field!r}; --field names another"
+            ) from None
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}:{number}: {field!r} is no text")
+        prompts.append(value)
+    if not prompts:
+        raise ConfigError(f"--jsonl {path} holds no prompt")
+    return prompts
+
+
+def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
+    costs = result.statistics
+    return {
+        "prompt": prompt, "completion": result.texts[row], "finished": result.finished[row],
+        "tokens": result.completions[row], "new_tokens": int(costs.new_tokens[row]),
+        "forwards": int(costs.forwards[row]), "rounds": int(costs.rounds[row]),
+        "computed": int(costs.computed[row]), "reused": int(costs.reused[row]),
+        "reencoded": int(costs.reencoded[row]), "seconds_of_all": costs.seconds,
+    }  # fmt: skip
+
+
+def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
+    from dcdm.decoding.prompts import whole_text
+
+    for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
+        if len(prompts) > 1:
+            print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
+        whole = whole_text(prompt, text, blanks)
+        print(harmless(whole) if sys.stdout.isatty() else whole)
+
+
+def harmless(text: str) -> str:
+    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
+    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
+
+
+def _costs(result: Generation) -> str:
+    costs = result.statistics
+    total = costs.summary()
+    return (
+        f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} each), "
+        f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s; {total['computed']} positions computed, "
+        f"{total['reused']} from the cache, {total['rounds']} routing rounds, {total['reencoded']} encoded again"
+    )
+
+
+class _Stream:
+    """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool, blanks: bool) -> None:
+        self.tokenizer, self.on = tokenizer, on
+        self.live: Any = None
+        self.known: dict[int, int] = {}
+        self.chunk: dict[int, int] = {}
+        if on:
+            from dcdm.decoding.prompts import with_blanks
+
+            given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
+            self.known = dict(enumerate(given, start=1))
+
+    def __enter__(self) -> Any:
+        if not self.on:
+            return None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(auto_refresh=False)
+            self.live.start()
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def _show(self, event: Event) -> None:
+        if self.live is None:
+            text = [self.tokenizer.decode([token]) for token in event.tokens]
+            print(encoder.dumps({**vars(event), "text": text}), flush=True)
+        elif event.row == 0:
+            self.known.update(zip(event.positions, event.tokens, strict=True))
+            self.chunk.update(dict.fromkeys(event.positions, event.chunk))
+            self.live.update(self._canvas(), refresh=True)
+
+    def _canvas(self) -> Any:
+        from rich.text import Text
+
+        from dcdm.viewing.palette import on_colour
+
+        text = Text()
+        for position in range(1, max(self.known) + 1):
+            token = self.known.get(position, self.tokenizer.mask_id)
+            shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
+            text.append(shown, style=on_colour(self.chunk[position]) if position in self.chunk else "dim")
+        return text

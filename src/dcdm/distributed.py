@@ -1,0 +1,158 @@
+"""The processes of a run: who they are, which device each has, how they agree.
+
+Without torchrun a run is a world of one process, and every function here is then free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class ParallelError(RuntimeError):
+    """Processes cannot start or cannot reach each other; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as seen by one of them. The default is a single process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    """CPU group of the main thread, for objects, flags and barriers."""
+    background: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    """CPU group of the saving thread: two threads on one group would mix up their messages."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta = TIMEOUT) -> World:
+    """Join the processes that torchrun announces in the environment; without it, a world of one.
+
+    `device` is `auto`, `cpu`, `cuda` or `mps`. A collective that waits longer than `timeout` raises.
+    """
+    env = os.environ
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if not ("RANK" in env or "WORLD_SIZE" in env):
+        return World(device=choose_device(device))
+    if missing := [name for name in needed if name not in env]:
+        raise ParallelError(f"{', '.join(missing)} not set, though RANK or WORLD_SIZE is; start with torchrun")
+    rank, size, local_rank = (_number(env, name) for name in needed[:3])
+    if not 0 <= rank < size:
+        raise ParallelError(f"RANK={rank} must lie between 0 and WORLD_SIZE-1={size - 1}; start with torchrun")
+    place = choose_device(device, local_rank)
+    if size == 1:
+        return World(device=place)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    elif place.type != "cpu":
+        raise ParallelError(f"several processes run on cpu or cuda, not on {place.type}; set device=cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    background = dist.new_group(backend="gloo", timeout=6 * timeout)  # disks are slow, and nobody waits for them
+    return World(rank, size, local_rank, place, control, background)
+
+
+def shutdown(world: World) -> None:
+    """Leave the process group; harmless in a world of one and when called again."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ParallelError(f"{name}={env[name]!r} is not a whole number; start with torchrun") from None
+
+
+def choose_device(device: torch.device | str = "auto", local_rank: int = 0) -> torch.device:
+    """`auto` is a GPU where PyTorch sees one; a device that is not there raises."""
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ParallelError("device=mps, but PyTorch sees no Apple GPU; set device=cpu")
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise ParallelError("device=cuda, but PyTorch sees no GPU; set device=cpu")
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ParallelError(
+            f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} visible); "
+            "lower --nproc-per-node"
+        )
+    return torch.device("cuda", index)
+
+
+def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
+    """The sum of every rank's `tensor`, the same on all; no gradient flows through it."""
+    total = tensor.detach().clone()
+    if world.size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def all_true(flag: bool, world: World) -> bool:
+    return _reduce_flag(flag, world, dist.ReduceOp.MIN)
+
+
+def any_true(flag: bool, world: World) -> bool:
+    return _reduce_flag(flag, world, dist.ReduceOp.MAX)
+
+
+def _reduce_flag(flag: bool, world: World, how: dist.ReduceOp.RedOpType) -> bool:
+    if world.size == 1:
+        return bool(flag)
+    value = torch.tensor([int(flag)])
+    dist.all_reduce(value, how, group=world.control)
+    return bool(value.item())
+
+
+def broadcast_object(value: T, world: World, *, background: bool = False) -> T:
+    """Rank 0's `value` on every rank."""
+    if world.size == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, group=_group(world, background), device=torch.device("cpu"))
+    return holder[0]
+
+
+def gather_objects(value: T, world: World, *, background: bool = False) -> list[T]:
+    """Every rank's `value` on every rank, in the order of ranks."""
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=_group(world, background))
+    return values
+
+
+def barrier(world: World, timeout: timedelta = TIMEOUT) -> None:
+    """Wait for all ranks; after `timeout`, rank 0 raises an error that names those that did not come."""
+    if world.size == 1:
+        return
+    try:
+        dist.monitored_barrier(group=world.control, timeout=timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise ParallelError(f"not all {world.size} processes reached the barrier: {error}") from error
+
+
+def _group(world: World, background: bool) -> dist.ProcessGroup | None:
+    return world.background if background else world.control

@@ -1,0 +1,307 @@
+"""Likelihoods of sequences under a model: exact values, valid bounds, and the paper's surrogate.
+
+B sequences   L positions   S samples   C noise groups: chunks or blocks, or the whole sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dcdm.config import ConfigError, ModelConfig
+from dcdm.decoding import routes
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.loop import walk
+from dcdm.decoding.predictors import predictor_of, resolve_cache
+from dcdm.decoding.routes import AdaBlock, check_routing, router_of
+from dcdm.decoding.sampling import Sampling
+from dcdm.keys import Key
+from dcdm.likelihood import subsets
+from dcdm.model.head import token_nll
+from dcdm.model.transformer import Model, Sets
+
+Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory"]
+
+LABELS: dict[str, str] = {
+    "exact": "exact negative log-likelihood",
+    "bound": "upper bound (NELBO)",
+    "surrogate": "surrogate (not a bound)",
+    "sequential": "upper bound (NELBO, sequential protocol)",
+    "trajectory": "exact negative log-likelihood of the decoder",
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """Negative log-likelihoods in nats, one per sequence."""
+
+    nats: Tensor
+    """(B,) float64."""
+    stderr: Tensor
+    """(B,) Monte-Carlo standard error; 0 where nothing was sampled, NaN for a single sample."""
+    tokens: Tensor
+    """(B,) predicted tokens; BOS, prompt and padding do not count."""
+    forwards: Tensor
+    """(B,) network passes of the decoder for `trajectory`, of the estimate otherwise."""
+    by_position: Tensor
+    """(B, L) float64: what each token adds to `nats`; 0 at BOS, prompt and padding."""
+    estimator: str
+    samples: int | str
+    seed: int
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.estimator]
+
+    @property
+    def is_bound(self) -> bool:
+        return self.estimator != "surrogate"
+
+    @property
+    def per_token(self) -> float:
+        """Mean nats per token over all sequences."""
+        return float(self.nats.sum() / self.tokens.sum().clamp(min=1))
+
+    @property
+    def per_token_stderr(self) -> float:
+        """Monte-Carlo standard error of `per_token`."""
+        return float(self.stderr.square().sum().sqrt() / self.tokens.sum().clamp(min=1))
+
+    def __str__(self) -> str:
+        drawn = f", {self.samples} samples, seed {self.seed}" if self.stderr.any() else ""
+        return (
+            f"{self.per_token:.4f} ± {self.per_token_stderr:.4f} nats/token, {self.label} "
+            f"({len(self.nats)} sequences, {int(self.tokens.sum())} tokens{drawn})"
+        )
+
+
+def default_estimator(model: Model) -> Estimator:
+    """The valid estimator of the model's kind."""
+    return estimators_of(model.config)[0]
+
+
+@torch.no_grad()
+def score(
+    model: Model,
+    tokens: Tensor,
+    estimator: Estimator | Literal["auto"] = "auto",
+    samples: int | Literal["all"] = 16,
+    seed: int = 0,
+    *,
+    prompt: Tensor | None = None,
+    commit: str = "chunk",
+    routing: str = "auto",
+    adablock: AdaBlock | None = None,
+    sampling: Sampling | None = None,
+    cache: str = "auto",
+    index: Tensor | None = None,
+    batch_size: int = 16,
+) -> Score:
+    """Score `tokens` (B, L), each row starting with BOS, PAD ignored, positions in `prompt` given.
+
+    `estimator` "auto" takes the kind's valid one. `samples` "all" sums over every mask set instead of
+    drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
+    `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `index` (B,) numbers the sequences and
+    keys their randomness, so that neither the batch size nor a split over processes changes a score.
+    """
+    name = default_estimator(model) if estimator == "auto" else estimator
+    check(model.config, name, samples)
+    decoder = Decoder(commit, routing, adablock, sampling or Sampling(), cache)
+    decoder.check(model)
+    if index is None:
+        index = torch.arange(len(tokens))
+    run = Scorer(model, samples, Key(seed).fold(name), decoder)
+    parts = []
+    for at in range(0, len(tokens), batch_size):
+        rows = slice(at, at + batch_size)
+        given = None if prompt is None else prompt[rows]
+        parts.append(getattr(run, name)(tokens[rows], model.sets(tokens[rows], given), index[rows]))
+    by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
+    return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
+
+
+def estimators_of(config: ModelConfig) -> list[Estimator]:
+    """The estimators that fit a model, the valid one of its kind first."""
+    if config.kind == "ar":
+        return ["exact", "trajectory"]
+    return ["sequential", "surrogate", "trajectory"] if config.routes_from_noise else ["bound", "trajectory"]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder whose likelihood `trajectory` is."""
+
+    commit: str = "chunk"
+    routing: str = "auto"
+    adablock: AdaBlock | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    cache: str = "auto"
+
+    def check(self, model: Model) -> None:
+        policy = commit_policy(self.commit)
+        if policy.random:
+            raise ConfigError(
+                f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "
+                "estimator='bound' bounds it, and policies that look at probabilities have a trajectory"
+            )
+        if self.sampling.greedy:
+            raise ConfigError("temperature=0 is greedy: such a decoder has no likelihood")
+        check_routing(model.config, self.routing)
+        resolve_cache(model.config, self.cache, self.routing)
+
+    @property
+    def one_pass_per_chunk(self) -> bool:
+        return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
+
+
+def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
+    """Refuse an estimator that does not fit the model's kind, and a number of samples that none takes."""
+    described = "DCDM with the paper's routing" if config.routes_from_noise else config.kind.upper()
+    fits = estimators_of(config)
+    if estimator not in get_args(Estimator):
+        raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
+    if estimator not in fits:
+        raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
+    if samples != "all" and (not isinstance(samples, int) or samples < 1):
+        raise ValueError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
+
+
+@dataclass(frozen=True)
+class _Part:
+    by_position: Tensor
+    stderr: Tensor
+    tokens: Tensor
+    forwards: Tensor
+
+
+_FIELDS = ("by_position", "stderr", "tokens", "forwards")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The estimators; each takes tokens (B, L), their sets and the sequences' numbers."""
+
+    model: Model
+    samples: int | Literal["all"]
+    key: Key
+    decoder: Decoder
+
+    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        states = self.model.encode(tokens).states[:, :-1]
+        nll = _scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
+        return _certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
+
+    def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        ids = self.model.partition(tokens, sets.visible, index).ids
+        nll_of = self._dual_stream(tokens, sets, ids)
+        cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+
+    def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        nll_of = self._dual_stream(tokens, sets, None)
+        cost, variance, passes = self._expected(nll_of, sets.free.long(), 1, index)
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+
+    def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
+        model, mask_id = self.model, self.model.config.mask_id
+        router, route = router_of(model, sets), routes.start(sets)
+        revealed = sets.visible
+        cost = torch.zeros(tokens.shape, dtype=torch.float64)
+        variance = torch.zeros(len(tokens), dtype=torch.float64)
+        forwards, chunks = torch.zeros_like(index), 0
+        while bool((sets.real & ~revealed).any()):
+            asking = (sets.real & ~revealed).any(dim=-1)
+            z = tokens.masked_fill(~revealed, mask_id)
+            route = router.next(z, revealed, route, asking).where(asking, route)
+            active = route.active & ~revealed  # none in a row that is full
+
+            def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | active) -> Tensor:
+                z = tokens.masked_fill(masked | ~shown, mask_id)
+                return _scattered(model, model.denoise(z, ids), tokens, masked)
+
+            chunks += 1
+            key = self.key.fold("chunk", chunks)
+            more, spread, passes = self._expected(nll_of, active.long(), 1, index, key)
+            cost, variance = cost + more, variance + spread
+            forwards += passes
+            revealed = revealed | active
+        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
+
+    def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        model, decoder = self.model, self.decoder
+        if decoder.one_pass_per_chunk and model.config.kind != "ar" and not model.config.routes_from_noise:
+            return self._trajectory_in_one_pass(tokens, sets, index)
+        total = torch.zeros(tokens.shape, dtype=torch.float64)
+
+        def reveal(view: View, fill: Tensor) -> Tensor:
+            true = tokens.gather(1, view.position)
+
+            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return -decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
+
+            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
+            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
+            return true
+
+        _, counts = walk(
+            tokens.masked_fill(sets.free, model.config.mask_id),
+            sets,
+            router_of(model, sets, index, decoder.routing, decoder.adablock),
+            predictor_of(model, sets, decoder.cache),
+            commit_policy(decoder.commit),
+            reveal,
+            order=self.key.fold("order").rows(index, tokens.shape[1]),
+        )
+        return _certain(total, sets.free.sum(dim=-1), counts.forwards)
+
+    def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        """Every chunk fully masked given the clean earlier ones: what the walk sees, chunk by chunk."""
+        ids = self.model.partition(tokens, sets.visible, index).ids
+        nll = self._dual_stream(tokens, sets, ids)(sets.free)
+        return _certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
+
+    def _dual_stream(self, tokens: Tensor, sets: Sets, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """masked (B, L) → −log p of the masked tokens (B, L), by the training pass."""
+
+        def nll_of(masked: Tensor) -> Tensor:
+            states = self.model.encode(tokens, masked, prompt=sets.visible, chunk_ids=ids).states
+            return _scattered(self.model, states, tokens, masked)
+
+        return nll_of
+
+    def _expected(
+        self, nll_of: Callable[[Tensor], Tensor], groups: Tensor, num_groups: int, index: Tensor,
+        key: Key | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """E[(|g|/n) Σ_masked nll], by position (B, L); the variance of the estimate (B,); passes (B,)."""
+        device, groups = groups.device, groups.cpu()
+        if self.samples == "all":
+            cost = torch.zeros(groups.shape, dtype=torch.float64)
+            for draw in subsets.all_subsets(groups, num_groups):
+                cost += nll_of(draw.masked.to(device)).cpu() * subsets.spread(draw.weight, groups)
+            passes = 2 ** subsets.group_sizes(groups, num_groups).amax(dim=-1) - 1
+            return cost, torch.zeros(len(groups), dtype=torch.float64), passes
+        draws = list(subsets.sampled_subsets(key or self.key, index, groups, num_groups, self.samples))
+        nlls = [nll_of(draw.masked.to(device)).cpu() for draw in draws]
+        sizes = subsets.group_sizes(groups, num_groups)
+        cost, variance = subsets.combine(draws, nlls, groups, self.samples)
+        return cost, variance, subsets.passes_needed(sizes, self.samples)
+
+
+def _certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:
+    nats = by_position.double().cpu()
+    passes = forwards if isinstance(forwards, Tensor) else torch.full(nats.shape[:1], forwards)
+    return _Part(nats, torch.zeros_like(nats[:, 0]), tokens.cpu(), passes)
+
+
+def _scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """−log p of `tokens` where `where`, 0 elsewhere: (B, L) float64."""
+    nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
+    nll[where] = token_nll(states[where], model.head_weight(), tokens[where]).double()
+    return nll

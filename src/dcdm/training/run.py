@@ -1,0 +1,257 @@
+"""`dcdm train`: settings, data, model and loop put together; what may go wrong is found before they start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dcdm.config import ConfigError
+from dcdm.data.loading import WindowSet
+from dcdm.data.loading import loader as make_loader
+from dcdm.data.prepare import prepare
+from dcdm.data.reporting import ConsoleReporter
+from dcdm.data.store import PreparedData
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.distributed import World, any_true, barrier, broadcast_object, init_distributed, shutdown
+from dcdm.model.building import build
+from dcdm.model.costs import activation_bytes, bill, state_bytes
+from dcdm.model.transformer import Model
+from dcdm.signals import stops_handled_by
+from dcdm.training import settings as run_settings
+from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.fsdp import unsharded
+from dcdm.training.loop import Hooks, NotFinite, train
+from dcdm.training.metrics import Recorder
+from dcdm.training.precision import precision
+from dcdm.training.settings import RunConfig
+from dcdm.training.validation import MAIN, evaluate
+
+INTERRUPTED = 130
+
+MakePicture = Callable[[Model, torch.Tensor], Any]
+
+
+def run(
+    preset: str | None,
+    folder: Path,
+    *,
+    file: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    dry_run: bool = False,
+    picture: MakePicture | None = None,
+) -> int:
+    """Start a run, or go on with the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
+    config = _settle(preset, folder, file, changes or {})
+    console = Console(stderr=True, soft_wrap=True)
+    if dry_run:
+        print(describe(config))
+        return 0
+    world = init_distributed(device)
+    try:
+        return _run(config, folder, world, console, picture)
+    finally:
+        shutdown(world)
+
+
+def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mapping[str, Any]) -> RunConfig:
+    """Settings of a new run, or those of the run in `folder`, which flags may not contradict."""
+    stored = folder / "settings.yaml"
+    if not stored.exists():
+        return run_settings.resolve(preset, file, changes)
+    before = run_settings.read(stored)
+    if preset is None and file is None:
+        asked = run_settings.resolve(None, stored, changes)
+    else:
+        asked = run_settings.resolve(preset, file, changes)
+        asked = replace(asked, model=replace(asked.model, vocab_size=before.model.vocab_size))
+    if wrong := run_settings.differences(before, asked):
+        raise ConfigError(
+            f"{folder} was started with other settings ({', '.join(wrong)}); "
+            "leave them out to go on with it, or choose another --run"
+        )
+    return asked
+
+
+def _run(config: RunConfig, folder: Path, world: World, console: Console, picture: MakePicture | None) -> int:
+    types = precision(config.train.dtype, world.device)
+    data = _open_data(config, world)
+    config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
+    train_set = data.dataset("train", config.model.context_length, config.data.overlong)
+    valid_set = data.dataset("validation", config.model.context_length, config.data.overlong)
+    batches = make_loader(
+        train_set, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
+        micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
+        pin_memory=world.device.type == "cuda",
+    )  # fmt: skip
+    model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
+    if config.init is not None:
+        start_from(model, config.init)
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        run_settings.write(config, folder / "settings.yaml")
+        data.tokenizer.save(folder / "tokenizer")
+    barrier(world)
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(_signals())
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                folder / "checkpoints", world, keep_last=config.keep_last, keep_best=config.keep_best, metric=MAIN
+            )
+        )
+        hooks = Hooks(should_stop=stop, settings=run_settings.to_dict(config))
+        recorder: Recorder | None = None
+        if world.is_main:
+            recorder = stack.enter_context(Recorder(folder, config, console))
+            hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
+            hooks.on_resume = _announce(recorder, console, folder)
+
+        def assess(model: Model, step: int) -> Mapping[str, float]:
+            if picture is not None and config.tensorboard:
+                with unsharded(model):
+                    if recorder is not None:
+                        recorder.on_picture(step, picture(model, _samples(valid_set).to(world.device)))
+            return evaluate(
+                model, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples
+            )
+
+        try:
+            done = train(
+                model, batches, config.train, config.objective, world=world, hooks=hooks,
+                checkpointer=checkpointer, checkpoint_every=config.checkpoint_every,
+                evaluate=assess, evaluate_every=config.evaluate_every,
+            )  # fmt: skip
+        except NotFinite as error:
+            _keep_batch(error, folder, world)
+            raise
+        interrupted = any_true(stop(), world) and done < config.train.steps
+    if world.is_main:
+        what = "interrupted and saved" if interrupted else "done"
+        console.print(f"{folder}: {what} at step {done}" + ("; the same command goes on" if interrupted else ""))
+    return INTERRUPTED if interrupted else 0
+
+
+def _samples(dataset: WindowSet) -> torch.Tensor:
+    """The texts whose chunks are shown."""
+    return torch.stack([dataset[number]["tokens"] for number in range(min(4, len(dataset)))])
+
+
+def _announce(recorder: Recorder, console: Console, folder: Path) -> Callable[[int], None]:
+    def on_resume(step: int) -> None:
+        recorder.on_resume(step)
+        if step:
+            console.print(f"{folder}: going on from step {step}")
+
+    return on_resume
+
+
+def _open_data(config: RunConfig, world: World) -> PreparedData:
+    """The prepared data: given as such, or prepared now by the main process."""
+    choice = config.data
+    first = Path(choice.sources[0])
+    if len(choice.sources) == 1 and (first / "manifest.json").exists():
+        return PreparedData.open(first)
+    place: Path | None = None
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            with ConsoleReporter() as reporter:
+                place = prepare(
+                    list(choice.sources), choice.tokenizer, None, validation=choice.validation,
+                    settings=choice.reading, workers=choice.workers, reporter=reporter,
+                ).folder  # fmt: skip
+        except Exception as error:  # told to the other ranks, which wait for it
+            failure = error
+    place, message = broadcast_object((place, None if failure is None else str(failure)), world)
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise ConfigError(message)
+    assert place is not None
+    return PreparedData.open(place)
+
+
+def _fit_vocabulary(config: RunConfig, tokenizer: Tokenizer, console: Console | None) -> RunConfig:
+    if tokenizer.vocab_size == config.model.vocab_size:
+        return config
+    if console is not None:
+        console.print(f"vocabulary: {tokenizer.vocab_size:,}, that of the tokenizer {config.data.tokenizer}")
+    return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+
+
+def start_from(model: Model, source: str) -> None:
+    """Copy start weights: from a run, a checkpoint, an exported folder, or a Qwen3 folder of `transformers`."""
+    from dcdm.io.importing import load_qwen3
+    from dcdm.io.load import load_model
+
+    path = Path(source)
+    config = path / "config.json"
+    if config.exists() and '"qwen3"' in config.read_text(encoding="utf-8"):
+        load_qwen3(model, path)
+        return
+    found, _ = load_model(path)
+    wrong = [n for n, p in found.state_dict().items()
+             if n not in model.state_dict() or model.state_dict()[n].shape != p.shape]  # fmt: skip
+    if wrong:
+        raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
+    model.load_state_dict(found.state_dict(), strict=False)
+
+
+def _keep_batch(error: NotFinite, folder: Path, world: World) -> None:
+    kept = {f"{number}.{name}": value.cpu() for number, batch in enumerate(error.batches)
+            for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}  # fmt: skip
+    from safetensors.torch import save_file
+
+    save_file(kept, folder / f"bad-batch-step{error.step}-rank{world.rank}.safetensors")
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM ask the loop to save and stop; a second one ends at once."""
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        print("saving and stopping after this step (once more: stop at once)", file=sys.stderr)
+
+    with stops_handled_by(ask):
+        yield lambda: asked
+
+
+def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
+    """What the run would cost, without starting it."""
+    costs, train_settings = bill(config.model), config.train
+    length = config.model.context_length
+    tokens = train_settings.steps * train_settings.batch_size * length
+    saves = train_settings.steps // config.checkpoint_every + (train_settings.steps % config.checkpoint_every > 0)
+    size = 12 * costs.total_parameters  # weights and two moments in fp32
+    lines = [
+        f"model        {config.model.kind}, {costs.total_parameters / 1e6:.2f}M parameters"
+        + (f", {costs.active_parameters / 1e6:.2f}M active" if config.model.moe else "")
+        + f", vocabulary {config.model.vocab_size:,} before the tokenizer is known",
+        f"data         {', '.join(config.data.sources)}, tokenizer {config.data.tokenizer}, windows of {length}",
+        f"steps        {train_settings.steps:,} of {train_settings.batch_size} windows: {tokens / 1e9:.3g}B tokens",
+        f"operations   {costs.training * train_settings.batch_size / 1e12:.3g} TFLOP a step, "
+        f"{costs.training_per_token * tokens / 1e18:.3g} EFLOP in all",
+        f"checkpoints  {saves} of {size / 1e9:.2f} GB, {config.keep_last} last and {config.keep_best} best kept",
+    ]
+    for count in devices:
+        share = max(1, train_settings.batch_size // count)
+        rows = min(share, train_settings.micro_batch or share)
+        memory = state_bytes(config.model, count) + activation_bytes(config.model, rows)
+        lines.append(
+            f"{count:3d} device{'s' if count > 1 else ' '}  {memory / 1e9:.1f} GB each at {rows} windows a pass; "
+            f"{costs.step_seconds(train_settings.batch_size, count, 0.4):.3g} s a step on H800 at 40 %"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""Evaluation during training: the kind's valid estimator on the validation split, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dcdm.data.loading import WindowSet, in_order
+from dcdm.distributed import World, gather_objects
+from dcdm.likelihood.estimators import Estimator, default_estimator, score
+from dcdm.model.transformer import Model
+from dcdm.training.fsdp import unsharded
+
+MAIN = "valid_nll"
+
+
+def evaluate(
+    model: Model, dataset: WindowSet, world: World, *, sequences: int, samples: int, batch_size: int = 16
+) -> dict[str, float]:
+    """Nats per token on the first `sequences` windows: `valid_nll` by the valid estimator with its standard error
+    over windows, and for DCDM with the paper's routing `surrogate_nll`, which is no bound, beside it.
+
+    Neither batch size nor number of ranks changes the result.
+    """
+    names: list[tuple[str, Estimator]] = [(MAIN, default_estimator(model))]
+    if model.config.routes_from_noise:
+        names.append(("surrogate_nll", "surrogate"))
+    figures: dict[str, float] = {}
+    with unsharded(model), torch.no_grad():
+        for name, estimator in names:
+            mine = []
+            for batch in in_order(dataset, batch_size, rank=world.rank, world=world.size, limit=sequences):
+                tokens, prompt = batch["tokens"].to(world.device), batch["prompt"].to(world.device)
+                result = score(model, tokens, estimator, samples, prompt=prompt, index=batch["index"])
+                columns = (x.tolist() for x in (batch["index"], result.nats, result.tokens))
+                mine += list(zip(*columns, strict=True))
+            rows = sorted(row for part in gather_objects(mine, world) for row in part)
+            figures[name], figures[f"{name}_stderr"] = mean_and_error([(nats, count) for _, nats, count in rows])
+    return figures
+
+
+def mean_and_error(rows: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Nats per token over sequences, each given by its nats and tokens, and the standard error over sequences."""
+    tokens = max(1, sum(count for _, count in rows))
+    mean = math.fsum(nats for nats, _ in rows) / tokens
+    spread = math.fsum((nats - mean * count) ** 2 for nats, count in rows)
+    return mean, math.sqrt(spread) / tokens

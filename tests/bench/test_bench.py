@@ -1,0 +1,126 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dcdm
+from dcdm.bench import subjects
+from dcdm.bench.harness import Case, measure, read_earlier, to_json
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.model.building import build
+from dcdm.model.costs import activation_bytes, bill, state_bytes
+
+TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
+
+
+@pytest.fixture
+def tiny_shapes(monkeypatch):
+    def small(length, layers, routing="paper"):
+        return replace(TINY, num_layers=layers, context_length=length, routing=routing)
+
+    monkeypatch.setattr(subjects, "_config", small)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda: subjects.attention(64),
+        lambda: subjects.chunking(64),
+        lambda: subjects.step(64, layers=2),
+        lambda: subjects.step(64, layers=2, routing="causal"),
+        lambda: subjects.rounds(64, layers=2),
+        lambda: subjects.draws(64, 2, 1.0),
+        lambda: subjects.block_mask(256, 1.0),
+        lambda: subjects.head(64),
+        lambda: subjects.moe(64),
+    ],
+)
+def test_every_subject_runs_all_its_paths_and_compares_them(case, tiny_shapes, tmp_path):
+    rows = measure("test", case(), repeats=1, memory=False, say=lambda text: None)
+    assert len(rows) >= 2
+    assert sum(row.ratio is None for row in rows) >= 1, "a baseline"
+    assert all(row.median > 0 for row in rows)
+    file = tmp_path / "run.json"
+    file.write_text(to_json(rows) + "\n")
+    assert read_earlier(str(file))["test", rows[0].case, rows[0].path] == rows[0].median
+
+
+def test_a_ratio_is_to_the_fastest_baseline():
+    waits = {"fast": 0, "slow": 300_000, "slower": 900_000}
+
+    def path(count):
+        return lambda: lambda: sum(range(count))
+
+    case = Case("case", {name: path(count) for name, count in waits.items()}, ("slow", "slower"), target=1.0)
+    rows = {row.path: row for row in measure("test", case, repeats=3, memory=False, say=lambda text: None)}
+    assert rows["fast"].ratio == pytest.approx(rows["slow"].median / rows["fast"].median)
+    assert rows["fast"].target == 1.0
+    assert rows["slow"].ratio is None
+
+
+def test_both_paths_of_the_step_bench_compute_the_same_gradient(tiny_shapes):
+    config = replace(TINY, context_length=64)
+    tokens = subjects._tokens(config, 64)
+    grads = []
+    for work in (subjects._production_step, subjects.literal_step, lambda m, t: subjects.literal_step(m, t, True)):
+        model = build(config, seed=0)
+        work(model, tokens)
+        grads.append(model.layers[1].mlp.up_proj.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(grads[2], grads[1], atol=1e-6, rtol=1e-4)
+
+
+def test_an_unknown_subject_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="attention"):
+        subjects.cases_of("speed")
+
+
+def test_arithmetic_counts_the_operations_that_pytorch_counts(tiny_shapes):
+    """Against the flop counter on the literal single-stream network: linear layers and attention of AR."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = replace(dcdm.preset("ar-debug"), context_length=64)
+    model = build(config, seed=0, backend="reference")
+    tokens = subjects._tokens(config, 64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    costs = bill(config)
+    dense_attention = costs.attention * 2 * 64 / 65  # the counter sees the upper triangle too
+    assert counter.get_total_flops() == pytest.approx(costs.linear + dense_attention + costs.head, rel=0.01)
+
+
+def test_arithmetic_orders_models_as_expected():
+    costs = {name: bill(dcdm.preset(name)) for name in dcdm.presets()}
+    assert costs["mdlm-0.1b"].slots == 1024  # one stream
+    assert costs["bdlm-0.1b"].training > 1.5 * costs["mdlm-0.1b"].training
+    assert costs["dcdm-0.1b-k8-causal"].rounds > 0 == costs["dcdm-0.1b-k8"].rounds
+    assert costs["dcdm-0.1b-k8-causal"].rounds < 0.08 * costs["dcdm-0.1b-k8-causal"].training
+    assert costs["dcdm-moe-0.8b"].active_parameters < costs["dcdm-moe-0.8b"].total_parameters
+    big = dcdm.preset("dcdm-1.7b-k8")
+    assert state_bytes(big, devices=8) == pytest.approx(state_bytes(big) / 8)
+    assert activation_bytes(big, 2) == pytest.approx(2 * activation_bytes(big, 1))
+    assert costs["mdlm-1.7b"].step_seconds(512, 64, 0.4) == pytest.approx(
+        costs["mdlm-1.7b"].training * 512 / (64 * 0.4 * 989e12)
+    )
+
+
+def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
+    main(["bench", "arithmetic", "--json"])
+    assert json.loads(capsys.readouterr().out)["rows"][0]["preset"] == "ar-0.1b"
+    main(["bench", "arithmetic"])
+    assert "dcdm-moe-2.8b" in capsys.readouterr().out
+
+
+def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
+    from dcdm.bench import serving
+
+    monkeypatch.setattr(serving, "CLIENTS", 2)
+    monkeypatch.setattr(serving, "REQUESTS", 1)
+    monkeypatch.setattr(serving, "TOKENS", 2)
+    main(["bench", "serving", "--repeats", "1", "--threads", "1", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [row["path"] for row in told["rows"]] == ["batched", "one at a time"] * 2
+    assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
+    assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])

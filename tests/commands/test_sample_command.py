@@ -1,0 +1,161 @@
+"""`dcdm sample` and `dcdm bench generate` on a small trained run."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from dcdm.cli import main
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A tiny run of each kind, one step of training."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n\n" * 120)
+    made = {}
+    sizes = ("model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1")
+    more = ("model.head_dim=16", "model.intermediate_size=48", "model.context_length=32", "tensorboard=false")
+    for name, preset in {
+        "ar": "ar-debug", "mdlm": "mdlm-debug", "bdlm": "bdlm-debug", "paper": "dcdm-debug",
+        "causal": "dcdm-debug-causal",
+    }.items():  # fmt: skip
+        made[name] = folder / name
+        with pytest.raises(SystemExit) as left:
+            main([
+                "train", "--preset", preset, "--run", str(made[name]), "--data", str(text), "--steps", "1",
+                "--batch-size", "2", "--device", "cpu", "--set", *sizes, *more,
+            ])  # fmt: skip
+        assert left.value.code in (0, None)
+    return made
+
+
+def records(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+FITS = {
+    "ar": ["auto"], "mdlm": ["auto", "blocks:4", "adablock"], "bdlm": ["auto", "blocks:4", "adablock"],
+    "paper": ["auto", "paper-chunk", "paper-step", "appendix-b"], "causal": ["auto"],
+}  # fmt: skip
+COMMITS = [
+    "auto",
+    "chunk",
+    "position",
+    "steps:2",
+    "threshold:0.5",
+    "entropy:1",
+    "factor:1",
+    "ancestral:4",
+    "first-hitting",
+]
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_every_policy_that_makes_sense_runs(runs, kind, capsys):
+    for routing in FITS[kind]:
+        for commit in COMMITS:
+            main(["sample", str(runs[kind]), "--prompt", "def ", "--length", "9", "--routing", routing,
+                  "--commit", commit, "--no-stop-at-eos", "--json"])  # fmt: skip
+            (record,) = records(capsys)
+            assert record["new_tokens"] == len(record["tokens"]) == 9
+            assert record["finished"] == "length"
+            assert 1 <= record["forwards"] <= 9
+    caches = ["none", "frozen"] if kind == "paper" else ["none", "exact"]
+    for cache in caches:
+        main(["sample", str(runs[kind]), "--prompt", "def ", "--length", "9", "--cache", cache])
+        assert capsys.readouterr().out.startswith("def ")
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_the_others_are_refused_by_name(runs, kind, capsys):
+    every = {name for names in FITS.values() for name in names}
+    wrong = [["--routing", name] for name in every - set(FITS[kind])]
+    wrong.append(["--cache", "exact" if kind == "paper" else "frozen"])
+    for arguments in wrong:
+        with pytest.raises(SystemExit) as left:
+            main(["sample", str(runs[kind]), "--prompt", "x", "--length", "4", *arguments])
+        assert left.value.code == 2
+        assert arguments[1].partition(":")[0] in capsys.readouterr().err
+
+
+def test_prompts_come_from_a_pipe_a_file_or_json_lines(runs, tmp_path, capsys, monkeypatch):
+    base = ["sample", str(runs["causal"]), "--length", "5", "--json"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("a = "))
+    main(base)
+    (piped,) = records(capsys)
+    assert piped["prompt"] == "a = "
+    file = tmp_path / "prompt.txt"
+    file.write_text("a = ")
+    main([*base, "--file", str(file)])
+    assert records(capsys)[0]["tokens"] == piped["tokens"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a = "}\n\n{"prompt": "b[[2]] = "}\n')
+    main([*base, "--jsonl", str(lines), "--num", "2"])
+    found = records(capsys)
+    assert [r["prompt"] for r in found] == ["a = ", "a = ", "b[[2]] = ", "b[[2]] = "]
+    assert found[0]["tokens"] == piped["tokens"] != found[1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("nonsense\n", "JSON"), ('{"text": "a"}\n', "prompt"), ("", "holds no prompt")]
+)
+def test_bad_prompt_files_are_named(runs, tmp_path, capsys, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as left:
+        main(["sample", str(runs["ar"]), "--jsonl", str(path)])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_blanks_a_prompt_is_taken_literally(runs, capsys):
+    main(["sample", str(runs["ar"]), "--prompt", "a[[2]]", "--length", "3", "--no-blanks", "--no-stop-at-eos"])
+    assert capsys.readouterr().out.startswith("a[[2]]")
+
+
+def test_streamed_events_rebuild_the_text(runs, capsys):
+    main(["sample", str(runs["causal"]), "--prompt", "ab[[3]]c[[2]]", "--stream", "--json"])
+    *events, record = records(capsys)
+    text = {p: t for e in events for p, t in zip(e["positions"], e["tokens"], strict=True)}
+    assert sorted(text) == [3, 4, 5, 7, 8]
+    assert [record["tokens"][p - 1] for p in sorted(text)] == [text[p] for p in sorted(text)]
+
+
+def test_decoders_of_trained_models_are_compared(runs, tmp_path, capsys):
+    plot, out = tmp_path / "plot.png", tmp_path / "rows.json"
+    folders = [str(runs[kind]) for kind in ("ar", "bdlm", "paper", "causal")]
+    main(["bench", "generate", "--models", *folders, "--samples", "2", "--windows", "2", "--threads", "1",
+          "--plot", str(plot), "--out", str(out)])  # fmt: skip
+    assert plot.stat().st_size > 5000
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"ar", "bdlm", "dcdm-paper", "dcdm-causal"}
+    assert "bits/token" in capsys.readouterr().out
+    by = {(r["kind"], r["routing"], r["commit"], r["cache"]): r for r in rows}
+    cached, afresh = (by["dcdm-causal", "auto", "position", cache] for cache in ("exact", "none"))
+    assert cached["forwards"] == afresh["forwards"]
+    assert cached["bits"] == pytest.approx(afresh["bits"], abs=1e-4)
+    assert cached["computed"] < afresh["computed"]
+    assert all(r["measure"] == "bound" for r in rows if r["commit"] in ("ancestral:8", "first-hitting"))
+    scored = [r for r in rows if r["sample_bits"] is not None]  # where a cache may change the samples
+    assert scored == [r for r in rows if r["kind"] == "dcdm-paper" and r["measure"] == "trajectory"]
+    assert {r["cache"] for r in scored} == {"none", "frozen"}
+    assert all(r["sample_bits"] > 0 for r in scored)
+
+
+def test_control_characters_of_a_sample_do_not_reach_a_terminal():
+    from dcdm.commands.sample import harmless
+
+    assert harmless("a\x1b[31mb\x07\tc\n\x7f\x9b") == "a␛[31mb␇\tc\n␡\ufffd"
+
+
+def test_a_prompt_and_its_completion_are_shown_as_one_text():
+    from dcdm.decoding.prompts import whole_text
+
+    assert whole_text("ab", "cd", blanks=True) == "abcd"
+    assert whole_text("a[[2]]b", "axyb", blanks=True) == "axyb"
+    assert whole_text("a[[0]]b", "cd", blanks=True) == "abcd", "an empty blank is no blank"
+    assert whole_text("a[[2]]b", "cd", blanks=False) == "a[[2]]bcd"

@@ -1,0 +1,385 @@
+"""`dcdm train` as a user runs it: settings, resume, interruption, start weights, export, verify."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+import yaml
+
+import dcdm
+import tiny
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.diffusion import objectives
+from dcdm.io.export import export, leaks, verify, write
+from dcdm.io.load import load_model
+from dcdm.model.building import build
+from dcdm.training import settings as run_settings
+from dcdm.training.checkpoint import load_weights
+from dcdm.training.metrics import Recorder
+from dcdm.training.run import describe, run
+
+TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
+SMALL = {
+    "model.num_layers": 2, "model.hidden_size": 32, "model.context_length": 32, "train.batch_size": 4,
+    "train.warmup_steps": 2, "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False,
+}  # fmt: skip
+KINDS = ["ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "dcdm-moe-debug-causal"]
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "corpus.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def start(preset, folder, corpus, **changes):
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return run(preset, folder, changes={**SMALL, "data.sources": (str(corpus),), **named})
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def newest(folder):
+    return sorted((folder / "checkpoints").glob("step-*"))[-1]
+
+
+@pytest.mark.parametrize("preset", KINDS)
+def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, corpus, tmp_path):
+    folder = tmp_path / "run"
+    assert start(preset, folder, corpus, train__steps=6, evaluate_every=3, checkpoint_every=3) == 0
+    rows = metrics(folder)
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    evaluations = [r["evaluation"] for r in rows if "evaluation" in r]
+    assert len(evaluations) == 2
+    assert ("surrogate_nll" in evaluations[0]) == (preset == "dcdm-debug")
+    model, tokenizer = load_model(folder)
+    assert tokenizer.vocab_size == model.config.vocab_size
+    assert leaks(model) == []
+    export(folder, tmp_path / "exported")
+    again, _ = dcdm.load(tmp_path / "exported")
+    assert all(torch.equal(v, again.state_dict()[n]) for n, v in model.state_dict().items())
+    for place in (folder, newest(folder), tmp_path / "exported"):
+        assert all(check.problems == [] for check in verify(place))
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert ("surrogate (not a bound)" in card) == (preset == "dcdm-debug")
+
+
+def test_an_infinite_setting_survives_the_export(tmp_path):
+    model = tiny.model("causal-contiguous", symbols=257).float()
+    assert model.config.prior_weight == float("inf")
+    write(model, byte_tokenizer(), tmp_path / "exported", "card")
+    again, _ = dcdm.load(tmp_path / "exported")
+    assert again.config == model.config
+
+
+def signalling(stop_after, on_step=Recorder.on_step):
+    """`Recorder.on_step` that sends SIGTERM after a step."""
+
+    def tell(self, report):
+        on_step(self, report)
+        if report.step + 1 == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return tell
+
+
+@pytest.mark.parametrize("preset", ["dcdm-debug", "dcdm-debug-causal"])
+def test_a_run_stopped_and_resumed_equals_one_never_interrupted_bit_for_bit(preset, corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = {"train__ema_decay": 0.9, "evaluate_every": 4, "checkpoint_every": 2}
+    assert start(preset, whole, corpus, train__steps=8, **changes) == 0
+    for stop_after in (3, 4, 5):  # 4 is evaluated
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recorder, "on_step", signalling(stop_after))
+            assert start(preset, parts, corpus, train__steps=8, **changes) == 130
+        assert newest(parts).name.endswith(f"{stop_after}")
+    assert run(None, parts) == 0  # the folder alone is enough to go on
+    ours, theirs = load_weights(newest(parts)), load_weights(newest(whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = load_weights(newest(parts), "ema"), load_weights(newest(whole), "ema")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert metrics(parts) == metrics(whole)
+
+
+def test_a_run_killed_without_warning_goes_on_and_ends_the_same(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = 14
+    assert start("bdlm-debug", whole, corpus, train__steps=steps, checkpoint_every=2, evaluate_every=100) == 0
+    file = tmp_path / "settings.yaml"
+    values = yaml.safe_load((whole / "settings.yaml").read_text())
+    file.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "dcdm", "train", "--config", str(file), "--run", str(parts)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(3):  # kill as soon as a new checkpoint is there
+        had = set((parts / "checkpoints").glob("step-*")) if parts.exists() else set()
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < deadline:
+            if (parts / "checkpoints").exists() and set((parts / "checkpoints").glob("step-*")) - had:
+                process.kill()
+                break
+            time.sleep(0.01)
+        process.communicate(timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = load_weights(newest(parts)), load_weights(newest(whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert metrics(parts) == metrics(whole)
+
+
+def test_resolved_settings_start_the_same_run_again(corpus, tmp_path):
+    assert start("dcdm-debug-causal", tmp_path / "one", corpus, train__steps=3, objective__full_mask_share=0.5) == 0
+    assert run(None, tmp_path / "two", file=tmp_path / "one" / "settings.yaml") == 0
+    assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
+
+
+def test_contradicting_a_run_folder_is_refused_by_name(corpus, tmp_path):
+    start("mdlm-debug", tmp_path / "run", corpus, train__steps=2)
+    with pytest.raises(ConfigError, match=r"train\.learning_rate"):
+        start("mdlm-debug", tmp_path / "run", corpus, train__steps=2, train__learning_rate=1.0)
+    with pytest.raises(ConfigError, match=r"model\.kind"):
+        start("bdlm-debug", tmp_path / "run", corpus, train__steps=2)
+
+
+def test_a_loss_that_is_not_finite_keeps_the_batch_and_names_the_part(corpus, tmp_path, monkeypatch):
+    start("mdlm-debug", tmp_path / "run", corpus, train__steps=2, checkpoint_every=1)
+    before = load_weights(newest(tmp_path / "run"))
+    original = objectives.weighted_nll
+    monkeypatch.setattr("dcdm.diffusion.objectives.weighted_nll", lambda *a: original(*a) * float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss is not finite"):
+        start("mdlm-debug", tmp_path / "other", corpus, train__steps=2)
+    assert list((tmp_path / "other").glob("bad-batch-step0-rank0.safetensors"))
+    assert all(torch.isfinite(v).all() for v in before.values())
+
+
+def test_start_weights_come_from_a_run_and_from_an_export(corpus, tmp_path):
+    start("mdlm-debug", tmp_path / "first", corpus, train__steps=3)
+    export(tmp_path / "first", tmp_path / "exported")
+    for number, source in enumerate((tmp_path / "first", tmp_path / "exported")):
+        folder = tmp_path / f"next{number}"
+        start("mdlm-debug", folder, corpus, train__steps=1, train__learning_rate=1e-12, init=str(source))
+        ours, theirs = load_weights(newest(folder)), load_weights(newest(tmp_path / "first"))
+        torch.testing.assert_close(ours["embed_tokens.weight"], theirs["embed_tokens.weight"])
+    with pytest.raises(ConfigError, match="init"):
+        start("ar-debug", tmp_path / "wrong", corpus, train__steps=1, init=str(tmp_path / "first"),
+              model__hidden_size=64)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [{"train__micro_batch": 1}, {"train__activation_checkpointing": True}])
+def test_accumulation_and_checkpointed_activations_change_no_result(option, corpus, tmp_path):
+    start("bdlm-debug", tmp_path / "plain", corpus, train__steps=3)
+    start("bdlm-debug", tmp_path / "other", corpus, train__steps=3, **option)
+    for one, other in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "other"), strict=True):
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], abs=2e-5)
+
+
+def test_the_averaged_weights_follow_their_recursion(corpus, tmp_path):
+    start("mdlm-debug", tmp_path / "run", corpus, train__steps=2, train__ema_decay=0.75, checkpoint_every=1)
+    places = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    first, second = (load_weights(place)["norm.weight"] for place in places)
+    start_weight = torch.ones_like(first)
+    expected = 0.75 * (0.75 * start_weight + 0.25 * first) + 0.25 * second
+    torch.testing.assert_close(load_weights(places[-1], "ema")["norm.weight"], expected)
+
+
+def board(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard_shows_each_step_once_after_a_run_lost_some(corpus, tmp_path, monkeypatch):
+    changes = {"tensorboard": True, "train__steps": 4, "log_every": 1, "checkpoint_every": 2}
+
+    def die(self, report, on_step=Recorder.on_step):
+        on_step(self, report)
+        if report.step + 1 == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "on_step", die)
+        with pytest.raises(KeyboardInterrupt):
+            start("mdlm-debug", tmp_path / "run", corpus, **changes)
+    start("mdlm-debug", tmp_path / "run", corpus, **changes)
+    assert [event.step for event in board(tmp_path / "run").Scalars("train/nll")] == [1, 2, 3, 4]
+
+
+def test_wandb_is_told_figures_by_step_under_the_name_of_the_run(corpus, tmp_path, monkeypatch):
+    told, opened = {}, {}
+
+    class Session:
+        def log(self, values, step):
+            told.setdefault(step, {}).update(values)
+
+        def finish(self):
+            opened["finished"] = True
+
+    def init(**named):
+        opened.update(named)
+        return Session()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    start("dcdm-debug", tmp_path / "run", corpus, wandb="project", train__steps=2, log_every=1, evaluate_every=2)
+    assert (opened["project"], opened["id"], opened["resume"]) == ("project", "run", "allow")
+    assert opened["finished"]
+    assert [told[row["step"]]["train/nll"] for row in metrics(tmp_path / "run")[:2]] == [
+        row["nll"] for row in metrics(tmp_path / "run")[:2]
+    ]
+    assert {"evaluation/valid_nll", "speed/tokens_per_second"} <= set(told[2])
+
+
+def test_wandb_without_its_package_is_refused_with_the_way_to_get_it(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dcdm\[wandb\]'"):
+        start("mdlm-debug", tmp_path / "run", corpus, wandb="project")
+
+
+def test_tensorboard_holds_losses_chunks_and_pictures(corpus, tmp_path):
+    from dcdm.viewing.pictures import chunk_picture
+
+    changes = {**SMALL, "tensorboard": True, "train.steps": 2, "evaluate_every": 2, "log_every": 1,
+               "data.sources": (str(corpus),)}  # fmt: skip
+    run("dcdm-debug", tmp_path / "run", changes=changes, picture=chunk_picture)
+    events = board(tmp_path / "run")
+    assert {"train/nll", "speed/tokens_per_second", "evaluation/valid_nll"} <= set(events.Tags()["scalars"])
+    assert "chunks" in events.Tags()["images"]
+    assert "chunks/ids" in events.Tags()["histograms"]
+
+
+def test_a_dry_run_starts_nothing_and_says_what_it_would_cost(tmp_path, capsys):
+    assert run("dcdm-1.7b-k8", tmp_path / "run", dry_run=True) == 0
+    said = capsys.readouterr().out
+    for part in ("1522.83M parameters", "500,000", "64 devices", "checkpoints", "EFLOP"):
+        assert part in said
+    assert not (tmp_path / "run").exists()
+    assert "404.29M active" in describe(run_settings.resolve("dcdm-moe-0.8b"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.stepz": 3}, r"train\.steps"),
+        ({"train.steps": "many"}, r"train\.steps"),
+        ({"train.steps": 0}, "steps"),
+        ({"train.schedule": "linear"}, r"train\.schedule"),
+        ({"model.num_layers": 0}, "num_layers"),
+        ({"objective.t_min": 2.0}, "t_min"),
+        ({"checkpoint_every": 0}, "checkpoint_every"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name_before_anything_starts(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run("mdlm-debug", tmp_path / "run", changes=changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_come_from_preset_then_file_then_flags(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 7, learning_rate: 1e-3}\nmodel: {num_layers: 3}\n")
+    config = run_settings.resolve("mdlm-debug", file, {"train.steps": 9})
+    assert (config.train.steps, config.train.learning_rate, config.model.num_layers) == (9, 1e-3, 3)
+    assert run_settings.resolve("mdlm-debug").train.steps == 1000
+    with pytest.raises(ConfigError, match="preset"):
+        run_settings.resolve(None)
+    file.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="by name"):
+        run_settings.resolve("mdlm-debug", file)
+
+
+def test_a_damaged_export_is_found(corpus, tmp_path):
+    start("mdlm-debug", tmp_path / "run", corpus, train__steps=1)
+    export(tmp_path / "run", tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    found = {check.name: check.problems for check in verify(tmp_path / "out")}
+    assert found["checksums"] == ["model.safetensors has changed"]
+    with pytest.raises(ConfigError, match="exists"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
+def test_leaks_are_found_in_a_model_that_leaks():
+    model = build(dcdm.preset("mdlm-debug"), seed=0)
+    assert leaks(model) == []
+    forward = model.forward
+    model.forward = lambda tokens, masked: type("Out", (), {
+        "logits": forward(tokens, masked).logits + torch.nn.functional.one_hot(tokens, 260)})  # fmt: skip
+    assert leaks(model)
+
+
+def test_missing_places_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        dcdm.load(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither"):
+        dcdm.load(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("preset", ["bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "ar-debug"])
+def test_auto_classes_load_an_export_after_import_dcdm_and_with_remote_code(preset, corpus, tmp_path):
+    start(preset, tmp_path / "run", corpus, train__steps=1)
+    export(tmp_path / "run", tmp_path / "out")
+    auto = "AutoModelForCausalLM" if preset == "ar-debug" else "AutoModelForMaskedLM"
+    for lines in (
+        "import dcdm, transformers\nextra = {}",
+        "import transformers\nextra = {'trust_remote_code': True}",
+    ):
+        code = f"""{lines}
+import torch
+model = transformers.{auto}.from_pretrained({str(tmp_path / "out")!r}, **extra).eval()
+import dcdm
+own, tokenizer = dcdm.load({str(tmp_path / "out")!r})
+tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+tokens[:, 0] = own.config.bos_id
+with torch.no_grad():
+    if {preset == "ar-debug"}:
+        assert torch.allclose(model(input_ids=tokens).logits, own(tokens).logits, atol=1e-5)
+    else:
+        ids = torch.zeros_like(tokens)
+        masked = torch.zeros_like(tokens, dtype=torch.bool)
+        masked[:, 9:] = True
+        z = tokens.masked_fill(masked, own.config.mask_id)
+        logits = model(input_ids=z).logits
+        labels = tokens.masked_fill(~masked, -100)
+        out = model(input_ids=z, labels=labels)
+        expected = own(tokens, masked)
+        assert torch.allclose(out.logits[masked], expected.logits[masked], atol=1e-5)
+        if {preset == "bdlm-debug"}:  # the active block is the second one: positions 9…16
+            assert torch.allclose(logits[:, 9:17], expected.logits[:, 9:17], atol=1e-4)
+assert transformers.AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})('ab')['input_ids'][-2:] == [97, 98]
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
+    """torchrun with gloo: the same command, the same figures, and a folder that one process goes on with."""
+    alone, pair = tmp_path / "alone", tmp_path / "pair"
+    assert start("dcdm-debug", alone, corpus, train__steps=4, checkpoint_every=2) == 0
+    values = yaml.safe_load((alone / "settings.yaml").read_text())
+    file = tmp_path / "settings.yaml"
+    file.write_text(yaml.safe_dump({**values, "tensorboard": True}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcdm",
+               "train", "--config", str(file), "--run-folder", str(pair), "--device", "cpu"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for one, other in zip(metrics(alone), metrics(pair), strict=True):
+        if "loss" in one:
+            assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)
+            assert one["tokens"] == other["tokens"]
+    assert "chunks" in board(pair).Tags()["images"]
+    assert run(None, pair) == 0  # nothing left to do, in one process

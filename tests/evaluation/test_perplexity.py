@@ -1,0 +1,334 @@
+"""Perplexities that are known beforehand or must not depend on how the work is cut, and the table of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dcdm
+import tiny
+from corpora import prose, write_jsonl
+from dcdm.bench.estimator import errors
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.data.prepare import prepare
+from dcdm.data.settings import DataConfig
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.distributed import World
+from dcdm.evaluation.corpora import Corpus, ReadingSettings, Tokens, read_corpus, tokenise
+from dcdm.evaluation.perplexity import Sampling, chosen_estimators, measure
+from dcdm.evaluation.suite import evaluate
+from dcdm.evaluation.windows import Windows, WindowSettings
+from dcdm.io.importing import config_from_qwen3, load_qwen3
+from dcdm.likelihood.estimators import estimators_of
+from ranks import on_ranks
+
+SPECIALS = SimpleNamespace(bos_id=tiny.LETTERS, pad_id=tiny.LETTERS + 1)
+CORPUS = Corpus("letters", "made here")
+TWO_PER_KIND = ["ar", "mdlm", "bdlm", "paper", "causal", "random"]
+
+
+def letters(sizes=(30, 4, 17), seed=0):
+    total = sum(sizes)
+    ids = np.random.default_rng(seed).integers(tiny.LETTERS, size=total)
+    return Tokens(ids, np.repeat(np.arange(len(sizes)), sizes), np.full(total, 2))
+
+
+def windows_of(tokens, length=12, **settings):
+    return Windows(tokens, SPECIALS, length, WindowSettings(**settings))
+
+
+def figures(model, windows, estimator=None, world=None, **sampling):
+    estimator = estimator or estimators_of(model.config)[0]
+    settings = Sampling(**{"samples": 3, **sampling})
+    tally = measure(model, windows, estimator, settings, world or World())
+    return tally.figures("m", CORPUS, windows, estimator, settings)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_zeroed_embeddings_give_exactly_the_size_of_the_vocabulary(kind):
+    model = tiny.model(kind)
+    with torch.no_grad():
+        model.embed_tokens.weight.zero_()
+    for estimator in estimators_of(model.config):
+        size = tiny.LETTERS + 3 if (kind, estimator) == ("ar", "exact") else tiny.LETTERS
+        for settings in ({}, {"mode": "sliding", "stride": 5}, {"apart": True}):
+            row = figures(model, windows_of(letters(), **settings), estimator)
+            assert row.perplexity == pytest.approx(size, rel=1e-12)
+            assert row.tokens == 51
+            assert row.bits_per_byte == pytest.approx(math.log2(size) / 2)
+            assert row.monte_carlo_stderr == pytest.approx(0, abs=1e-12)
+            assert row.document_stderr == pytest.approx(0, abs=1e-12)
+
+
+def certain(kind):
+    """A model that knows that every token is the same."""
+    model = tiny.model(kind)
+
+    def states(tokens):
+        return torch.zeros(*tokens.shape, 2, dtype=torch.float64) + torch.tensor([1.0, 0.0], dtype=torch.float64)
+
+    weight = torch.zeros(model.head_weight().shape[0], 2, dtype=torch.float64)
+    weight[5, 0] = 1e4
+    model.head_weight = lambda: weight
+    model.denoise = lambda z, ids, *_: states(z)
+    model.extend = lambda tokens, slots, keep, memory, num_out: states(tokens)[:, :num_out]
+    model.encode = lambda tokens, masked=None, **_: SimpleNamespace(states=states(tokens))
+    return model
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_perfectly_predictable_corpus_gives_one(kind):
+    same = Tokens(np.full(40, 5), np.repeat([0, 1], 20), np.ones(40))
+    model = certain(kind)
+    for estimator in estimators_of(model.config):
+        row = figures(model, windows_of(same), estimator)
+        assert (row.perplexity, row.bits_per_byte, row.tokens) == (1.0, 0.0, 40)
+
+
+def test_ar_perplexity_equals_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, length = byte_tokenizer(), 48
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, intermediate_size=48, initializer_range=0.2, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    theirs.save_pretrained(tmp_path / "qwen3")
+    model = dcdm.build(config_from_qwen3(tmp_path / "qwen3", "ar", context_length=length), seed=1).eval()
+    load_qwen3(model, tmp_path / "qwen3")
+    theirs.resize_token_embeddings(260, mean_resizing=False)
+    with torch.no_grad():  # BOS, PAD and MASK are ours
+        theirs.get_input_embeddings().weight[257:] = model.embed_tokens.weight[257:]
+
+    (tmp_path / "text.txt").write_text(prose(60))
+    tokens = tokenise(read_corpus(str(tmp_path / "text.txt"), ReadingSettings()), tokenizer)
+    for settings in (WindowSettings(), WindowSettings("sliding", 10)):
+        windows = Windows(tokens, tokenizer, length, settings)
+        row = figures(model, windows)
+        total = 0.0
+        for batch in windows.batches(1):
+            size = int((batch.tokens != tokenizer.pad_id).sum())
+            labels = batch.tokens.masked_fill(batch.place < 0, -100)[:, :size]
+            with torch.no_grad():
+                mean = theirs(input_ids=batch.tokens[:, :size], labels=labels).loss
+            total += mean.item() * int((labels != -100).sum())
+        assert row.tokens == len(tokens.ids)
+        assert row.perplexity == pytest.approx(math.exp(total / row.tokens), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", TWO_PER_KIND)
+def test_neither_the_batch_size_nor_the_limit_changes_what_a_window_scores(kind):
+    model = tiny.model(kind)
+    for estimator in estimators_of(model.config):
+        for settings in ({}, {"apart": True}, {"mode": "sliding", "stride": 4}):
+            windows = windows_of(letters(), **settings)
+            one, many = (measure(model, windows, estimator, Sampling(3, 0, size), World()).rows for size in (1, 16))
+            np.testing.assert_allclose([row[1] for row in one], [row[1] for row in many], atol=1e-12)
+            assert [row[2] for row in one] == [row[2] for row in many]
+            np.testing.assert_allclose(np.concatenate([r[3] for r in one]), np.concatenate([r[3] for r in many]))
+            some = windows_of(letters(), **settings, limit=3)
+            few = {row[0]: row[3] for row in measure(model, some, estimator, Sampling(3), World()).rows}
+            assert len(few) == 3
+            for row in many:
+                if row[0] in few:
+                    np.testing.assert_allclose(few[row[0]], row[3])
+
+
+def _on_rank(world):
+    return [
+        figures(tiny.model(kind), windows_of(letters(), **settings), world=world)
+        for kind in ("ar", "bdlm", "paper", "causal")
+        for settings in ({}, {"apart": True})
+    ]
+
+
+def test_two_processes_give_the_figures_of_one():
+    alone = _on_rank(World())
+    for rank in on_ranks(2, _on_rank):
+        for one, two in zip(alone, rank, strict=True):
+            for name, value in one.__dict__.items():
+                both = (getattr(two, name), value)
+                assert both[0] == (pytest.approx(value, abs=1e-12) if isinstance(value, float) else value), name
+
+
+def test_errors_over_documents_and_of_the_draws_are_reported_apart():
+    model = tiny.model("mdlm")
+    windows = windows_of(letters())
+    row = figures(model, windows, samples=4)
+    tally = measure(model, windows, "bound", Sampling(4), World())
+    spread = {}
+    for *_, shares in tally.rows:
+        for document, nats, tokens, _ in shares:
+            spread[document] = spread.get(document, 0.0) + nats - row.nats_per_token * tokens
+    expected = math.sqrt(sum(value**2 for value in spread.values()) * 3 / 2) / 51
+    assert row.document_stderr == pytest.approx(expected)
+    assert row.monte_carlo_stderr == pytest.approx(math.sqrt(sum(r[1] for r in tally.rows)) / 51)
+    assert figures(model, windows, samples=1).monte_carlo_stderr is None
+    assert figures(model, windows_of(letters((40,)))).document_stderr is None
+    assert figures(tiny.model("ar"), windows).samples is None
+    assert figures(model, windows, samples=4, seed=1).nats_per_token != row.nats_per_token
+
+
+def test_small_chunks_are_summed_exactly_once_there_are_passes_enough():
+    model = tiny.model("bdlm")  # blocks of 2: three subsets
+    clean = tiny.tokens(3, 9, padding=(0, 2))
+    exact = dcdm.score(model, clean, samples="all")
+    for samples in (3, 5):
+        scored = dcdm.score(model, clean, samples=samples)
+        torch.testing.assert_close(scored.nats, exact.nats)
+        assert not scored.stderr.any()
+        assert scored.forwards.tolist() == [3, 3, 3]
+    assert dcdm.score(model, clean, samples=2).stderr.all()
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bdlm", "causal"])
+def test_the_error_is_less_than_half_of_that_of_uniform_sampling(kind):
+    model = tiny.model(kind, num_chunks=4) if kind == "causal" else tiny.model(kind, scale=4.0)
+    rows = {row.path: row for row in errors(kind, model, tiny.tokens(4, 25), samples=8, repeats=30)}
+    assert rows["as used"].ratio < 0.5
+    assert abs(rows["plain"].bias) < 4
+    assert abs(rows["strata"].bias) < 4
+
+
+def test_estimators_are_chosen_by_kind():
+    assert chosen_estimators(tiny.config("ar"), ("auto", "surrogate")) == (["exact"], ["surrogate"])
+    assert chosen_estimators(tiny.config("paper"), ("surrogate", "auto", "sequential")) == (
+        ["sequential", "surrogate"],
+        [],
+    )
+    with pytest.raises(ConfigError, match="unknown estimator 'elbo'"):
+        chosen_estimators(tiny.config("ar"), ("elbo",))
+
+
+def exported(kind, folder):
+    """A model with the byte tokenizer in a folder that `dcdm.load` reads."""
+    folder.mkdir(exist_ok=True)
+    model = dcdm.build(tiny.config(kind, symbols=257, context_length=32), seed=0)
+    byte_tokenizer().save(folder)
+    (folder / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
+    save_file({f"model.{name}": value.contiguous() for name, value in model.state_dict().items()},
+              folder / "model.safetensors")  # fmt: skip
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    rows = [{"text": text} for text in ("", *(prose(2, n) for n in range(6)))]
+    write_jsonl(folder / "pubmed.jsonl", rows)
+    (folder / "mine.txt").write_text(prose(30))
+    for kind in ("ar", "paper", "bdlm"):
+        exported(kind, folder / kind)
+    return folder
+
+
+COMMON = ["--samples", "2", "--limit", "3", "--device", "cpu"]
+
+
+def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
+    models = [str(place / kind) for kind in ("ar", "paper", "bdlm")]
+    data = ["--data", str(place / "pubmed.jsonl"), f"ptb={place / 'mine.txt'}", str(place / "mine.txt")]
+    files = [
+        "--csv",
+        str(tmp_path / "t.csv"),
+        "--markdown",
+        str(tmp_path / "t.md"),
+        "--report",
+        str(tmp_path / "r"),
+    ]
+    main(["eval", "ppl", *models, *data, "--estimator", "auto", "surrogate", "trajectory", *COMMON, *files])
+    shown = capsys.readouterr()
+    assert "bdlm on ptb, bound: 3 of 3 windows" in shown.err
+    lines = [line.split() for line in shown.out.splitlines()]
+    firsts = [line[0] for line in lines[1:] if len(line) > 1]
+    assert list(dict.fromkeys(firsts))[:8] == [
+        "ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv", "mine",
+    ]  # fmt: skip
+    assert ["wikitext", "no", "data"] in lines
+    header, ar, paper, bdlm = (line for line in shown.out.splitlines() if line.startswith(("corpus", "pubmed")))
+    assert header.index("bound") < header.index("decoder") < header.index("surrogate (no bound)")
+    assert "does not fit" in ar
+    assert "does not fit" not in paper
+    assert "≤" in paper
+    assert "1 empty documents" in bdlm
+
+    markdown = (tmp_path / "t.md").read_text()
+    assert markdown.startswith("| corpus | model | exact or ≤ bound |")
+    assert "| lm1b | no data |" in markdown
+    table = list(csv.DictReader((tmp_path / "t.csv").open()))
+    notes = [row["note"] for row in table if row["note"]]
+    assert sum("does not fit" in note for note in notes) == 6
+    assert notes.count("no data") == 5
+    stored = json.loads((tmp_path / "r" / "perplexity.json").read_text())
+    assert len(stored["results"]) == 3 * 7
+    assert float(table[0]["perplexity"]) == stored["results"][0]["perplexity"]
+
+
+def test_json_holds_every_setting_and_count(place, capsys):
+    main(["eval", "ppl", str(place / "paper"), "--data", str(place / "pubmed.jsonl"), *COMMON, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["samples"] == 2
+    assert found["settings"]["window_limit"] == 3
+    assert found["models"]["paper"]["routing"] == "paper"
+    assert len(found["corpora"]["pubmed"]["sha256"]) == 64
+    row = found["results"][0]
+    assert row["estimator"] == "sequential"
+    assert row["label"].startswith("upper bound")
+    assert row["left_out"]["empty documents"] == 1
+    assert row["left_out"]["tokens beyond the limit"] > 0
+    assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
+    assert row["bits_per_byte"] == pytest.approx(row["nats_per_token"] * row["tokens"] / math.log(2) / row["bytes"])
+    assert found["no_data"] == ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "arxiv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--data", "none.txt"], "there is no such file"),
+        (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate fits none of the models"),
+        (["--data", "mine.txt", "--estimator", "elbo"], "unknown estimator"),
+        (["--data", "mine.txt", "--stride", "3"], "windows=sliding"),
+        (["--data", "mine.txt", "--samples", "0"], "samples=0"),
+        (["--data", "mine.txt", "pubmed.jsonl", "--field", "body"], "--field"),
+        (["--data", "shards", "--split", "train"], "another tokenizer"),
+    ],
+)
+def test_wrong_use_ends_with_one_line_and_code_2(arguments, problem, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    if "shards" in arguments and not (place / "shards").exists():
+        prepare("mine.txt", "bpe:262", "shards", settings=DataConfig(validation_share=0.0), workers=1)
+        capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "ppl", "bdlm", *arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert problem in said
+    assert "\n" not in said
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(place, tmp_path):
+    exported("ar", tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["dcdm"]["vocab_size"] = 300
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="260 ids, its network 300"):
+        evaluate([str(tmp_path)], [read_corpus(str(place / "mine.txt"), ReadingSettings())])
+
+
+def test_models_with_one_folder_name_are_told_apart(place, tmp_path):
+    twin = exported("ar", tmp_path / "ar")
+    corpora = [read_corpus(str(place / "mine.txt"), ReadingSettings())]
+    result = evaluate([str(place / "ar"), twin], corpora, window=WindowSettings(limit=2))
+    assert list(result.models) == [str(place / "ar"), twin]
+    with pytest.raises(ConfigError, match="twice"):
+        evaluate([twin, twin], corpora)

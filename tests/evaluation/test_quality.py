@@ -1,0 +1,115 @@
+"""Figures of generated texts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import dcdm
+from dcdm.cli import main
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.evaluation import quality
+
+TEXTS = ["the cat sat", "a", "the dog ran and ran and ran and ran", "", "the cat sat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A scorer in transformers' own form."""
+    path = tmp_path_factory.mktemp("scorer")
+    tokenizer = byte_tokenizer()
+    tokenizer.save(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+        initializer_range=0.5, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_perplexity_is_that_of_transformers_text_by_text(folder):
+    scorer = quality.Scorer.load(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    nats = tokens = 0.0
+    for text in filter(None, ("the cat sat", "a", "")):
+        ids = torch.tensor([[byte_tokenizer().bos_id, *byte_tokenizer().encode(text)]])
+        nats += float(model(ids, labels=ids).loss.detach()) * (ids.shape[1] - 1)
+        tokens += ids.shape[1] - 1
+    result = quality.measure(["the cat sat", "a", ""], scorer)
+    assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert (result.texts, result.tokens, result.left_out) == (2, 12, 1)
+
+
+def test_the_scorer_sees_no_padding_and_the_batch_size_changes_nothing(folder):
+    scorer = quality.Scorer.load(folder)
+    seen = []
+    scorer.model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
+    results = [quality.measure(TEXTS, scorer, batch_size) for batch_size in (1, 2, 8)]
+    assert results[0].perplexity == pytest.approx(results[1].perplexity, rel=1e-6)
+    assert results[0].perplexity == pytest.approx(results[2].perplexity, rel=1e-6)
+    assert all(int((rows == byte_tokenizer().pad_id).sum()) == 0 for rows in seen)
+
+
+def test_every_token_of_a_long_text_is_scored_once_within_the_window(folder):
+    scorer = quality.Scorer.load(folder)
+    ids = list(range(100))
+    windows = scorer._windows(ids)
+    assert all(len(row) <= 32 for _, row in windows)
+    assert [token for skipped, row in windows for token in row[skipped:]] == ids
+    assert all(skipped >= 16 for skipped, _ in windows[1:])
+
+
+def test_a_scorer_without_a_first_token_starts_at_the_second(folder):
+    scorer = quality.Scorer.load(folder)
+    bare = quality.Scorer(scorer.model, scorer.tokenizer, scorer.window, None, scorer.device)
+    assert [count for _, count in bare.nats([[1, 2, 3], [1], []])] == [2, 0, 0]
+
+
+def test_entropy_distinct_and_repetition_by_hand():
+    assert quality.entropy([[1, 1, 2, 2], [3, 3, 3, 3]]) == pytest.approx(math.log(2) / 2)
+    assert quality.distinct([[1, 2, 1, 2]], 1) == 0.5
+    assert quality.distinct([[1, 2, 1, 2], [1, 2]], 2) == 0.5
+    assert quality.repetition([[1, 2, 3, 4, 1, 2, 3, 4]], 4) == pytest.approx(1 / 5)
+    assert quality.repetition([[1, 2]], 4) == 0
+
+
+def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    main(["eval", "quality", "--texts", str(file), "--scorer", str(folder), "--json"])
+    of_file = json.loads(capsys.readouterr().out)
+    assert (of_file["texts"], of_file["left_out"]) == (4, 1)
+    (tmp_path / "texts.txt").write_text("the cat sat\n\na\n\n\n")
+    assert quality.read_texts(tmp_path / "texts.txt") == ["the cat sat", "a"]
+
+    def generate(model, prompts, **_):
+        return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for text in TEXTS]})
+
+    monkeypatch.setattr(dcdm, "generate", generate, raising=False)
+    monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
+    main(["eval", "quality", "run", "--num", "5", "--batch-size", "2", "--scorer", str(folder), "--json"])
+    of_model = json.loads(capsys.readouterr().out)
+    assert of_model["perplexity"] == pytest.approx(of_file["perplexity"])
+    main(["eval", "quality", "--texts", str(file), "--scorer", str(folder)])
+    assert "generative perplexity" in capsys.readouterr().out
+
+
+def test_wrong_use_is_refused(folder, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"title": "x"}\n')
+    for arguments, message in (
+        (["--scorer", str(folder)], "either a model or --texts"),
+        (["--texts", "none.txt", "--scorer", str(folder)], "cannot be read"),
+        (["--texts", str(tmp_path / "bad.jsonl"), "--scorer", str(folder)], "line 1"),
+        (["--texts", "none.txt", "--scorer", str(tmp_path / "nowhere")], "is no folder"),
+        (["--texts", "none.txt", "--scorer", str(tmp_path)], "no causal model"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["eval", "quality", *arguments])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""The paper's benchmarks from local files, by the harness's definitions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+
+pytest.importorskip("lm_eval", reason="needs dcdm[eval]")
+
+import dcdm
+from dcdm.cli import main
+from dcdm.commands import eval_tasks as tasks_command
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.evaluation.harness import Estimate, HarnessModel
+from dcdm.evaluation.tasks import BENCHMARKS, Loader, choose, evaluate, read_rows
+from dcdm.evaluation.tasks_report import _leads_by_chance
+
+TEST = "def check(f):\n    assert f() == 1\n"
+PROGRAM = {"task_id": "t/0", "prompt": "def one():\n", "test": TEST, "entry_point": "one"}
+TWO = {"text": ["a", "b b"], "label": ["A", "B"]}
+HELLA = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": [*"abcd"], "label": "3"}
+WINO = {"sentence": "Ann met Eva and _ left.", "option1": "Ann", "option2": "Eva", "answer": "2"}
+MC = {"choices": ["Yes.", "No, not at all.", "Never."], "labels": [1, 0, 0]}
+
+
+def mmlu(subject: str, question: str, answer: int = 1) -> dict:
+    return {"question": question, "subject": subject, "choices": ["w", "x", "y", "z"], "answer": answer}
+
+
+def solved(kind: str, problem: str, answer: int) -> dict:
+    return {"problem": problem, "level": "Level 1", "type": kind, "solution": f"It is $\\boxed{{{answer}}}$."}
+
+
+ROWS: dict[str, list[dict]] = {
+    "arc_challenge_validation": [
+        {"id": str(n), "question": "Which?", "choices": TWO, "answerKey": "B"} for n in range(3)
+    ],
+    "mmlu_test": [mmlu("anatomy", "Is it?"), mmlu("anatomy", "Was it?", 0), mmlu("virology", "Will it?")],
+    "mmlu_dev": [mmlu(subject, f"Example {n}?") for subject in ("anatomy", "virology") for n in range(2)],
+    "hellaswag_validation": [HELLA],
+    "truthfulqa_mc": [{"question": "Is it so?", "mc1_targets": MC, "mc2_targets": {**MC, "labels": [1, 1, 0]}}],
+    "winogrande_validation": [WINO],
+    "piqa_validation": [{"goal": "Cook?", "sol1": "Heat it.", "sol2": "Throw it.", "label": 0}],
+    "math_test": [solved("Algebra", "1+1?", 2), solved("Counting & Probability", "2+2?", 4)],
+    "gsm8k_train": [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(6)],
+    "gsm8k_test": [{"question": "2 and 3?", "answer": "So.\n#### 5"}],
+    "HumanEval": [PROGRAM],
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name, rows in ROWS.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if name == "HumanEval":
+            (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        else:
+            (tmp_path / f"{name}.jsonl").write_text(text)
+    return tmp_path
+
+
+def answering(monkeypatch, text: str) -> None:
+    def generate(model, prompts, **_):
+        return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for _ in prompts]})
+
+    monkeypatch.setattr(dcdm, "generate", generate, raising=False)
+
+
+def model() -> HarnessModel:
+    return HarnessModel((tiny.model("mdlm", symbols=257, scale=3), byte_tokenizer()), samples=4)
+
+
+def report(monkeypatch, capsys, folder: Path, *arguments: str) -> dict[str, dict]:
+    made = model()
+    monkeypatch.setattr(tasks_command, "_model", lambda **_: made)
+    main(["eval", "tasks", "run", "--data-dir", str(folder), "--json", *arguments])
+    return {one["task"]: one for one in json.loads(capsys.readouterr().out)["tasks"]}
+
+
+def requests(folder: Path, name: str, **shots: int) -> list:
+    (chosen,) = choose([name], folder, shots)
+    built = Loader(chosen, execute=False).load()
+    tasks = [t for one in built for t in (one.get_all_tasks() if hasattr(one, "get_all_tasks") else [one])]
+    for task in tasks:
+        task.set_fewshot_seed(1234)
+        task.build_all_requests()
+    return [instance for task in tasks for instance in task.instances]
+
+
+def test_all_nine_run_end_to_end_from_local_files(monkeypatch, capsys, folder):
+    answering(monkeypatch, "    return 1\n")
+    done = report(monkeypatch, capsys, folder, "--tasks", "all", "--allow-code-execution")
+    assert list(done) == list(BENCHMARKS)
+    assert {name: one["shots"] for name, one in done.items() if one["shots"]} == {"math": 2, "gsm8k": 4}
+    figures = {(line["task"], line["metric"]): line for one in done.values() for line in one["figures"]}
+    assert figures["humaneval", "pass@1"]["value"] == 1
+    assert figures["mmlu", "acc"]["questions"] == 3
+    assert figures["minerva_math", "exact_match"]["value"] == 0
+    assert figures["gsm8k", "exact_match (flexible-extract)"]["value"] == 0
+    chances = {
+        name: figures[name, "acc"]["chance"] for name in ("arc_challenge", "mmlu", "winogrande", "truthfulqa_mc1")
+    }
+    assert chances == pytest.approx(
+        {"arc_challenge": 0.5, "mmlu": 0.25, "winogrande": 0.5, "truthfulqa_mc1": 1 / 3}
+    )
+    assert figures["truthfulqa_mc2", "acc"]["chance"] == pytest.approx(2 / 3)
+    assert done["arc_challenge"]["split"] == "validation"
+    assert "official one is test" in done["arc_challenge"]["notes"][0]
+    assert "network cut by" in done["humaneval"]["notes"][0]
+
+
+def test_programs_are_not_executed_unasked(monkeypatch, capsys, folder):
+    answering(monkeypatch, "    return 1\n")
+    monkeypatch.setattr("dcdm.evaluation.execution.run", None)
+    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval")
+    assert [line["metric"] for line in done["humaneval"]["figures"]] == ["not executed"]
+    assert done["humaneval"]["notes"] == ["not executed"]
+
+
+def test_wrong_programs_fail(monkeypatch, capsys, folder):
+    answering(monkeypatch, "    return 2\n")
+    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", "--allow-code-execution")
+    assert done["humaneval"]["figures"][0]["value"] == 0
+
+
+def test_right_answers_in_free_text_count(monkeypatch, capsys, folder):
+    answering(monkeypatch, " Final Answer: The final answer is $2$. I hope it is correct.\n#### 5")
+    done = report(monkeypatch, capsys, folder, "--tasks", "math,gsm8k")
+    values = {line["metric"]: line["value"] for one in done.values() for line in one["figures"]}
+    assert values["exact_match"] == 0.5  # of the two problems of MATH
+    assert values["exact_match (strict-match)"] == 1
+
+
+def test_group_accuracy_weighs_questions_not_subjects(monkeypatch, folder):
+    lm = model()
+
+    def scored(pieces, quiet, keys):  # B always: right in 2 of 3 questions, in 1/2 and 1/1 of the two subjects
+        return [(float(args[1] == " B"), False) for _, args in keys]
+
+    (chosen,) = choose(["mmlu"], folder, {})
+    monkeypatch.setattr(lm, "_sums", scored)
+    results = evaluate(lm, Loader(chosen, False).load(), None)
+    assert results["results"]["mmlu"]["acc,none"] == pytest.approx(2 / 3)
+
+
+def test_examples_come_from_the_files_that_the_definitions_name(folder):
+    (asked,) = requests(folder, "gsm8k")
+    assert asked.args[0].count("Question:") == 5
+    assert asked.args[0].count("Twice.") == 4
+    first = requests(folder, "mmlu", mmlu=2)[0].args[0]
+    assert all(f"Example {n}?" in first for n in range(2))
+    assert "domain of the expression" in requests(folder, "math")[0].args[0]
+
+
+def test_the_choices_of_winogrande_are_contexts_of_one_ending(folder):
+    one, two = requests(folder, "winogrande")
+    assert (one.args[1], two.args[1]) == (" left.", " left.")
+    assert (one.args[0], two.args[0]) == ("Ann met Eva and Ann", "Ann met Eva and Eva")
+
+
+def test_each_question_s_errors_are_written(monkeypatch, capsys, folder, tmp_path):
+    items = tmp_path / "items.out"
+    done = report(monkeypatch, capsys, folder, "--tasks", "truthfulqa", "--items", str(items))
+    lines = [json.loads(line) for line in items.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["truthfulqa_mc1", "truthfulqa_mc2"]
+    errors = [answer["stderr"] for answer in lines[0]["answers"]]
+    assert len(errors) == 3
+    assert max(errors) > 0
+    assert done["truthfulqa"]["figures"][0]["monte_carlo_stderr"] == pytest.approx(sum(errors) / 3)
+
+
+def test_a_cache_answers_the_second_time_and_only_for_the_same_weights(monkeypatch, capsys, folder, tmp_path):
+    arguments = ("--tasks", "piqa", "--use-cache", str(tmp_path / "answers"))
+    first = report(monkeypatch, capsys, folder, *arguments)
+    second = report(monkeypatch, capsys, folder, *arguments)
+    assert first["piqa"]["figures"] == second["piqa"]["figures"]
+    assert first["piqa"]["counts"]["requests"] == 2
+    assert second["piqa"]["counts"]["requests"] == 0
+    known = tasks_command._fingerprint(model())
+    other = model()
+    with torch.no_grad():
+        other.model.embed_tokens.weight[0, 0] += 1
+    assert tasks_command._fingerprint(other) != known == tasks_command._fingerprint(model())
+
+
+def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder):
+    lm = model()
+    monkeypatch.setattr(tasks_command, "_model", lambda **_: lm)
+    main(["eval", "tasks", "run", "--data-dir", str(folder), "--tasks", "truthfulqa", "winogrande"])
+    said = capsys.readouterr().out
+    assert "mc1 acc" in said
+    assert "33.3" in said
+    assert "contexts cut on the left" in said
+
+
+def test_bad_input_is_refused_before_the_model_is_loaded(capsys, folder):
+    (folder / "piqa_validation.jsonl").write_text('{"goal": "x"}\n')
+    (folder / "gsm8k_train.jsonl").unlink()
+    (folder / "winogrande_validation.jsonl").unlink()
+    for arguments, message in (
+        (["--tasks", "chess"], "unknown task 'chess'"),
+        (["--tasks", "winogrande"], "winogrande_validation.jsonl"),
+        (["--tasks", "gsm8k"], "gsm8k_train.jsonl"),
+        (["--tasks", "arc_challenge", "--num-fewshot", "arc_challenge=5"], "arc_challenge_train.jsonl"),
+        (["--tasks", "truthfulqa", "--num-fewshot", "truthfulqa=5"], "cannot take examples"),
+        (["--tasks", "mmlu", "--num-fewshot", "mmlu"], "task=number"),
+        (["--tasks", "mmlu", "--limit", "0"], "--limit 0"),
+        (["--tasks", "piqa"], "line 1: the fields sol1, sol2, label"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["eval", "tasks", "nowhere", "--data-dir", str(folder), *arguments])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is no folder"):
+        choose(["piqa"], folder / "none", {})
+
+
+def test_damaged_and_empty_files_name_the_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"goal": 1}\n{"goal"')
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="line 2: not JSON"):
+        read_rows(tmp_path / "a.jsonl", ("goal",))
+    with pytest.raises(ConfigError, match="no rows"):
+        read_rows(tmp_path / "b.jsonl", ("goal",))
+
+
+def test_a_lead_smaller_than_its_error_counts_as_noise():
+    assert _leads_by_chance([Estimate(-1.0, 1.0), Estimate(-1.5, 1.0)])
+    assert not _leads_by_chance([Estimate(-1.0, 0.1), Estimate(-1.5, 0.1)])
+    assert not _leads_by_chance([Estimate(-1.0), Estimate(-1.0 - 1e-9)])

@@ -1,0 +1,511 @@
+"""Importing a Qwen3 that `transformers` saved: what is copied, what stays fresh, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dcdm.config import ConfigError, ModelConfig, MoEConfig
+from dcdm.io.importing import config_from_qwen3, load_qwen3
+from dcdm.model.building import build
+from dcdm.model.transformer import Model
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH = 50, 12
+KINDS: dict[str, dict[str, Any]] = {
+    "ar": {"kind": "ar"},
+    "mdlm": {"kind": "mdlm"},
+    "bdlm": {"kind": "bdlm", "block_size": 4},
+    "paper": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8},
+    "causal": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8, "routing": "causal"},
+}
+MOE = MoEConfig(num_experts=4, experts_per_token=2, expert_size=8, shared_size=8)
+
+
+def qwen3(tied: bool, **changes: Any) -> Any:
+    """A random Qwen3 whose every setting differs from our defaults."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(1)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**settings, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a source model, tied or not, in one file or sharded; written once, not to be changed."""
+    folders: dict[tuple[bool, bool], Path] = {}
+
+    def folder(tied: bool = True, sharded: bool = False) -> Path:
+        if (tied, sharded) not in folders:
+            path = tmp_path_factory.mktemp("qwen3")
+            qwen3(tied).save_pretrained(path, max_shard_size="9KB" if sharded else "1GB")
+            assert (path / "model.safetensors.index.json").exists() == sharded
+            assert (path / "model.safetensors").exists() != sharded
+            folders[tied, sharded] = path
+        return folders[tied, sharded]
+
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Such a folder as a copy that the test may damage."""
+
+    def folder(tied: bool = True, sharded: bool = False) -> Path:
+        return Path(shutil.copytree(saved(tied, sharded), tmp_path / "source"))
+
+    return folder
+
+
+def some_tokens(config: ModelConfig, rows: int = 3, seed: int = 2) -> Tensor:
+    tokens = torch.randint(VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return tokens if config.kind == "ar" else torch.cat([tokens.new_full((rows, 1), config.bos_id), tokens], 1)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    for name, value in changes.items():
+        if value is ...:
+            settings.pop(name, None)
+        else:
+            settings[name] = value
+    path.write_text(json.dumps(settings))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_refused_without_a_trace(model: Model, folder: Path, *words: str) -> None:
+    """The import fails, its message holds `words`, and no value of the model has changed."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words below say which)
+        load_qwen3(model, folder)
+    for word in words:
+        assert word in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def fresh_model(folder: Path, name: str = "causal", **changes: Any) -> Model:
+    return build(config_from_qwen3(folder, **KINDS[name], **changes), seed=3)
+
+
+# What is imported
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_imported_ar_logits_equal_the_source_on_its_vocabulary(
+    saved: Callable[..., Path], tied: bool, sharded: bool
+) -> None:
+    folder = saved(tied, sharded)
+    model = fresh_model(folder, "ar")
+    load_qwen3(model, folder)
+    source = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens = some_tokens(model.config)
+    with torch.no_grad():
+        expected, logits = source(tokens).logits, model(tokens).logits
+    assert logits.shape[-1] == VOCAB + 3
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits[..., :VOCAB], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_takes_all_source_weights_and_keeps_the_rest_fresh(
+    saved: Callable[..., Path], name: str, tied: bool, sharded: bool
+) -> None:
+    folder = saved(tied, sharded)
+    model = fresh_model(folder, name)
+    initial = {key: value.clone() for key, value in model.state_dict().items()}
+    report = load_qwen3(model, folder)
+    state = model.state_dict()
+    expected = {key.removeprefix("model."): value for key, value in qwen3(tied).state_dict().items()}
+    if tied:
+        del expected["lm_head.weight"]
+    for key, value in expected.items():
+        assert torch.equal(state[key][: len(value)], value), key
+        assert torch.equal(state[key][len(value) :], initial[key][len(value) :]), key
+    chunking = {"chunking.mu", "chunking.v_proj.weight", "chunking.o_proj.weight", "chunking.balance_bias"}
+    fresh = chunking if model.config.kind == "dcdm" else set()
+    for key in fresh:
+        assert torch.equal(state[key], initial[key]), key
+    assert set(report.copied) == expected.keys()
+    assert set(report.fresh) == fresh
+    assert set(report.copied) | set(report.fresh) == state.keys()
+    assert (report.rows, report.fresh_rows) == (VOCAB, 3)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "ar"])
+def test_an_imported_diffusion_model_predicts_every_source_token_and_trains(
+    saved: Callable[..., Path], name: str
+) -> None:
+    model = fresh_model(saved(), name)
+    load_qwen3(model, saved())
+    tokens = some_tokens(model.config)
+    masked = torch.zeros_like(tokens, dtype=torch.bool)
+    masked[:, 2::2] = True
+    logits = model(tokens, masked).logits[masked]
+    assert logits[:, :VOCAB].isfinite().all()
+    assert (logits[:, VOCAB:] == -torch.inf).all()
+    assert logits[:, :VOCAB].std() > 0.5
+    torch.nn.functional.cross_entropy(logits, tokens[masked]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.layers.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("vocab_size", "rows"), [(30, 27), (50, 47), (53, 50), (80, 50)])
+def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
+    saved: Callable[..., Path], tied: bool, vocab_size: int, rows: int
+) -> None:
+    folder = saved(tied)
+    model = fresh_model(folder, "mdlm", vocab_size=vocab_size)
+    initial = {key: value.clone() for key, value in model.state_dict().items()}
+    report = load_qwen3(model, folder)
+    assert (report.rows, report.fresh_rows) == (rows, vocab_size - rows)
+    source = qwen3(tied).state_dict()
+    names = {"embed_tokens.weight": "model.embed_tokens.weight"}
+    if not tied:
+        names["lm_head.weight"] = "lm_head.weight"
+    for ours, theirs in names.items():
+        value = model.state_dict()[ours]
+        assert len(value) == vocab_size
+        assert torch.equal(value[:rows], source[theirs][:rows])
+        assert torch.equal(value[rows:], initial[ours][rows:])
+
+
+def test_an_untied_model_starts_its_head_from_the_embedding_of_a_tied_source(
+    saved: Callable[..., Path],
+) -> None:
+    model = fresh_model(saved(), "ar", tie_embeddings=False)
+    report = load_qwen3(model, saved())
+    assert "lm_head.weight" in report.copied
+    tokens = some_tokens(model.config)
+    with torch.no_grad():
+        logits, expected = model(tokens).logits[..., :VOCAB], qwen3(True)(tokens).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_a_tied_source_may_carry_its_head_a_second_time(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    report = load_qwen3(fresh_model(folder), folder)
+    assert "lm_head.weight" not in report.copied
+
+
+def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> None:
+    source = qwen3(True).to(torch.bfloat16)
+    source.save_pretrained(tmp_path)
+    model = fresh_model(tmp_path)
+    load_qwen3(model, tmp_path)
+    weight = model.get_parameter("layers.1.mlp.up_proj.weight")
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, source.model.layers[1].mlp.up_proj.weight.float())
+
+
+def test_imported_parameters_stay_leaves_that_train(saved: Callable[..., Path]) -> None:
+    model = fresh_model(saved())
+    load_qwen3(model, str(saved()))
+    assert all(p.is_leaf and p.requires_grad and p.grad is None for p in model.parameters())
+
+
+# The config
+
+
+def test_the_config_takes_every_setting_from_the_source_and_the_rest_from_the_caller(
+    saved: Callable[..., Path],
+) -> None:
+    config = config_from_qwen3(
+        saved(), "dcdm", num_chunks=3, chunk_dim=8, routing="causal", context_length=64, init_std=0.1
+    )
+    assert config == ModelConfig(
+        "dcdm", VOCAB + 3, 24, 2, 4, 2, 8, 40, num_chunks=3, chunk_dim=8, routing="causal",
+        context_length=64, max_position=2048, rope_theta=5e4, norm_eps=1e-5, tie_embeddings=True, init_std=0.1,
+    )  # fmt: skip
+    assert config_from_qwen3(saved(False), "ar").tie_embeddings is False
+    assert config_from_qwen3(saved(), "mdlm", vocab_size=90).vocab_size == 90
+
+
+def test_rope_theta_is_read_from_its_place_before_and_since_transformers_5(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    edit_config(folder, rope_parameters=..., rope_theta=70000, rope_scaling=None)
+    assert config_from_qwen3(folder, "ar").rope_theta == 7e4
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 90000.0}, rope_theta=...)
+    assert config_from_qwen3(folder, "ar").rope_theta == 9e4
+
+
+def test_the_default_context_length_fits_a_source_with_few_positions(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    assert config_from_qwen3(folder, "ar").context_length == 1024
+    edit_config(folder, max_position_embeddings=256)
+    assert config_from_qwen3(folder, "ar").context_length == 256
+
+
+def test_absent_key_value_heads_mean_one_per_query_head(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    edit_config(folder, num_key_value_heads=None)
+    assert config_from_qwen3(folder, "ar").num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 32}, ["hidden_size=32", "24", "leave this field out"]),
+        ({"rope_theta": 1e6}, ["rope_theta=1000000", "50000"]),
+        ({"norm_eps": 1e-6}, ["norm_eps=1e-06"]),
+        ({"moe": MOE, "intermediate_size": None}, ["moe=", "dense", "leave moe out"]),
+        ({"block_length": 4}, ["block_length"]),
+        ({"block_size": 4}, ["block_size=4", "bdlm"]),
+        ({"context_length": 4096}, ["context_length=4096", "max_position=2048"]),
+    ],
+)
+def test_a_field_that_contradicts_the_source_or_the_kind_is_refused_by_name(
+    saved: Callable[..., Path], fields: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_qwen3(saved(), "mdlm", **fields)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_tying_a_model_to_an_untied_source_is_refused(saved: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="set tie_embeddings=False"):
+        config_from_qwen3(saved(False), "ar", tie_embeddings=True)
+
+
+# What is refused, with nothing changed
+
+
+def test_a_missing_folder_is_refused(saved: Callable[..., Path], tmp_path: Path) -> None:
+    model = fresh_model(saved())
+    assert_refused_without_a_trace(model, tmp_path / "nowhere", "nowhere is not a folder", "download")
+    assert_refused_without_a_trace(model, saved() / "config.json", "config.json is not a folder")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        config_from_qwen3(tmp_path / "nowhere", "ar")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "\udcff"], ids=["missing", "cut", "a list", "no text"])
+def test_a_missing_or_damaged_config_is_refused(copied: Callable[..., Path], content: str | None) -> None:
+    folder = copied()
+    model = fresh_model(folder)
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content, errors="surrogateescape")
+    assert_refused_without_a_trace(model, folder, "config.json", "save_pretrained")
+
+
+CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "another architecture": ({"model_type": "llama"}, ["model_type='llama'", "dense Qwen3"]),
+    "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Qwen3"]),
+    "no architecture": ({"model_type": ...}, ["model_type=None"]),
+    "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
+    "rope scaling": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4}},
+        ["rope_parameters", "yarn", "rope_type 'default'"],
+    ),
+    "rope scaling before transformers 5": (
+        {"rope_parameters": ..., "rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ["rope_scaling", "linear", "rope_type 'default'"],
+    ),
+    "rope of another shape": ({"rope_parameters": ["default"]}, ["rope_parameters"]),
+    "sliding window": ({"use_sliding_window": True}, ["use_sliding_window=True", "full attention"]),
+    "a windowed layer": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ["layer_types", "sliding_attention", "full attention"],
+    ),
+    "another activation": ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "unquantized"]),
+    "no rope theta": ({"rope_parameters": ...}, ["rope_theta=None", "a number"]),
+    "no size": ({"head_dim": ...}, ["head_dim=None", "a whole number"]),
+    "a size in words": ({"hidden_size": "24"}, ["hidden_size='24'", "a whole number"]),
+    "no vocabulary": ({"vocab_size": ...}, ["vocab_size=None"]),
+    "no word on tying": ({"tie_word_embeddings": ...}, ["tie_word_embeddings=None", "true or false"]),
+    "other layers": ({"num_hidden_layers": 3, "layer_types": ...}, ["num_layers=2", "3"]),
+    "other rope theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_theta=50000"]),
+    "other epsilon": ({"rms_norm_eps": 1e-6}, ["norm_eps=1e-05"]),
+    "other vocabulary": ({"vocab_size": 51}, ["embed_tokens", "[50, 24]", "[51, 24]"]),
+    "untied": ({"tie_word_embeddings": False}, ["tie_embeddings=True", "set tie_embeddings=False"]),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_a_config_that_our_backbone_cannot_express_or_the_model_does_not_share_is_refused(
+    copied: Callable[..., Path], fault: str
+) -> None:
+    changes, words = CONFIG_FAULTS[fault]
+    folder = copied()
+    model = fresh_model(folder)
+    edit_config(folder, **changes)
+    assert_refused_without_a_trace(model, folder, str(folder), *words)
+
+
+LAST = "model.norm.weight"  # the name that sorts last: a copy that checks as it goes would fail too late
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+TENSOR_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], list[str]]] = {
+    "missing": (lambda t: t.pop(LAST), ["lacks", LAST, "Qwen3ForCausalLM"]),
+    "many missing": (lambda t: [t.pop(n) for n in list(t) if "layers.1" in n], ["lacks", "and 8 more"]),
+    "a bias": (
+        lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}),
+        ["does not have", "self_attn.q_proj.bias"],
+    ),
+    "a further layer": (
+        lambda t: t.update({"model.layers.2.self_attn.q_norm.weight": torch.ones(8)}),
+        ["does not have", "layers.2"],
+    ),
+    "no prefix": (
+        lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)],
+        ["lacks", "model.embed_tokens.weight"],
+    ),
+    "transposed": (
+        lambda t: t.update({Q_PROJ: t[Q_PROJ].T.contiguous()}),
+        [Q_PROJ, "[24, 32]", "[32, 24]", "config.json"],
+    ),
+    "last shape": (lambda t: t.update({LAST: torch.ones(23)}), [LAST, "[23]", "[24]"]),
+    "integers": (lambda t: t.update({LAST: torch.ones(24, dtype=torch.int8)}), [LAST, "I8", "BF16"]),
+    "tied with another head": (
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+        ["tie_word_embeddings=True", "lm_head.weight", "false"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_missing_extra_or_misshapen_tensors_are_refused(copied: Callable[..., Path], fault: str) -> None:
+    change, words = TENSOR_FAULTS[fault]
+    folder = copied()
+    model = fresh_model(folder)
+    edit_tensors(folder, change)
+    assert_refused_without_a_trace(model, folder, str(folder), *words)
+
+
+def test_an_untied_source_without_its_head_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied(tied=False)
+    edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+    assert_refused_without_a_trace(fresh_model(folder), folder, "lacks", "lm_head.weight")
+
+
+def test_a_folder_without_safetensors_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert_refused_without_a_trace(fresh_model(folder), folder, "model.safetensors", "save_pretrained")
+
+
+def test_a_truncated_file_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    assert_refused_without_a_trace(fresh_model(folder), folder, "model.safetensors", "damaged", "again")
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def last_shard(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[-1]
+
+
+INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a missing shard": (lambda f: last_shard(f).unlink(), ["model-0000", "cannot be read", "again"]),
+    "a truncated shard": (
+        lambda f: last_shard(f).write_bytes(last_shard(f).read_bytes()[:-8]),
+        ["model-0000", "damaged"],
+    ),
+    "an unlisted tensor": (
+        lambda f: edit_index(f, lambda index: index["weight_map"].pop(LAST)),
+        ["weight_map", "disagree", LAST],
+    ),
+    "a tensor listed in the wrong shard": (
+        lambda f: edit_index(f, lambda index: index["weight_map"].update({Q_PROJ: last_shard(f).name})),
+        ["weight_map", "disagree", Q_PROJ],
+    ),
+    "a tensor that no shard holds": (
+        lambda f: edit_index(f, lambda index: index["weight_map"].update(ghost=last_shard(f).name)),
+        ["weight_map", "disagree", "ghost"],
+    ),
+    "a shard outside the folder": (
+        lambda f: edit_index(f, lambda index: index["weight_map"].update({LAST: "../model.safetensors"})),
+        ["weight_map", "files of this folder"],
+    ),
+    "no weight map": (
+        lambda f: edit_index(f, lambda index: index.pop("weight_map")),
+        ["weight_map", "index.json"],
+    ),
+    "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), ["index.json", "not JSON"]),
+}
+
+
+@pytest.mark.parametrize("fault", INDEX_FAULTS)
+def test_a_sharded_folder_whose_index_and_shards_disagree_is_refused(
+    copied: Callable[..., Path], fault: str
+) -> None:
+    damage, words = INDEX_FAULTS[fault]
+    folder = copied(sharded=True)
+    model = fresh_model(folder)
+    damage(folder)
+    assert_refused_without_a_trace(model, folder, str(folder), *words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 32}, ["hidden_size=32", "config_from_qwen3"]),
+        ({"num_layers": 3}, ["num_layers=3"]),
+        ({"num_heads": 2, "head_dim": 16}, ["num_heads=2"]),
+        ({"num_kv_heads": 4}, ["num_kv_heads=4"]),
+        ({"intermediate_size": 41}, ["intermediate_size=41"]),
+        ({"rope_theta": 1e6}, ["rope_theta=1000000"]),
+        ({"intermediate_size": None, "moe": MOE}, ["moe=", "intermediate_size=40"]),
+    ],
+)
+def test_a_model_of_another_shape_is_refused(
+    saved: Callable[..., Path], changes: dict[str, Any], words: list[str]
+) -> None:
+    config = replace(config_from_qwen3(saved(), **KINDS["causal"]), **changes)
+    assert_refused_without_a_trace(build(config, seed=3), saved(), "config.json", *words)
+
+
+def test_a_tied_model_refuses_an_untied_source(saved: Callable[..., Path]) -> None:
+    config = replace(config_from_qwen3(saved(False), "ar"), tie_embeddings=True)
+    assert_refused_without_a_trace(build(config, seed=3), saved(False), "set tie_embeddings=False")
+
+
+def test_a_model_without_storage_is_refused(saved: Callable[..., Path]) -> None:
+    with torch.device("meta"):
+        model = Model(config_from_qwen3(saved(), "ar"))
+    with pytest.raises(ValueError, match=r"dcdm\.build"):
+        load_qwen3(model, saved())

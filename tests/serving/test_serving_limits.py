@@ -1,0 +1,395 @@
+"""Who is answered, how much each may ask for, what happens when it is too much, and how the server ends."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from safetensors.torch import save_file
+
+import dcdm
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.io.export import SUMS
+from dcdm.serving import logs
+from dcdm.serving.loading import load
+from dcdm.serving.settings import Settings
+from live import NAME, events, live, slow_down, tiny_model, until
+
+# Nothing here ends by chance: an EOS would end a text that is meant to last.
+BODY = {"prompt": "a", "max_tokens": 4, "seed": 0, "stop_at_eos": False}
+SLOW = {**BODY, "max_tokens": 500, "commit": "position"}
+KEY = "a-key"
+
+
+# --- access ------------------------------------------------------------------------------------------------------
+
+
+def test_with_a_key_every_route_but_health_wants_it():
+    with live(api_key=KEY) as server:
+        basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
+        wrong = base64.b64encode(b"anyone:other").decode()
+        for path in ("/", "/assets/x.js", "/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+            for header in (None, "Bearer other", f"Basic {wrong}", "Basic %%%", KEY, "Bearer a-ké"):
+                headers = {} if header is None else {"Authorization": header.encode()}
+                answer = server.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"].startswith("Basic")
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for header in (f"Bearer {KEY}", f"Basic {basic}", f"bearer  {KEY}"):
+            headers = {"Authorization": header, "Host": "models.example"}
+            assert server.get("/v1/models", headers=headers).status_code == 200
+        assert server.post("/v1/completions", BODY).status_code == 401
+        assert server.get("/healthz").status_code == server.get("/readyz").status_code == 200
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        assert client.completions.create(model=NAME, prompt="a", max_tokens=4).choices
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live(max_body_bytes=2000, body_seconds=0.5) as running:
+        yield running
+
+
+def test_without_a_key_only_loopback_names_are_answered(server):
+    for host in ("localhost", "localhost:1", "127.0.0.1", "127.0.0.1:99", "[::1]", "[::1]:8000", "LOCALHOST"):
+        assert server.get("/v1/models", headers={"Host": host}).status_code == 200
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]", "", "]"):
+        answer = server.get("/v1/models", headers={"Host": host})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_a_body_that_is_too_large_or_too_slow_is_refused(server):
+    assert server.post("/v1/completions", {**BODY, "user": "x" * 3000}).status_code == 413
+
+    def drip(pieces, pause):
+        for piece in pieces:
+            yield piece
+            time.sleep(pause)
+
+    kind = {"Content-Type": "application/json"}
+    answer = server.post("/v1/completions", json=None, content=drip([b"{", b" " * 3000], 0), headers=kind)
+    assert answer.status_code == 413
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(4096)
+
+
+def test_every_answer_forbids_foreign_scripts_and_guesses_of_its_type(server):
+    for path in ("/", "/v1/models", "/nowhere"):
+        headers = server.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'self'")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-request-id"]
+
+
+def test_a_host_beyond_this_machine_needs_a_key_and_a_taken_port_is_named(capsys, monkeypatch):
+    monkeypatch.delenv("DCDM_API_KEY", raising=False)
+    for words, said in (
+        (["nowhere", "--host", "0.0.0.0"], "DCDM_API_KEY"),
+        (["nowhere", "--port", "70000"], "--port 70000"),
+        (["nowhere", "--api-key", " "], "api_key must"),
+        (["nowhere", "--max-batch", "0"], "max_batch=0"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["serve", *words])
+        assert left.value.code == 2
+        assert said in capsys.readouterr().err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit):
+            main(["serve", "nowhere", "--port", port])
+        assert "another program listens there" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["serve", "nowhere"])
+    assert "pip install 'dcdm[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0}, {"timeout_seconds": float("nan")}, {"api_key": ""}, {"api_key": "with blank"},
+        {"api_key": "schlüssel"}, {"max_queued": 4},
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_answered_with_429_and_what_was_taken_is_finished(monkeypatch):
+    slow_down(monkeypatch, 0.05)
+    body = {**SLOW, "max_tokens": 10}
+    with live(max_queued=3, max_texts=3, max_batch=1) as server, ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(12)))
+        codes = sorted(answer.status_code for answer in answers)
+        assert set(codes) == {200, 429}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        many = server.post("/v1/completions", {**BODY, "n": 4})
+        assert many.status_code == 400, "a request that would never fit is not asked to come again"
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_a_request_that_takes_too_long_is_ended_with_408_running_or_waiting(monkeypatch):
+    slow_down(monkeypatch)
+    with live(timeout_seconds=1.5, max_batch=1) as server, ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", SLOW), range(3)))
+        for answer in answers:
+            assert answer.status_code == 408
+            assert answer.json()["error"]["code"] == "timeout"
+            assert answer.headers["x-should-retry"] == "false"
+        name, data = events(server.post("/v1/denoise", SLOW).text)[-1]
+        assert (name, data["error"]["code"]) == ("error", "timeout")
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.APIError, match="longer than"):
+            list(client.completions.create(model=NAME, prompt="a", stream=True, extra_body=SLOW))
+        until(lambda: server.figure("dcdm_running_texts") == 0)
+        assert server.post("/v1/completions", {**BODY, "max_tokens": 1}).status_code == 200
+
+
+def test_a_text_that_takes_too_many_forwards_is_ended():
+    with live(max_forwards=5) as server:
+        answer = server.post("/v1/completions", {**BODY, "max_tokens": 6, "commit": "position"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "too_many_forwards"
+        assert server.post("/v1/completions", {**BODY, "max_tokens": 5}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_caller_who_is_gone(stream, monkeypatch):
+    slow_down(monkeypatch)
+    with live() as server, httpx.Client(timeout=30) as client:
+        if stream:
+            with client.stream("POST", f"{server.url}/v1/denoise", json=SLOW) as answer:
+                next(piece for piece in answer.iter_text() if "event: commit" in piece)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{server.url}/v1/completions", json=SLOW, timeout=httpx.Timeout(30, read=1))
+        until(lambda: server.figure('dcdm_texts_total{ended="cancelled"}') == 1)
+        assert 1 <= server.figure("dcdm_new_tokens_total") < 400
+        until(lambda: server.figure("dcdm_running_texts") == 0)
+
+
+def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
+    slow_down(monkeypatch)
+    with live(max_batch=1) as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, "/v1/completions", {**SLOW, "max_tokens": 60})
+        until(lambda: server.figure("dcdm_running_texts") == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json=BODY, timeout=httpx.Timeout(30, read=0.2))
+        assert first.result().status_code == 200
+        until(lambda: server.figure('dcdm_texts_total{ended="given up"}') == 1)
+
+
+def test_different_decoders_are_computed_one_after_the_other_and_equal_ones_together(monkeypatch):
+    slow_down(monkeypatch, 0.002)
+    with live(batch_wait_ms=3000, max_batch=6) as server, ThreadPoolExecutor(6) as pool:
+        asked = [{**BODY, "commit": commit, "seed": i} for i in range(3) for commit in ("chunk", "position")]
+        assert all(a.status_code == 200 for a in pool.map(lambda b: server.post("/v1/completions", b), asked))
+        assert server.figure("dcdm_batch_texts_count") == 2
+    with live(batch_wait_ms=1500, max_batch=4, max_batch_tokens=20) as server, ThreadPoolExecutor(4) as pool:
+        assert all(a.status_code == 200 for a in pool.map(lambda _: server.post("/v1/completions", BODY), range(4)))
+        assert server.figure("dcdm_batch_texts_count") >= 2, "three canvases of 6 positions fit into 20"
+
+
+def test_a_defect_in_one_batch_does_not_end_the_service(monkeypatch):
+    from dcdm.serving import scheduler
+
+    with live() as server:
+        with monkeypatch.context() as broken:
+            broken.setattr(scheduler, "generate", lambda *_, **__: 1 / 0)
+            answer = server.post("/v1/completions", BODY)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert server.post("/v1/completions", BODY).status_code == 200
+        assert server.figure("dcdm_failures_total") == 1
+
+
+# --- watching ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_logs_are_json_lines_and_hold_prompts_only_if_asked(log_prompts):
+    stream = io.StringIO()
+    logs.start(stream)
+    try:
+        with live(log_prompts=log_prompts) as server:
+            server.post("/v1/completions", {**BODY, "prompt": "my secret"})
+            server.post("/v1/denoise", {**BODY, "prompt": "my secret"})
+            server.post("/v1/completions", {"prompt": "my secret", "temperature": "my secret"})
+            server.post("/v1/completions", {"prompt": "my secret", "commit": "none"})
+    finally:
+        logging.getLogger("dcdm.serving").handlers = []
+        logging.getLogger("uvicorn").handlers = []
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    asked = [line for line in lines if line["event"] == "request" and line["method"] == "POST"]
+    assert [line["status"] for line in asked] == [200, 200, 400, 400]
+    assert asked[0]["prompt_tokens"] == 9
+    assert asked[0]["completion_tokens"] == asked[1]["completion_tokens"] == 4
+    assert asked[2]["code"] == "invalid_value"
+    assert ("secret" in stream.getvalue()) == log_prompts
+
+
+def test_metrics_count_what_happened(server):
+    before = server.figure("dcdm_new_tokens_total")
+    server.post("/v1/completions", {**BODY, "n": 2})
+    assert server.figure("dcdm_new_tokens_total") - before == 8
+    until(lambda: server.figure('dcdm_requests_total{route="/v1/completions",status="200"}') >= 1)
+    assert server.figure("process_resident_memory_bytes") > 1e6
+    server.get("/some/route/that/is/not/there")
+    assert "not/there" not in server.get("/metrics").text
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_at_the_end_nothing_new_is_taken_and_what_runs_is_finished(monkeypatch):
+    slow_down(monkeypatch)
+    with live(drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=30) as kept:
+        assert kept.get("/readyz").status_code == 200
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", {**SLOW, "max_tokens": 40})
+            until(lambda: server.figure("dcdm_running_texts") == 1)
+            server.scheduler.draining = True  # what the signal does first
+            assert kept.get("/readyz").status_code == 503
+            assert kept.get("/healthz").status_code == 200
+            refused = kept.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            server.ask_to_end()
+            assert running.result().status_code == 200
+            assert running.result().json()["usage"]["completion_tokens"] == 40
+
+
+def test_what_runs_longer_than_the_grace_is_cut_off(monkeypatch):
+    slow_down(monkeypatch)
+    with live(drain_seconds=1) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", SLOW)
+        until(lambda: server.figure("dcdm_running_texts") == 1)
+        server.end()
+        assert running.result().status_code == 503
+        assert running.result().json()["error"]["code"] == "shutting_down"
+        assert not server.scheduler.alive
+
+
+# --- what is loaded ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "exported"
+    model, tokenizer = tiny_model()
+    tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
+    weights = {f"model.{name}": value.float().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_an_exported_folder_that_has_changed_is_refused(exported, tmp_path):
+    import torch
+
+    load(exported, dtype=torch.float64)
+    (exported / SUMS).write_text(json.dumps({"model.safetensors": "0" * 64}))
+    try:
+        with pytest.raises(ConfigError, match="is not as it was exported"):
+            load(exported, dtype=torch.float64)
+    finally:
+        (exported / SUMS).unlink()
+
+
+def test_a_run_is_served_as_what_it_exports(tmp_path, capsys):
+    import torch
+
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n\n" * 120)
+    command = f"train --preset mdlm-debug --run {tmp_path}/run --data {text} --steps 1 --batch-size 2 --device cpu"
+    sizes = "hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=16 intermediate_size=48"
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--set", "tensorboard=false", *(f"model.{size}" for size in sizes.split())])
+    model, _ = load(tmp_path / "run", dtype=torch.float32)
+    assert "serving what `dcdm export` makes of it" in capsys.readouterr().err
+    same, _ = dcdm.load(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported):
+    command = [sys.executable, "-m", "dcdm", "serve", str(exported), "--port", "0", "--name", NAME]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "DCDM_API_KEY": KEY}
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        url = process.stdout.readline().split(" on ")[1].split()[0]
+        until(lambda: httpx.get(f"{url}healthz").status_code == 200)
+        assert httpx.post(f"{url}v1/completions", json=BODY).status_code == 401
+        answer = httpx.post(f"{url}v1/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        errors = process.stderr.read()
+        assert "Traceback" not in errors
+        assert KEY not in errors
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+
+
+def test_blanks_and_suffixes_count_against_the_limits():
+    with live(max_tokens=6, max_prompt_tokens=12) as server:
+        for path, body in (
+            ("/v1/denoise", {"prompt": "ab[[7]]"}),
+            ("/v1/denoise", {"prompt": "ab[[4]]", "max_tokens": 3}),
+            ("/v1/denoise", {"prompt": "a long beginning [[2]]"}),
+            ("/v1/completions", {"prompt": "a long beginning", "suffix": "b", "max_tokens": 2}),
+            ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400, body
+            assert answer.json()["error"]["param"] in ("max_tokens", "prompt")
+        assert events(server.post("/v1/denoise", {"prompt": "ab[[4]]", "max_tokens": 2}).text)[-1][0] == "done"
+        assert events(server.post("/v1/denoise", {"prompt": "a[[0]]b"}).text)[-1][1]["text"].startswith("ab")
+
+
+def test_a_defect_of_a_route_is_answered_counted_and_carries_the_usual_headers(monkeypatch):
+    from dcdm.serving.served import Served
+
+    with live() as server:
+        monkeypatch.setattr(Served, "card", lambda self: 1 / 0)
+        answer = server.get("/v1/models")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "failed"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-request-id"].startswith("req-")
+        until(lambda: server.figure('dcdm_requests_total{route="/v1/models",status="500"}') == 1)

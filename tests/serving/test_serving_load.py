@@ -1,0 +1,119 @@
+"""32 callers at once: nothing but 429 is refused, no answer is lost or mixed up, memory stays flat."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import httpx
+import pytest
+import torch
+
+import dcdm
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.io.export import write
+from dcdm.io.load import load_model
+from live import live, tiny_model, until
+
+CLIENTS = 32
+
+
+def requests_and_answers(model, tokenizer, commit):
+    """Requests that differ in prompt, seed and length, and the only right answer to each."""
+    asked = [
+        {"prompt": f"def f{i}(x", "seed": i, "max_tokens": 6 + 5 * (i % 4), "commit": commit} for i in range(12)
+    ]
+    right = [
+        dcdm.generate(
+            model, [body["prompt"]], tokenizer=tokenizer, max_new_tokens=body["max_tokens"], seed=body["seed"],
+            commit=commit, blanks=False,
+        ).texts[0]
+        for body in asked
+    ]  # fmt: skip
+    return list(zip(asked, right, strict=True))
+
+
+async def one(client, body) -> tuple[int, str]:
+    """The status and the text of a streamed completion."""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            assert answer.headers.get("retry-after")
+            return answer.status_code, ""
+        text, ended = "", False
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                ended = True
+            elif line:
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        assert ended, "the stream broke off"
+        return 200, text
+
+
+async def hammer(url, pairs, seconds) -> Counter:
+    """Callers that ask again as soon as they are answered; how often each status came."""
+    found: Counter = Counter()
+    last = time.monotonic() + seconds
+
+    async def caller(number, client):
+        for body, right in itertools.islice(itertools.cycle(pairs), number, None):
+            if time.monotonic() > last:
+                return
+            status, text = await one(client, body)
+            found[status] += 1
+            if status == 429:
+                await asyncio.sleep(0.02)
+                continue
+            assert (status, text) == (200, right), f"answer of another request to {body}"
+
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await asyncio.gather(*(caller(number, client) for number in range(CLIENTS)))
+    return found
+
+
+@pytest.mark.parametrize("queue", [64, 10])
+def test_many_callers_at_once_get_their_own_answers(queue):
+    made = tiny_model()
+    with live(model=made, max_queued=queue, max_texts=1) as server:
+        found = asyncio.run(hammer(server.url, requests_and_answers(*made, "chunk"), 1.5))
+        assert set(found) <= {200, 429}
+        assert found[200] >= CLIENTS / 2
+        assert queue < CLIENTS or 429 not in found
+        assert server.figure("dcdm_failures_total") == 0
+        until(lambda: server.figure("dcdm_running_texts") == server.figure("dcdm_queued_texts") == 0)
+
+
+def figure(url, name) -> float:
+    lines = httpx.get(f"{url}metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+
+@pytest.mark.slow
+def test_32_callers_for_a_minute_leave_memory_flat(tmp_path):
+    model = dcdm.build(dcdm.preset("dcdm-debug-causal"), seed=0)
+    write(model, byte_tokenizer(), tmp_path / "model", "")
+    command = [sys.executable, "-m", "dcdm", "serve", str(tmp_path / "model"), "--port", "0", "--dtype", "float64"]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        url = server.stdout.readline().split(" on ")[1].split()[0]
+        model, tokenizer = load_model(tmp_path / "model", dtype=torch.float64)
+        pairs = requests_and_answers(model, tokenizer, "chunk")
+        seconds = float(os.environ.get("DCDM_LOAD_SECONDS", "60"))
+        asyncio.run(hammer(url, pairs, seconds / 4))
+        before = figure(url, "process_resident_memory_bytes")
+        found = asyncio.run(hammer(url, pairs, seconds))
+        after = figure(url, "process_resident_memory_bytes")
+        tokens = figure(url, "dcdm_new_tokens_total")
+        print(f"{dict(found)}, {before / 2**20:.0f} → {after / 2**20:.0f} MB, {tokens:.0f} tokens in all")
+        assert set(found) <= {200, 429}
+        assert after - before < 20 * 2**20
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0

@@ -1,0 +1,443 @@
+"""Saving and resuming: bit for bit in the same topology, to 1e-6 in another, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import tiny
+import toy
+from dcdm.config import ConfigError
+from dcdm.diffusion.objectives import Batch, loss
+from dcdm.distributed import World
+from dcdm.keys import Key
+from dcdm.training import fsdp
+from dcdm.training import manifest as manifests
+from dcdm.training.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    TrainState,
+    load_record,
+    load_weights,
+    newest_whole,
+    verify,
+)
+from dcdm.training.checkpoint_folder import Shelf
+from dcdm.training.manifest import Manifest, write_manifest
+from ranks import Child, on_ranks
+from toy import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def small_state(value: float = 0.0) -> TrainState:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, value)
+    return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step_once(state: TrainState) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.ones(1, 3)).sum().backward()
+    state.optimizer.step()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+# --- the same topology --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bdlm", "paper-moe", "causal"])
+def test_five_steps_a_resume_and_five_more_equal_ten_bit_for_bit(kind, tmp_path):
+    whole, _ = toy.train(tmp_path / "whole", World(), 10, kind=kind)
+    toy.train(tmp_path / "broken", World(), 5, kind=kind)
+    resumed_run, resumed = toy.train(tmp_path / "broken", World(), 10, kind=kind)
+    assert resumed.step == 5
+    assert resumed.same_topology
+    assert differences(resumed_run, whole) == []
+
+
+def interrupted_and_whole(world: World, folder: Path) -> list[toy.Weights]:
+    whole, _ = toy.train(folder / "whole", world, 6, every=3)
+    toy.train(folder / "broken", world, 3, every=3)
+    resumed_run, resumed = toy.train(folder / "broken", world, 6, every=3)
+    assert resumed.step == 3
+    assert resumed.rank_record["rank"] == world.rank
+    return [whole, resumed_run]
+
+
+def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(tmp_path):
+    for whole, resumed_run in on_ranks(2, interrupted_and_whole, tmp_path):
+        assert differences(resumed_run, whole) == []
+    final = tmp_path / "broken" / "step-00000006"
+    assert verify(final) == []
+    assert {"rank-00000.json", "rank-00001.json", "__0_0.distcp", "__1_0.distcp"} <= {
+        p.name for p in final.iterdir()
+    }
+    weights = load_weights(final)
+    assert weights.keys() == tiny.model("paper").state_dict().keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(value, whole[name])
+    for name, value in load_weights(final, "ema").items():
+        np.testing.assert_array_equal(value, whole[f"ema.{name}"])
+    with pytest.raises(CheckpointError, match="holds no 'teacher'"):
+        load_weights(final, "teacher")
+
+
+def save_between_passes(world: World, folder: Path) -> None:
+    """As a run does that finds its loss not finite: the weights are still gathered then."""
+    for kind in ("paper", "causal"):
+        state = toy.new_state(kind, world)
+        fsdp.run(state.model, loss, state.model, Batch(tiny.tokens(2, toy.LENGTH)), Key(0))
+        with Checkpointer(folder / kind, world) as checkpointer:
+            checkpointer.save(0, state)
+
+
+def test_ranks_can_save_between_forward_and_backward(tmp_path):
+    on_ranks(2, save_between_passes, tmp_path)
+    for kind in ("paper", "causal"):
+        expected = toy.new_state(kind, World()).model.state_dict()
+        found = load_weights(tmp_path / kind / "step-00000000")
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_checkpoint_from_before_the_first_step_resumes_bit_for_bit(tmp_path):
+    whole = small_state(0.5)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, whole)
+        step_once(whole)
+    other = small_state(0.1)
+    step_once(other)  # must be forgotten
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(other).step == 0
+    assert not other.optimizer.state
+    step_once(other)
+    assert torch.equal(other.model.weight, whole.model.weight)
+
+
+def test_optimizer_settings_come_back_with_their_types(tmp_path):
+    state = small_state()
+    step_once(state)
+    state.optimizer.param_groups[0].update(lr=0.1 + 0.2, betas=(0.8, 0.99))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    other = small_state()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(other)
+    assert other.optimizer.state_dict()["param_groups"] == state.optimizer.state_dict()["param_groups"]
+
+
+def test_records_come_back_as_they_were(tmp_path):
+    state = small_state()
+    state.record, state.rank_record = {"settings": {"weight": float("inf"), "name": "ü"}}, {"position": [1, 2]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state, {"loss": 2.0, "odd": float("nan")})
+    with Checkpointer(tmp_path) as checkpointer:
+        resumed = checkpointer.resume(small_state())
+    assert (resumed.record, resumed.rank_record) == (state.record, state.rank_record)
+    assert resumed.metrics == {"loss": 2.0, "odd": None}
+
+
+# --- another topology ---------------------------------------------------------------------------------------------
+
+
+def go_on(world: World, folder: Path, steps: int) -> toy.Weights:
+    run, resumed = toy.train(folder, world, steps, kind="paper-moe", dtype=torch.float64, use_generators=False)
+    assert resumed is None or (resumed.same_topology, resumed.rank_record) == (False, None)
+    return run
+
+
+def test_runs_go_on_over_other_numbers_of_ranks_as_if_nothing_had_changed(tmp_path):
+    """2 → 1 → 3 → 2, float64, shards of unequal size among them, against one process throughout."""
+    whole = go_on(World(), tmp_path / "whole", 6)
+    for ranks, steps in ((2, 1), (1, 3), (3, 4), (2, 6)):
+        if ranks == 1:
+            runs = [go_on(World(), tmp_path / "moved", steps)]
+        else:
+            runs = on_ranks(ranks, go_on, tmp_path / "moved", steps)
+    assert [differences(run, whole, tolerance=1e-6) for run in runs] == [[], []]
+
+
+# --- in the background --------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds a save up at one phase."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase, self.open, self.reached = phase, threading.Event(), threading.Event()
+
+    def __call__(self, phase: str) -> None:
+        if phase == self.phase:
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+def test_a_save_keeps_the_values_of_its_step_while_training_goes_on(tmp_path):
+    gate = Gate("written")
+    state = small_state(1.0)
+    step_once(state)
+    expected = state.model.weight.detach().clone()
+    with Checkpointer(tmp_path, on_phase=gate) as checkpointer:
+        checkpointer.save(1, state)
+        assert gate.reached.wait(20)
+        assert names(tmp_path) == ["step-00000001.partial"]
+        step_once(state)
+        with torch.no_grad():
+            state.model.weight.fill_(99.0)
+        gate.open.set()
+    assert names(tmp_path) == ["step-00000001"]
+    assert torch.equal(load_weights(tmp_path / "step-00000001")["weight"], expected)
+    other = small_state()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(other)
+    assert other.optimizer.state[other.model.weight]["step"].item() == 1
+
+
+def test_one_save_is_under_way_at_a_time(tmp_path):
+    gate = Gate("written")
+    state = small_state()
+    with Checkpointer(tmp_path, on_phase=gate) as checkpointer:
+        checkpointer.save(1, state)
+        assert gate.reached.wait(20)
+        second = threading.Thread(target=checkpointer.save, args=(2, state))
+        second.start()
+        time.sleep(0.2)
+        assert second.is_alive()
+        assert names(tmp_path) == ["step-00000001.partial"]
+        gate.open.set()
+        second.join(20)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_step_just_saved_or_resumed_from_is_not_written_again(tmp_path):
+    state = small_state()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, wait=True)
+        before = (tmp_path / "step-00000001" / "manifest.json").stat().st_mtime_ns
+        checkpointer.save(1, state, wait=True)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(state)
+        checkpointer.save(1, state, wait=True)
+    assert (tmp_path / "step-00000001" / "manifest.json").stat().st_mtime_ns == before
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: float("nan"), 6: 2.0}
+    with Checkpointer(tmp_path, keep_last=2, keep_best=1) as checkpointer:
+        for step, value in losses.items():
+            checkpointer.save(step, small_state(), {"loss": value})
+    assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_the_best_may_be_the_largest_and_none_is_needed(tmp_path):
+    for mode, keep_best, expected in (("max", 2, [1, 3, 4]), ("min", 0, [4])):
+        folder = tmp_path / mode
+        with Checkpointer(folder, keep_last=1, keep_best=keep_best, metric="score", mode=mode) as checkpointer:
+            for step, value in {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0}.items():
+                checkpointer.save(step, small_state(), {"score": value})
+        assert names(folder) == [f"step-{step:08d}" for step in expected]
+
+
+@given(st.dictionaries(st.integers(1, 9), st.tuples(st.sampled_from([None, 1.0, 2.0]), st.booleans()), min_size=1),
+       st.integers(1, 3), st.integers(0, 2), st.integers(1, 9))  # fmt: skip
+def test_pruning_keeps_the_newest_the_last_whole_ones_and_the_best_and_leaves_later_steps_alone(
+    tmp_path_factory, past, keep_last, keep_best, current
+):
+    """`past`: step → metric, and whether it is known to be damaged."""
+    shelf = Shelf(tmp_path_factory.mktemp("shelf"))
+    past[current] = (past.get(current, (1.0, False))[0], False)
+    for step, (metric, _) in past.items():
+        shelf.path(step).mkdir()
+        write_manifest(shelf.path(step), Manifest(step, {"loss": metric}, 1, (), {}))
+    damaged = {shelf.path(step) for step, (_, bad) in past.items() if bad}
+    newest = shelf.path(current)
+    shelf.prune(newest, keep_last=keep_last, keep_best=keep_best, metric="loss", mode="min", damaged=damaged)
+    left = {int(path.name[5:]) for path in shelf.checkpoints()}
+    whole = sorted(step for step, (_, bad) in past.items() if not bad and step <= current)
+    scored = sorted((past[step][0], step) for step in whole if past[step][0] is not None)
+    expected = {current, *whole[-keep_last:], *(step for _, step in scored[:keep_best])}
+    assert left == expected | {step for step in past if step > current}
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_folder_resumes_nothing(tmp_path):
+    with Checkpointer(tmp_path / "new" / "folder") as checkpointer:
+        assert checkpointer.resume(small_state()) is None
+
+
+def test_damaged_checkpoints_are_skipped_with_a_reason_and_later_replaced(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, small_state(step))
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    (tmp_path / "step-00000002" / "state.json").write_text("{}")
+    state = small_state()
+    with Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer:
+        resumed = checkpointer.resume(state)
+        assert resumed.step == 1
+        assert [(path.name, reason) for path, reason in resumed.skipped] == [
+            ("step-00000003", "manifest.json is missing"),
+            ("step-00000002", f"state.json has 2 bytes instead of {size_of(resumed.path / 'state.json')}"),
+        ]
+        assert state.model.weight[0, 0] == 1
+        checkpointer.save(2, small_state(20.0), wait=True)
+        assert names(tmp_path) == ["step-00000002", "step-00000003"]  # the later one is not judged yet
+        checkpointer.save(4, small_state(40.0), wait=True)
+    assert names(tmp_path) == ["step-00000004"]
+    assert verify(tmp_path / "step-00000004") == []
+
+
+def test_readers_find_the_newest_whole_checkpoint_and_its_record_without_a_run(tmp_path):
+    assert newest_whole(tmp_path / "nowhere") == (None, [])
+    for step in (1, 2):
+        state = small_state()
+        state.record = {"at": step}
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, state)
+    assert newest_whole(tmp_path) == (tmp_path / "step-00000002", [])
+    (tmp_path / "step-00000002" / "state.json").unlink()
+    path, skipped = newest_whole(tmp_path)
+    assert load_record(path) == {"at": 1}
+    assert skipped == [(tmp_path / "step-00000002", "state.json is missing")]
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        load_record(tmp_path / "step-00000002")
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def test_checkpoints_that_are_all_damaged_stop_a_run_instead_of_starting_it_anew(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state())
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(CheckpointError, match=r"(?s)no .* whole.*\.metadata"),
+    ):
+        checkpointer.resume(small_state())
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state())
+    misfits = {
+        r"model\.weight is float32 \[2, 3\] there and float32 \[2, 4\] here": nn.Linear(4, 2),
+        r"model\.bias is float32 \[2\] there and float64 \[2\] here": nn.Linear(3, 2, dtype=torch.float64),
+        r"model\.bias is float32 \[2\] there and absent here": nn.Linear(3, 2, bias=False),
+    }
+    for message, model in misfits.items():
+        with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match=message):
+            checkpointer.resume(TrainState(model))
+    state = small_state()
+    state.tensors["ema"] = {"weight": torch.zeros(2, 3)}
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(CheckpointError, match=r"ema\.weight is absent there"),
+    ):
+        checkpointer.resume(state)
+
+
+def test_other_optimizer_groups_are_refused(tmp_path):
+    state = small_state()
+    step_once(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    other = small_state()
+    other.optimizer = torch.optim.AdamW([{"params": [p]} for p in other.model.parameters()])
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="other optimizer groups"):
+        checkpointer.resume(other)
+
+
+def test_weights_alone_can_be_resumed(tmp_path):
+    state = small_state(3.0)
+    step_once(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    bare = TrainState(nn.Linear(3, 2))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.resume(bare)
+    assert torch.equal(bare.model.weight, state.model.weight)
+
+
+# --- wrong use ----------------------------------------------------------------------------------------------------
+
+
+def test_wrong_settings_are_refused_by_name(tmp_path):
+    for change in ({"keep_last": 0}, {"keep_best": -1}, {"mode": "best"}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            Checkpointer(tmp_path, **change)
+
+
+def test_what_is_neither_tensor_nor_json_is_refused_before_anything_is_written(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        state = small_state()
+        state.record["when"] = object()
+        with pytest.raises(CheckpointError, match="record cannot be written as JSON"):
+            checkpointer.save(1, state)
+        state = small_state()
+        state.tensors["ema"] = {"weight": [1.0]}
+        with pytest.raises(CheckpointError, match=r"tensors\.ema\.weight is a list"):
+            checkpointer.save(1, state)
+    assert names(tmp_path) == []
+
+
+def test_weights_are_not_read_from_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        load_weights(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        load_weights(tmp_path)
+    (tmp_path / "file").touch()
+    assert "is not a folder" in verify(tmp_path / "file")[0]
+
+
+def hold(folder: Path, seconds: float) -> None:
+    with Checkpointer(folder):
+        (folder / "held").touch()
+        time.sleep(seconds)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_path, monkeypatch):
+    first = Child(hold, tmp_path, 60)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "held").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        shelf = Shelf(tmp_path)
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            shelf.open(patience=0.2)
+    finally:
+        first.kill()
+    shelf.open(patience=0.2)  # a killed run holds nothing
+    shelf.close()
+
+
+def test_the_manifest_says_who_wrote_what(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(7, small_state(), {"loss": 0.25})
+    content = json.loads((tmp_path / "step-00000007" / "manifest.json").read_text())
+    assert (content["step"], content["metrics"], content["ranks"], content["format"]) == (7, {"loss": 0.25}, 1, 1)
+    assert content["versions"]["torch"] == torch.__version__
+    assert {entry["name"] for entry in content["files"]} == {
+        ".metadata", "__0_0.distcp", "rank-00000.json", "state.json",
+    }  # fmt: skip
+    assert manifests.read_manifest(tmp_path / "step-00000007").step == 7

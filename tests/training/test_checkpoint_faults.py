@@ -1,0 +1,302 @@
+"""Runs that are killed at every phase of a save, and folders that cannot be written.
+
+The runs are processes of their own, killed by SIGKILL from inside at a named phase or from outside at a random
+moment, and started again until they end; they must end with the weights of the run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import toy
+from dcdm import distributed
+from dcdm.distributed import World
+from dcdm.training import checkpoint_folder as shelves
+from dcdm.training import manifest as manifests
+from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
+from dcdm.training.checkpoint_folder import Shelf
+from ranks import Child, on_ranks
+from toy import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STEPS = 20
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_killed(folder: Path, phase: str, after: int, delay: float) -> toy.Weights:
+    """The toy run, which kills itself `delay` seconds after it has come `after` times to `phase`."""
+    seen = 0
+
+    def watch(now: str) -> None:
+        nonlocal seen
+        seen += now == phase
+        if now == phase and seen == after:
+            die() if delay == 0 else threading.Timer(delay, die).start()
+
+    weights, _ = toy.train(folder, World(), STEPS, on_phase=watch, on_step=lambda step: watch("step"))
+    return weights
+
+
+# (phase, how many times it must come, seconds later): each phase of a save, the writing between two of them, steps
+PHASES = [
+    ("step", 2, 0), ("staged", 1, 0), ("staged", 1, 0.002), ("staged", 2, 0.01), ("staged", 1, 0.03),
+    ("written", 1, 0), ("hashed", 1, 0), ("sealed", 2, 0), ("renamed", 1, 0), ("step", 1, 0),
+    ("dropping", 1, 0), ("pruned", 1, 0), ("renamed", 2, 0), ("sealed", 1, 0),
+]  # fmt: skip
+
+
+def test_a_run_killed_in_every_phase_ends_with_the_weights_of_one_never_disturbed(tmp_path):
+    undisturbed, _ = toy.train(tmp_path / "undisturbed", World(), STEPS)
+    folder = tmp_path / "killed"
+    for phase, after, delay in PHASES:
+        child = Child(run_until_killed, folder, phase, after, delay)
+        assert child.join(60) is None
+        assert child.exit_code == -signal.SIGKILL
+        assert_all_are_whole(folder)
+    weights = Child(run_until_killed, folder, "never", 1, 0).join(60)
+    assert differences(weights, undisturbed) == []
+    assert not [path for path in folder.iterdir() if path.suffix]
+
+
+def assert_all_are_whole(folder: Path) -> None:
+    for path in Shelf(folder).checkpoints():
+        assert verify(path) == []
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_weights_of_one_never_disturbed(tmp_path):
+    undisturbed, _ = toy.train(tmp_path / "undisturbed", World(), STEPS)
+    folder, moments, weights, kills = tmp_path / "killed", random.Random(0), None, 0
+    while weights is None and kills < 15:
+        weights = Child(run_until_killed, folder, "step", 1, moments.uniform(0.001, 0.6)).join(60)
+        kills += weights is None
+        assert_all_are_whole(folder)
+    if weights is None:
+        weights = Child(run_until_killed, folder, "never", 1, 0).join(60)
+    assert kills >= 3
+    assert differences(weights, undisturbed) == []
+
+
+def lose_a_rank(world: World, folder: Path, phase: str) -> str | None:
+    def watch(now: str) -> None:
+        if world.rank == 1 and now == phase:
+            die()
+
+    try:
+        toy.train(folder, world, 6, every=3, on_phase=watch)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def finish(world: World, folder: Path) -> toy.Weights:
+    return toy.train(folder, world, 6, every=3)[0]
+
+
+def test_when_one_of_two_ranks_is_killed_while_saving_the_other_says_so_and_the_next_run_is_exact(tmp_path):
+    undisturbed = on_ranks(2, finish, tmp_path / "undisturbed")
+    first, second = on_ranks(2, lose_a_rank, tmp_path / "killed", "hashed")
+    assert first.startswith(f"cannot save the checkpoint of step 3 in {tmp_path / 'killed'}: lost contact")
+    assert second is None
+    assert Shelf(tmp_path / "killed").checkpoints() == []
+    for run, expected in zip(on_ranks(2, finish, tmp_path / "killed"), undisturbed, strict=True):
+        assert differences(run, expected) == []
+
+
+# --- what a killed run leaves behind ------------------------------------------------------------------------------
+
+
+def small_state(value: float = 0.0) -> TrainState:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return TrainState(model)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_leftovers_are_told_and_tidied_and_a_checkpoint_put_aside_comes_back(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, small_state(step))
+    os.rename(tmp_path / "step-00000001", tmp_path / "step-00000001.deleted")
+    os.rename(tmp_path / "step-00000003", tmp_path / "step-00000003.replaced")  # killed before the new one came in
+    (tmp_path / "step-00000002.replaced").mkdir()
+    (tmp_path / "step-00000003.partial").mkdir()
+    (tmp_path / "notes.partial").touch()  # not ours
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.leftovers == [
+            "step-00000001.deleted", "step-00000002.replaced", "step-00000003.partial", "step-00000003.replaced",
+        ]  # fmt: skip
+        assert checkpointer.resume(small_state()).step == 3
+    assert names(tmp_path) == ["notes.partial", "step-00000002", "step-00000003"]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_without_a_moment_of_having_none(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1.0))
+        checkpointer.save(2, small_state(2.0))
+    (tmp_path / "step-00000002" / "state.json").write_text("?")
+    seen: list[list[str]] = []
+    rename = os.rename
+
+    def watched(source: Path, target: Path) -> None:
+        rename(source, target)
+        seen.append(names(tmp_path))
+
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(small_state()).step == 1
+        monkeypatch.setattr(shelves.os, "rename", watched)
+        checkpointer.save(2, small_state(20.0))
+    assert all("step-00000001" in moment for moment in seen)
+    assert load_weights(tmp_path / "step-00000002")["weight"][0, 0] == 20
+
+
+def test_a_checkpoint_whose_replacement_fails_at_the_rename_keeps_its_place(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1.0))
+    rename = os.rename
+
+    def fail_for_partial(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(shelves.os, "rename", fail_for_partial)
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="broken"):
+        checkpointer.save(1, small_state(2.0), wait=True)
+    assert names(tmp_path) == ["step-00000001"]
+    assert load_weights(tmp_path / "step-00000001")["weight"][0, 0] == 1
+
+
+# --- folders that cannot be written -------------------------------------------------------------------------------
+
+
+def failing(number: int):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["tensors", "records", "manifest", "rename"])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.ENOSPC, "no space left.*Free some"), (errno.EROFS, "cannot be written.*writable")],
+)
+def test_a_write_that_fails_anywhere_names_folder_and_fix_and_leaves_earlier_checkpoints_whole(
+    where, number, message, tmp_path, monkeypatch
+):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1.0), wait=True)
+        targets = {
+            "tensors": (torch, "save"), "records": (manifests, "write_text"),
+            "manifest": (manifests, "write_manifest"), "rename": (shelves.os, "rename"),
+        }  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(*targets[where], failing(number))
+            checkpointer.save(2, small_state(2.0))
+            with pytest.raises(CheckpointError, match=f"(?s)step 2 in {tmp_path}.*{message}.*untouched"):
+                checkpointer.wait()
+        assert names(tmp_path) == ["step-00000001"]
+        assert verify(tmp_path / "step-00000001") == []
+        checkpointer.wait()  # told once
+        checkpointer.save(2, small_state(2.0))  # and when there is space again, all is well
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_failed_save_is_told_at_the_next_save_at_the_latest(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patch:
+        patch.setattr(manifests, "write_manifest", failing(errno.ENOSPC))
+        checkpointer.save(1, small_state())
+        with pytest.raises(CheckpointError, match="step 1"):
+            checkpointer.save(2, small_state())
+
+
+def test_old_checkpoints_that_cannot_be_dropped_do_not_spoil_the_new_one(tmp_path, monkeypatch, recwarn):
+    with Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer:
+        checkpointer.save(1, small_state(), wait=True)
+        monkeypatch.setattr(Shelf, "prune", failing(errno.EACCES))
+        checkpointer.save(2, small_state(), wait=True)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert any("cannot drop old checkpoints" in str(warning.message) for warning in recwarn)
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"cannot use {tmp_path}/file/run for checkpoints"):
+        Checkpointer(tmp_path / "file" / "run")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of one megabyte, where the tests may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def large_state(value: float) -> TrainState:
+    state = TrainState(nn.Linear(300, 300))  # 360 kB
+    nn.init.constant_(state.model.weight, value)
+    return state
+
+
+def test_a_disk_that_is_really_full_or_read_only_is_told_and_what_it_holds_stays_whole(small_disk):
+    folder = small_disk / "run"
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, large_state(1.0), wait=True)
+        checkpointer.save(2, large_state(2.0), wait=True)
+        with pytest.raises(CheckpointError, match=f"step 3 in {folder}.*no space left.*keep fewer"):
+            checkpointer.save(3, large_state(3.0), wait=True)
+        assert names(folder) == ["step-00000001", "step-00000002"]
+        assert verify(folder / "step-00000001") == verify(folder / "step-00000002") == []
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError, match=f"cannot use {folder} for checkpoints.*cannot be written"):
+        Checkpointer(folder)
+    assert verify(folder / "step-00000002") == []
+
+
+def fill_one_rank_s_disk(world: World, folder: Path) -> tuple[str | None, list[str]]:
+    with Checkpointer(folder, world) as checkpointer:
+        checkpointer.save(1, small_state(1.0), wait=True)
+        write = manifests.write_text
+        manifests.write_text = failing(errno.ENOSPC) if world.rank == 1 else write
+        told = None
+        try:
+            checkpointer.save(2, small_state(2.0), wait=True)
+        except CheckpointError as error:
+            told = str(error)
+        left = names(folder)
+        distributed.barrier(world)
+        manifests.write_text = write
+        checkpointer.save(2, small_state(2.0), wait=True)
+    return told, left
+
+
+def test_what_fails_on_one_rank_is_told_on_all(tmp_path):
+    first, second = on_ranks(2, fill_one_rank_s_disk, tmp_path)
+    assert first == second
+    assert "no space left" in first[0]
+    assert first[1] == ["step-00000001"]
+    assert verify(tmp_path / "step-00000002") == []

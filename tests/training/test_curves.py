@@ -1,0 +1,44 @@
+"""Twenty steps of every debug preset must reproduce stored losses, so that changed mathematics is noticed.
+
+After a change that is meant to alter them: `python tests/test_curves.py` writes the file anew.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcdm
+from dcdm.model.building import build
+from dcdm.training.loop import TrainConfig, train_windows
+
+STORED = Path(__file__).parents[1] / "data" / "curves.json"
+DEBUG = [name for name in dcdm.presets() if "debug" in name]
+
+
+def arithmetic_text(rows: int, length: int) -> torch.Tensor:
+    """Byte windows that are the same on every machine: sums, written out."""
+    text = "".join(f"{a}+{b}={a + b};" for a in range(60) for b in range(60)).encode()
+    windows = torch.tensor(list(text[: rows * (length - 1)])).view(rows, length - 1)
+    return torch.cat([torch.full((rows, 1), 257), windows], dim=1)
+
+
+def curve(name: str) -> list[float]:
+    losses: list[float] = []
+    settings = TrainConfig(steps=20, batch_size=4, learning_rate=1e-3, warmup_steps=5)
+    model = build(dcdm.preset(name), seed=0)
+    train_windows(model, arithmetic_text(64, 64), settings, on_step=lambda report: losses.append(report.loss))
+    return losses
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_twenty_steps_reproduce_the_stored_losses(name):
+    expected = json.loads(STORED.read_text())[name]
+    torch.testing.assert_close(torch.tensor(curve(name)), torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    STORED.parent.mkdir(exist_ok=True)
+    STORED.write_text(json.dumps({name: [round(x, 6) for x in curve(name)] for name in DEBUG}, indent=1) + "\n")

@@ -1,0 +1,331 @@
+"""Two gloo processes in float64 against one process with the same global batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from dcdm import distributed
+from dcdm.config import ObjectiveConfig
+from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
+from dcdm.distributed import ParallelError, World
+from dcdm.keys import Key
+from dcdm.model import head
+from dcdm.model.chunking import update_bias
+from dcdm.model.transformer import Model
+from dcdm.training import fsdp
+from dcdm.training.loop import TrainConfig, adamw
+from ranks import free_port, on_ranks
+
+ROWS, LENGTH, STEPS = 4, 14, 20
+KINDS = ("bdlm", "paper", "causal", "paper-moe", "causal-moe")
+TRAIN = TrainConfig(steps=STEPS, learning_rate=1e-2)
+# weights and rates large enough that a mistake in any part of the loss shows
+OBJECTIVE = ObjectiveConfig(chunk_loss_weight=0.1, moe_loss_weight=0.1, bias_rate=0.1, prompt_share=0.5)
+
+
+def rows_of(world: World, micro: int = 0, micros: int = 1) -> Tensor:
+    return torch.arange(ROWS).tensor_split(world.size)[world.rank].tensor_split(micros)[micro]
+
+
+def batch_of(step: int, rows: Tensor) -> Batch:
+    """Rows of step `step`'s global batch; rows differ in length, so that ranks hold different numbers of tokens."""
+    tokens = tiny.tokens(ROWS, LENGTH, seed=step, padding=(7, 0, 2, 1))
+    return Batch(tokens[rows], rows=rows, num_rows=ROWS)
+
+
+# --- the loss, taken apart and weighted so that its sum over ranks is the loss of the global batch ----------------
+
+
+def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return distributed.sum_over_ranks(x, world)
+
+    tokens = total(visibility(model, batch, key, OBJECTIVE)[0].sum())
+    return loss(model, batch, key, OBJECTIVE, Whole(tokens, ROWS, total=total))
+
+
+def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
+    model = fsdp.shard(tiny.model(kind), world)
+    optimizer = adamw(model, TRAIN)
+    norms = []
+    for step in range(STEPS):
+        batch, key = batch_of(step, rows_of(world)), Key(0).fold(step)
+        optimizer.zero_grad()
+        if sharded_loss:
+            result = fsdp.run(model, share_of_loss, model, batch, key, world)
+        else:
+            result = loss(model, batch, key, OBJECTIVE)
+        result.total.backward()
+        norms.append(fsdp.clip_gradients(model, 1.0).item())
+        optimizer.step()
+        if result.counts is not None:
+            update_bias(model.chunking.balance_bias, distributed.sum_over_ranks(result.counts.sum(0), world), 0.1)
+    weights = {name: fsdp.full(value).numpy() for name, value in model.state_dict().items()}
+    return {**weights, "norms": np.array(norms)}
+
+
+def train_all(world: World) -> dict[str, dict[str, np.ndarray]]:
+    return {kind: train(kind, world, sharded_loss=True) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def trained_on_two_ranks() -> list[dict[str, dict[str, np.ndarray]]]:
+    return on_ranks(2, train_all)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_on_two_ranks_equal_one_process_with_the_same_global_batch(kind, trained_on_two_ranks):
+    alone = train(kind, World(), sharded_loss=False)
+    for rank in trained_on_two_ranks:
+        assert rank[kind].keys() == alone.keys()
+        for name, expected in alone.items():
+            np.testing.assert_allclose(rank[kind][name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_balance_bias_is_the_same_on_all_ranks_and_has_moved(trained_on_two_ranks):
+    first, second = ([rank[kind]["chunking.balance_bias"] for kind in KINDS[1:]] for rank in trained_on_two_ranks)
+    assert all(np.array_equal(a, b) and a.any() for a, b in zip(first, second, strict=True))
+
+
+# --- one backward pass in many ways -------------------------------------------------------------------------------
+
+
+def gradients(model: Model) -> dict[str, np.ndarray]:
+    return {name: fsdp.full(p.grad).numpy() for name, p in model.named_parameters()}
+
+
+def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[str, np.ndarray]:
+    """The package's loss as it is, a row at a time; each row counts alike."""
+    model = fsdp.shard(tiny.model(kind), world)
+    micros = ROWS // world.size
+    for micro in range(micros):
+        fsdp.sync_gradients(model, sync_each or micro == micros - 1)
+        batch = batch_of(0, rows_of(world, micro, micros))
+        result = fsdp.run(model, loss, model, batch, Key(0), OBJECTIVE)
+        (result.total / ROWS).backward()
+    return gradients(model)
+
+
+def backward_checks(world: World) -> dict[str, Any]:
+    # ranks hold different numbers of masked tokens: let them compute their logits in different numbers of slices
+    head.SLICE_BYTES = 3 * 4 * 23
+    found: dict[str, Any] = {}
+    for kind in ("ar", "mdlm", *KINDS):
+        found[kind] = [backward_in_micro_batches(world, kind, sync_each) for sync_each in (True, False)]
+    model = fsdp.shard(tiny.model("paper-moe"), world)
+    found["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
+    found["own"] = sum(p.to_local().numel() for p in model.parameters())
+    return found
+
+
+@pytest.fixture(scope="module")
+def backward_on_two_ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, backward_checks)
+
+
+@pytest.mark.parametrize("kind", ["ar", "mdlm", *KINDS])
+def test_the_package_s_loss_and_backward_give_one_process_s_gradients_through_micro_batches_and_head_slices(
+    kind, backward_on_two_ranks
+):
+    alone = backward_in_micro_batches(World(), kind, sync_each=True)
+    for rank in backward_on_two_ranks:
+        for way in rank[kind]:
+            for name, expected in alone.items():
+                np.testing.assert_allclose(way[name], expected, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_every_rank_holds_half_of_the_weights_and_few_experts_are_split_along_another_dimension(
+    backward_on_two_ranks,
+):
+    total = sum(p.numel() for p in tiny.model("paper-moe").parameters())
+    for rank in backward_on_two_ranks:
+        assert rank["own"] == total // 2
+        assert rank["placements"]["layers.0.mlp.experts.down_proj"] == "(Shard(dim=1),)"
+        assert rank["placements"]["layers.0.self_attn.q_proj.weight"] == "(Shard(dim=0),)"
+
+
+# --- evaluation, types, agreement ---------------------------------------------------------------------------------
+
+
+def evaluate_unevenly(world: World) -> dict[str, Any]:
+    """Between two optimizer steps, ranks call the model's methods a different number of times."""
+    found: dict[str, Any] = {}
+    for kind in ("paper", "causal"):
+        model = fsdp.shard(tiny.model(kind), world)
+        optimizer = adamw(model, TRAIN)
+        clean = tiny.tokens(2, LENGTH)
+        for _ in range(2):
+            with fsdp.unsharded(model), torch.no_grad():
+                for _ in range(1 + 2 * world.rank):
+                    states = model.encode(clean, tiny.noise(model, clean)).states
+                    found[kind] = fsdp.run(model, model.head, states)[..., :-3].numpy()  # may be nested
+                    found[f"{kind} again"] = model(clean, tiny.noise(model, clean)).logits[..., :-3].numpy()
+                    if kind == "causal":
+                        model.partition(clean)
+            optimizer.zero_grad()
+            fsdp.run(model, loss, model, Batch(clean), Key(0)).total.backward()
+            optimizer.step()
+        found[f"{kind} sharded"] = all(type(p).__name__ == "DTensor" for p in model.parameters())
+        found[f"{kind} weights"] = fsdp.full(model.embed_tokens.weight).detach().numpy()
+    return found
+
+
+def test_ranks_may_evaluate_unevenly_inside_unsharded_and_training_goes_on_with_new_weights():
+    first, second = on_ranks(2, evaluate_unevenly)
+    alone = evaluate_unevenly_alone()
+    masked = tiny.noise(tiny.model("paper"), tiny.tokens(2, LENGTH)).numpy()
+    for kind in ("paper", "causal"):
+        assert first[f"{kind} sharded"]
+        np.testing.assert_array_equal(first[kind], second[kind])
+        np.testing.assert_array_equal(first[kind][masked], first[f"{kind} again"][masked])
+        np.testing.assert_allclose(first[kind], alone[kind], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(first[f"{kind} weights"], alone[f"{kind} weights"], rtol=1e-9, atol=1e-9)
+
+
+def evaluate_unevenly_alone() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in ("paper", "causal"):
+        model = tiny.model(kind)
+        optimizer = adamw(model, TRAIN)
+        clean = tiny.tokens(2, LENGTH)
+        for _ in range(2):
+            with torch.no_grad():
+                found[kind] = model.head(model.encode(clean, tiny.noise(model, clean)).states)[..., :-3].numpy()
+            optimizer.zero_grad()
+            (2 * loss(model, Batch(clean), Key(0)).total).backward()  # the two ranks held the same rows
+            optimizer.step()
+        found[f"{kind} weights"] = model.embed_tokens.weight.detach().numpy()
+    return found
+
+
+def mixed_precision(world: World) -> dict[str, Any]:
+    model = fsdp.shard(tiny.model("paper-moe"), world, compute_dtype=torch.float32, reduce_dtype=torch.float64)
+    seen: dict[bool, Any] = {}
+    for early in (True, False):  # before and after FSDP's own hook
+        model.layers[1].register_forward_pre_hook(
+            lambda block, args, early=early: seen.update({early: args}), prepend=early
+        )
+    result = fsdp.run(model, loss, model, batch_of(0, rows_of(world)), Key(0), OBJECTIVE)
+    result.total.backward()
+    return {
+        "loss": str(result.nll.dtype),
+        "gradient": str(next(model.parameters()).grad.dtype),
+        "weight": str(next(model.parameters()).dtype),
+        "bias": type(model.chunking.balance_bias).__name__,
+        "plan is passed on": seen[True][2] is seen[False][2],
+    }
+
+
+def test_mixed_precision_computes_low_keeps_weights_and_gradients_high_and_copies_no_mask():
+    for rank in on_ranks(2, mixed_precision):
+        assert rank == {
+            "loss": "torch.float32", "gradient": "torch.float64", "weight": "torch.float64",
+            "bias": "Tensor", "plan is passed on": True,
+        }  # fmt: skip
+
+
+def agree(world: World) -> dict[str, Any]:
+    mine = world.rank == 1
+    found = {
+        "sum": distributed.sum_over_ranks(torch.tensor([1, 10]) * (world.rank + 1), world).tolist(),
+        "all": [distributed.all_true(flag, world) for flag in (True, mine, False)],
+        "any": [distributed.any_true(flag, world) for flag in (True, mine, False)],
+        "broadcast": distributed.broadcast_object({"from": world.rank}, world),
+        "gather": distributed.gather_objects(f"rank {world.rank}", world, background=True),
+    }
+    distributed.barrier(world)
+    if world.rank == 0:
+        try:
+            distributed.barrier(world, timeout=timedelta(seconds=1))
+        except ParallelError as error:
+            found["missing"] = str(error)
+    return found
+
+
+def test_ranks_agree_on_sums_flags_and_objects_and_a_barrier_names_who_is_missing():
+    first, second = on_ranks(2, agree)
+    assert "not all 2 processes" in first["missing"]
+    assert "1" in first.pop("missing").split("barrier:")[1]
+    assert first == second
+    assert first == {
+        "sum": [3, 30], "all": [True, False, False], "any": [True, True, False],
+        "broadcast": {"from": 0}, "gather": ["rank 0", "rank 1"],
+    }  # fmt: skip
+
+
+# --- one process --------------------------------------------------------------------------------------------------
+
+
+def test_without_torchrun_the_world_is_one_process_and_nothing_is_sharded(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    world = distributed.init_distributed("cpu")
+    assert (world.rank, world.size, world.is_main, world.device.type) == (0, 1, True, "cpu")
+    model = tiny.model("paper")
+    assert fsdp.shard(model, world) is model
+    assert type(next(model.parameters())) is torch.nn.Parameter
+    with fsdp.unsharded(model):
+        assert fsdp.run(model, lambda a, b: a + b, 1, b=2) == 3
+    fsdp.sync_gradients(model, False)
+    assert distributed.gather_objects("x", world) == ["x"]
+    assert distributed.broadcast_object("x", world) == "x"
+    assert distributed.all_true(True, world)
+    assert not distributed.any_true(False, world)
+    distributed.barrier(world)
+    distributed.shutdown(world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": None}, "WORLD_SIZE not set"),
+        ({"RANK": "two"}, "RANK='two' is not a whole number"),
+        ({"RANK": "2"}, "between 0 and WORLD_SIZE-1=1"),
+    ],
+)
+def test_a_broken_environment_is_refused_with_a_hint_at_torchrun(changes, message, monkeypatch):
+    sound = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**sound, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(ParallelError, match=f"{message}.*torchrun"):
+        distributed.init_distributed("cpu")
+
+
+def test_clipping_in_one_process_scales_to_the_limit_and_reports_the_norm_before():
+    model = tiny.model("bdlm")
+    loss(model, batch_of(0, torch.arange(ROWS)), Key(0)).total.backward()
+    before = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert fsdp.clip_gradients(model, 0.5) == pytest.approx(before.item())
+    assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_torchrun_starts_a_world_of_two():
+    program = """
+        import os
+        import torch
+        from dcdm import distributed
+        world = distributed.init_distributed("cpu")
+        total = distributed.sum_over_ranks(torch.tensor(world.rank + 1), world).item()
+        os.write(1, f"{world.rank} of {world.size}: {total}\\n".encode())  # one write: two processes, one pipe
+        distributed.shutdown(world)
+        distributed.shutdown(world)
+    """
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+        f"--master-port={free_port()}", "--no-python", sys.executable, "-c", textwrap.dedent(program),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["0 of 2: 3", "1 of 2: 3"]

@@ -1,0 +1,97 @@
+"""`--dtype`: which types a run computes in, and that every kind trains in each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dcdm
+import tiny
+from corpora import prose
+from dcdm.config import ConfigError
+from dcdm.data.loading import loader
+from dcdm.data.packing import InMemory
+from dcdm.distributed import World
+from dcdm.training.checkpoint import load_weights, newest_whole
+from dcdm.training.loop import Hooks, StepReport, train, train_windows
+from dcdm.training.precision import Precision, precision
+from dcdm.training.run import run
+from dcdm.training.settings import TrainConfig, resolve
+from ranks import on_ranks
+
+KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "paper-moe", "causal-moe"]
+TOLERANCE = {"causal": 0.2, "causal-moe": 0.2}  # other chunks, and so another draw of the noise
+SETTINGS = TrainConfig(steps=3, batch_size=4, warmup_steps=1, learning_rate=1e-3, dtype="bf16")
+WINDOWS = tiny.tokens(8, 24)
+
+
+def model(kind: str, dtype: torch.dtype = torch.float32) -> dcdm.Model:
+    return dcdm.build(tiny.config(kind), seed=0, dtype=dtype)
+
+
+def trained(kind: str, settings: TrainConfig, dtype: torch.dtype = torch.float32) -> list[StepReport]:
+    reports: list[StepReport] = []
+    train_windows(model(kind, dtype), WINDOWS, settings, on_step=reports.append)
+    return reports
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_in_bf16_with_the_first_loss_of_fp32(kind):
+    narrow, wide = trained(kind, SETTINGS), trained(kind, replace(SETTINGS, dtype="fp32"))
+    assert narrow[0].nll != wide[0].nll
+    assert narrow[0].nll == pytest.approx(wide[0].nll, rel=TOLERANCE.get(kind, 2e-3))
+    assert len(narrow) == SETTINGS.steps
+
+
+def losses_of_shards(world: World, kind: str) -> tuple[list[float], str]:
+    reports: list[StepReport] = []
+    made = model(kind)
+    batches = loader(InMemory(WINDOWS), seed=0, global_batch=4, rank=world.rank, world=world.size)
+    train(made, batches, SETTINGS, world=world, hooks=Hooks(on_step=reports.append))
+    return [report.nll for report in reports], str(next(made.parameters()).dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_compute_in_bf16_and_keep_their_weights_in_fp32(kind):
+    expected = trained(kind, replace(SETTINGS, dtype="fp32"))[0].nll
+    first, second = on_ranks(2, losses_of_shards, kind)
+    assert first == second
+    assert first[1] == "torch.float32"
+    assert first[0][0] != expected
+    assert first[0][0] == pytest.approx(expected, rel=TOLERANCE.get(kind, 1e-2))
+
+
+def test_a_run_in_fp64_keeps_and_saves_everything_in_64_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "corpus.txt").write_text(prose(400), encoding="utf-8")
+    changes = {"model.num_layers": 2, "model.context_length": 32, "train.steps": 1, "train.batch_size": 2,
+               "evaluate_sequences": 1, "evaluate_samples": 1, "tensorboard": False, "train.dtype": "fp64",
+               "data.sources": (str(tmp_path / "corpus.txt"),)}  # fmt: skip
+    assert run("dcdm-moe-debug", tmp_path / "run", changes=changes, device="cpu") == 0
+    checkpoint, _ = newest_whole(tmp_path / "run" / "checkpoints")
+    assert {value.dtype for value in load_weights(checkpoint).values()} == {torch.float64}
+
+
+def test_the_device_decides_what_auto_means_and_what_is_refused(monkeypatch):
+    cpu, mps, cuda = (torch.device(name) for name in ("cpu", "mps", "cuda"))
+    fp32, bf16 = Precision(torch.float32), Precision(torch.float32, torch.bfloat16)
+    assert precision("auto", cpu) == precision("auto", mps) == fp32
+    assert precision("bf16", cpu) == bf16
+    assert precision("fp64", cuda) == Precision(torch.float64)
+    with pytest.raises(ConfigError, match=r"fp64.*mps.*dtype=fp32"):
+        precision("fp64", mps)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert precision("auto", cuda) == bf16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert precision("auto", cuda) == fp32
+    with pytest.raises(ConfigError, match=r"bf16.*dtype=fp32"):
+        precision("bf16", cuda)
+
+
+def test_fp16_and_unknown_types_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"train\.dtype='fp16'.*choose one of auto, fp32, bf16, fp64.*scaled"):
+        resolve("mdlm-debug", changes={"train.dtype": "fp16"})
+    with pytest.raises(ConfigError, match="dtype='half' is not known"):
+        TrainConfig(dtype="half")  # type: ignore[arg-type]
