@@ -6,7 +6,7 @@ import pytest
 
 import dcdm
 from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
-from dcdm.model.building import parameter_counts
+from dcdm.model.transformer import parameter_counts
 
 MILLIONS = {
     "mdlm-0.1b": 180.18, "bdlm-0.1b": 180.18, "ar-0.1b": 180.18, "dcdm-0.1b-k8": 181.75,

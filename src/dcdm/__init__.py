@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcdm.io.load import load_model as load
     from dcdm.likelihood.estimators import score
     from dcdm.model import masks
-    from dcdm.model.building import build
+    from dcdm.model.transformer import build
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "build": "dcdm.model.building",
+    "build": "dcdm.model.transformer",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
     "generate": "dcdm.decoding.engine",

@@ -44,7 +44,7 @@ def presets(json: bool = False) -> None:
         json: Print one JSON object instead of a table.
     """
     from dcdm.config import ModelConfig
-    from dcdm.model.building import parameter_counts
+    from dcdm.model.transformer import parameter_counts
     from dcdm.presets import preset
     from dcdm.presets import presets as names
 
@@ -305,8 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dcdm.commands import reproduce as reproduction
     from dcdm.commands import sample as sampling
     from dcdm.commands import serve as serving
-    from dcdm.config import ConfigError
-    from dcdm.data.errors import DataError
+    from dcdm.config import ConfigError, DataError
 
     commands: Commands = {
         "demo": demo,

@@ -263,3 +263,10 @@ class ObjectiveConfig:
         if value is not None:
             return value if config.kind == "dcdm" else 0.0
         return PAPER_BALANCE if config.routes_from_noise else 0.0
+
+
+# --- errors ------------------------------------------------------------
+
+
+class DataError(ValueError):
+    """Data, a tokenizer or their settings are wrong; the message names the place and the fix."""

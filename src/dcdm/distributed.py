@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dcdm.config import ConfigError, Dtype
 
 T = TypeVar("T")
 
@@ -156,3 +159,33 @@ def barrier(world: World, timeout: timedelta = TIMEOUT) -> None:
 
 def _group(world: World, background: bool) -> dist.ProcessGroup | None:
     return world.background if background else world.control
+
+
+# --- precision ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Precision:
+    weights: torch.dtype
+    """Of weights, gradients and moments."""
+    compute: torch.dtype | None = None
+    """Of matrix products, where it is another one."""
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """For passes through weights that are whole; shards bring their own types."""
+        return nullcontext() if self.compute is None else torch.autocast(device.type, self.compute)
+
+
+def precision(dtype: Dtype, device: torch.device) -> Precision:
+    """`auto` is bf16 on CUDA and fp32 elsewhere; raises ConfigError for what the device cannot do."""
+    if dtype == "auto":
+        dtype = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if dtype == "fp64":
+        if device.type == "mps":
+            raise ConfigError("dtype=fp64: mps has no 64-bit numbers; set dtype=fp32 or device=cpu")
+        return Precision(torch.float64)
+    if dtype == "fp32":
+        return Precision(torch.float32)
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("dtype=bf16: this GPU does not compute in bf16; set dtype=fp32")
+    return Precision(torch.float32, torch.bfloat16)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,17 @@ class ArrayFile:
     def discard(self) -> None:
         self._file.close()
         self._aside.unlink(missing_ok=True)
+
+
+# --- signals ------------------------------------------------------------
+
+
+@contextmanager
+def stops_handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handler` on SIGINT and SIGTERM; whatever handled them before does so again afterwards."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)

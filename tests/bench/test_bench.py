@@ -9,8 +9,8 @@ from dcdm.bench import subjects
 from dcdm.bench.harness import Case, measure, read_earlier, to_json
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.model.building import build
 from dcdm.model.costs import activation_bytes, bill, state_bytes
+from dcdm.model.transformer import build
 
 TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
 

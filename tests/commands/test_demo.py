@@ -15,7 +15,7 @@ from test_viewing_chunks import CHROMIUM, FLAGS
 import dcdm
 from dcdm.cli import main
 from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
-from dcdm.model.building import parameter_counts
+from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset
 from dcdm.training.settings import resolve
 from dcdm.viewing.plot import Curve, averaged, line_plot

@@ -19,7 +19,7 @@ from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
 from dcdm.io.export import export, leaks, verify, write
 from dcdm.io.load import load_model
-from dcdm.model.building import build
+from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
 from dcdm.training.metrics import Recorder

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import dcdm
 from corpora import documents, write_jsonl
+from dcdm.config import DataError
 from dcdm.data import planning
-from dcdm.data.errors import DataError
 from dcdm.data.loading import Windows, in_order, loader
 from dcdm.data.ordering import sample_indices, sample_range
 from dcdm.data.packing import pack

@@ -13,8 +13,8 @@ import pytest
 
 from corpora import documents, gpt2_style_folder, prose, tree, write_jsonl
 from dcdm.cli import main
+from dcdm.config import DataError
 from dcdm.data import planning
-from dcdm.data.errors import DataError
 from dcdm.data.packing import pack
 from dcdm.data.planning import examine
 from dcdm.data.prepare import prepare

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import documents, prose, write_jsonl
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.examples import ExampleMaker
 from dcdm.data.packing import pack
 from dcdm.data.planning import examine, units_of

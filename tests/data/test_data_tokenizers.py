@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import dcdm
 from corpora import gpt2_style_folder, prose
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 SAMPLE = "naïve 東京\n<b> 12  \t x\r\n 👩‍🚀 don't  \n\n end"

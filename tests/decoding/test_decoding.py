@@ -197,7 +197,7 @@ def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monke
         sizes.append(len(states))
         return predictable(model, states)
 
-    monkeypatch.setattr("dcdm.decoding.distributions.SLICE_BYTES", 2 * 4 * model.config.vocab_size)
+    monkeypatch.setattr("dcdm.decoding.commits.SLICE_BYTES", 2 * 4 * model.config.vocab_size)
     monkeypatch.setattr("dcdm.decoding.predictors.predictable", counted)
     assert dcdm.generate(model, [[1, 2], [3]], **settings).completions == plain.completions
     assert max(sizes) <= 2

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import prose, write_jsonl
-from dcdm.config import ConfigError
-from dcdm.data.errors import DataError
+from dcdm.config import ConfigError, DataError
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig, MoEConfig
 from dcdm.io.importing import config_from_qwen3, load_qwen3
-from dcdm.model.building import build
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, build
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
-from dcdm.model.building import build
-from dcdm.model.moe import Experts, SparseMoE, load_balancing_loss
-from dcdm.model.transformer import Model
+from dcdm.model.blocks import Experts, SparseMoE, load_balancing_loss
+from dcdm.model.transformer import Model, build
 
 transformers = pytest.importorskip("transformers")
 qwen2_moe = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")

@@ -8,7 +8,7 @@ import torch
 import dcdm
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
-from dcdm.model.building import build
+from dcdm.model.transformer import build
 
 PRESETS = ["dcdm-debug-causal", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-moe-debug", "dcdm-moe-debug-causal",

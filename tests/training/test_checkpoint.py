@@ -20,8 +20,8 @@ from dcdm.config import ConfigError
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.distributed import World
 from dcdm.keys import Key
+from dcdm.training import checkpoint_folder as manifests
 from dcdm.training import fsdp
-from dcdm.training import manifest as manifests
 from dcdm.training.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -31,8 +31,7 @@ from dcdm.training.checkpoint import (
     newest_whole,
     verify,
 )
-from dcdm.training.checkpoint_folder import Shelf
-from dcdm.training.manifest import Manifest, write_manifest
+from dcdm.training.checkpoint_folder import Manifest, Shelf, write_manifest
 from ranks import Child, on_ranks
 from toy import differences
 

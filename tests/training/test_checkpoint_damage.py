@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dcdm.distributed import World
-from dcdm.training import manifest as manifests
+from dcdm.training import checkpoint_folder as manifests
 from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
 from ranks import on_ranks
 

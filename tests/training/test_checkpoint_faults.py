@@ -21,8 +21,8 @@ from torch import nn
 import toy
 from dcdm import distributed
 from dcdm.distributed import World
+from dcdm.training import checkpoint_folder as manifests
 from dcdm.training import checkpoint_folder as shelves
-from dcdm.training import manifest as manifests
 from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
 from dcdm.training.checkpoint_folder import Shelf
 from ranks import Child, on_ranks

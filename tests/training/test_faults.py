@@ -96,7 +96,7 @@ def attempt(run: Run, fault: Fault | None) -> int:
     planning.UNIT_BYTES = (2_000, 2_000)  # many units of a small corpus
     watch("dcdm.training.metrics:Recorder.on_resume", lambda _, step: tell(run, "from", step))
     watch("dcdm.training.metrics:Recorder.on_step", lambda _, report: tell(run, "step", report.step + 1))
-    watch("dcdm.training.contents:collect", lambda state: tell(run, "saving"))
+    watch("dcdm.training.checkpoint_state:collect", lambda state: tell(run, "saving"))
     if fault is not None:
         arm(run, fault)
     try:
@@ -259,17 +259,17 @@ LOOP = [
     Fault("published", RENAME, only=".partial", after=True),
     Fault("step", "dcdm.training.loop:_gradients", after=True),
     Fault("step", "torch.optim:AdamW.step", 2, after=True),
-    Fault("save", "dcdm.training.contents:collect", after=True),
+    Fault("save", "dcdm.training.checkpoint_state:collect", after=True),
     Fault("step", "dcdm.training.loop:update_bias", 3),
     Fault("save", WRITE_ITEM),
     Fault("evaluation", "dcdm.training.run:evaluate"),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),
     Fault("save", WRITE_ITEM, 50),
     Fault("resume", "dcdm.training.metrics:write_whole"),
-    Fault("save", "dcdm.training.manifest:write_text", 2),
-    Fault("resume", "dcdm.training.contents:fill", after=True),
-    Fault("save", "dcdm.training.manifest:write_manifest"),
-    Fault("save", "dcdm.training.manifest:write_manifest", after=True),
+    Fault("save", "dcdm.training.checkpoint_folder:write_text", 2),
+    Fault("resume", "dcdm.training.checkpoint_state:fill", after=True),
+    Fault("save", "dcdm.training.checkpoint_folder:write_manifest"),
+    Fault("save", "dcdm.training.checkpoint_folder:write_manifest", after=True),
     Fault("save", RENAME, only=".partial"),
     Fault("published", RENAME, only=".partial", call=3, after=True),
     Fault("published", "dcdm.training.checkpoint_folder:Shelf.prune"),

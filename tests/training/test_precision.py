@@ -13,10 +13,9 @@ from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.loading import loader
 from dcdm.data.packing import InMemory
-from dcdm.distributed import World
+from dcdm.distributed import Precision, World, precision
 from dcdm.training.checkpoint import load_weights, newest_whole
 from dcdm.training.loop import Hooks, StepReport, train, train_windows
-from dcdm.training.precision import Precision, precision
 from dcdm.training.run import run
 from dcdm.training.settings import TrainConfig, resolve
 from ranks import on_ranks

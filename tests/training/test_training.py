@@ -8,7 +8,7 @@ import tiny
 from dcdm.config import ConfigError
 from dcdm.data.packing import pack
 from dcdm.data.tokenizers import byte_tokenizer
-from dcdm.model.building import build
+from dcdm.model.transformer import build
 from dcdm.training.loop import TrainConfig, adamw, learning_rate, train_windows
 
 

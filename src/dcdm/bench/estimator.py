@@ -27,8 +27,7 @@ from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
 from dcdm.likelihood.estimators import Decoder, Scorer, score
-from dcdm.model.building import build
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 from dcdm.training.loop import TrainConfig, train_windows
 

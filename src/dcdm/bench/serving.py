@@ -16,8 +16,7 @@ from pathlib import Path
 
 from dcdm.bench.harness import Case, Row, Run, environment, measure, print_table
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.model.building import build
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 
 CLIENTS, REQUESTS, TOKENS = 8, 3, 64

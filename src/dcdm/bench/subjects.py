@@ -24,12 +24,11 @@ from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
 from dcdm.model import blockmask, layout, masks, reference
 from dcdm.model.attention import Backend, Plan, attend
-from dcdm.model.building import build
+from dcdm.model.blocks import Experts
 from dcdm.model.chunking import subspace_mixture
 from dcdm.model.head import weighted_nll
 from dcdm.model.masks import Slots
-from dcdm.model.moe import Experts
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 
 LITERAL_FITS = 2048  # beyond this length explicit softmax over z ⊕ x needs more memory than a laptop has

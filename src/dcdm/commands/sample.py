@@ -160,7 +160,7 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
 
 
 def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
-    from dcdm.decoding.prompts import whole_text
+    from dcdm.decoding.engine import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
@@ -194,7 +194,7 @@ class _Stream:
         self.known: dict[int, int] = {}
         self.chunk: dict[int, int] = {}
         if on:
-            from dcdm.decoding.prompts import with_blanks
+            from dcdm.decoding.engine import with_blanks
 
             given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
             self.known = dict(enumerate(given, start=1))

@@ -153,7 +153,7 @@ def server_of(app: FastAPI, drain_seconds: float) -> Any:
 
     import uvicorn
 
-    from dcdm.signals import stops_handled_by
+    from dcdm.files import stops_handled_by
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

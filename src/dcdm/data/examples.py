@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dcdm.data.chat import ChatError, ChatTemplate
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.settings import DataConfig
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
 from dcdm.files import canonical
 
 

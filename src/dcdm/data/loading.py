@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dcdm.config import NUM_SPECIALS
-from dcdm.data.errors import DataError
+from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.data.ordering import GlobalBatches
 from dcdm.data.settings import Split
 from dcdm.data.store import Overlong, PreparedData, TokenStream

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.keys import Key
 
 

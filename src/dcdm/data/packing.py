@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.tokenizers import Tokenizer
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.reading import BLANK, Part, first_fields, missing_fields, parquet_groups, read_arrow
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import SourceFile

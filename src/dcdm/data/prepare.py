@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.examples import BadRow, ExampleMaker
 from dcdm.data.planning import Stamps, Unit, differences, examine, plan_digest, plan_of, sample_order, units_of
 from dcdm.data.reading import NAMED, Bad, read_rows, read_texts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.settings import DataConfig, Split
 from dcdm.data.sources import Format
 

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 
 Documents = Literal["file", "lines", "blank-lines"]
 Turns = Literal["last", "each"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.examples import BadRow, Example, ExampleMaker
 from dcdm.data.planning import Unit
 from dcdm.data.reading import Bad, read_rows, read_texts

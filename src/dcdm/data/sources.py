@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]

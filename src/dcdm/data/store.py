@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.settings import SPLITS, Split
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest, file_digest, write_whole

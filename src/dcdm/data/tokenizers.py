@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dcdm.config import NUM_SPECIALS
-from dcdm.data.errors import DataError
+from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.files import digest, write_whole
 
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
@@ -377,3 +376,33 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+# --- chat ------------------------------------------------------------
+
+
+class ChatError(Exception):
+    """The template refuses a chat; the message says why."""
+
+
+class ChatTemplate:
+    """Of a tokenizer that has one. Its text is encoded with `templated=True`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._renderer: Any = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
+        )
+
+    def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
+        """The chat as text; `answering` ends it where an answer begins."""
+        try:
+            return self._renderer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=answering,
+                bos_token="",  # every window begins with BOS anyway
+            )
+        except Exception as error:  # templates raise what they like about roles they do not know
+            raise ChatError(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.planning import Unit
 from dcdm.data.reading import Part
 from dcdm.data.settings import DataConfig

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dcdm.data.errors import DataError
+from dcdm.config import DataError
 from dcdm.data.planning import differences, plan_digest
 from dcdm.data.shards import JOURNAL, writing_failed
 from dcdm.files import sync_folder, write_whole

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
-from dcdm.decoding.distributions import Distributions
+from dcdm.decoding.commits import Distributions
 from dcdm.decoding.routes import Route, without_hidden
+from dcdm.model.attention import at_least_fp32
 from dcdm.model.cache import Memory
 from dcdm.model.layout import Compact
 from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model, Sets
-from dcdm.model.types import at_least_fp32
 
 
 @dataclass(frozen=True)

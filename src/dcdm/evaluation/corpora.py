@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dcdm.config import ConfigError
-from dcdm.data.errors import DataError
+from dcdm.config import ConfigError, DataError
 from dcdm.data.planning import PlannedFile, examine, units_of
 from dcdm.data.reading import Bad, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split

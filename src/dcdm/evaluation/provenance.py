@@ -39,7 +39,7 @@ def environment(device: str, processes: int = 1) -> dict[str, Any]:
     """Versions and machine."""
     import torch
 
-    from dcdm.training.manifest import versions
+    from dcdm.training.checkpoint_folder import versions
 
     place = torch.cuda.get_device_name() if device.startswith("cuda") else device
     return {

@@ -14,11 +14,10 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest
-from dcdm.model.building import build
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights, newest_whole
-from dcdm.training.manifest import MANIFEST, read_manifest
+from dcdm.training.checkpoint_folder import MANIFEST, read_manifest
 
 WEIGHTS = "model.safetensors"
 

@@ -18,7 +18,6 @@ from dcdm.config import ConfigError
 from dcdm.model import blockmask
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
-from dcdm.model.types import at_least_fp32
 
 if TYPE_CHECKING:
     from dcdm.model.cache import LayerMemory
@@ -300,3 +299,17 @@ def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     first, second = x_bshd.chunk(2, dim=-1)
     return x_bshd * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+# --- types ------------------------------------------------------------
+
+
+def at_least_fp32(x: Tensor) -> torch.dtype:
+    """The type of `x`, or fp32 where that is narrower."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """What matrix products of `x` are made in: autocast's type, for those it does not know."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dcdm.model.attention import Ready
+from dcdm.model.attention import Ready, product_type
 from dcdm.model.masks import Mask, Slots
-from dcdm.model.types import product_type
 
 if TYPE_CHECKING:
     from dcdm.model.transformer import Model

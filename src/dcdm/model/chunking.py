@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import Plan
+from dcdm.model.attention import Plan, at_least_fp32
 from dcdm.model.tiling import Tile
-from dcdm.model.types import at_least_fp32
 
 if TYPE_CHECKING:
     from dcdm.model.cache import LayerMemory

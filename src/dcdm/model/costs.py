@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcdm.config import ModelConfig
-from dcdm.model.building import parameter_counts
+from dcdm.model.transformer import parameter_counts
 
 H800_BF16 = 989e12  # dense bf16 operations per second of one H800 (SXM), the vendor's figure
 MASKED_SHARE = 0.5  # of the free positions, on average over t ~ U[0, 1]

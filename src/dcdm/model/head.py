@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.model.types import at_least_fp32, product_type
+from dcdm.model.attention import at_least_fp32, product_type
 
 SLICE_BYTES = 64 << 20  # size of the logits that exist at one time
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dcdm.model.attention import rotary_tables, rotate
+from dcdm.model.attention import at_least_fp32, product_type, rotary_tables, rotate
 from dcdm.model.layout import Compact
-from dcdm.model.types import at_least_fp32, product_type
 
 if TYPE_CHECKING:
     from dcdm.model.blocks import Block

@@ -6,6 +6,7 @@ B batch   L positions   S slots (L, or 2L for z ⊕ x)   d hidden size   V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import layout, masks, routing
 from dcdm.model.attention import Backend, Plan, choose_backend, rotary_tables
-from dcdm.model.blocks import Block, Rotary
+from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import Memory
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Slots
-from dcdm.model.moe import Experts
 from dcdm.model.rounds import Rounds
 
 
@@ -369,3 +369,41 @@ def substitute(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
     """SUBS: a visible token is carried over, its distribution a point mass."""
     carried = torch.full_like(logits, -torch.inf).scatter_(-1, tokens[..., None], 0.0)
     return torch.where(masked[..., None], logits, carried)
+
+
+# --- building ------------------------------------------------------------
+
+
+def build(
+    config: ModelConfig,
+    *,
+    seed: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> Model:
+    """A freshly initialised model. Without `seed`, PyTorch's global generator gives the weights.
+
+    `backend` forces an attention path: `reference`, `sdpa`, `sdpa-tiled` or `flex`.
+    """
+    choose_backend(backend, torch.device(device), training=False)
+    with torch.device("meta"):
+        model = Model(config).to(dtype)
+    model.to_empty(device=device)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    model.init_weights(generator)
+    model.backend = backend
+    return model
+
+
+@cache
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """(total, active per token), counted on the meta device."""
+    with torch.device("meta"):
+        model = Model(config)
+    total = sum(p.numel() for p in model.parameters())
+    if config.moe is None:
+        return total, total
+    idle = config.moe.num_experts - config.moe.experts_per_token
+    per_expert = 3 * config.hidden_size * config.moe.expert_size
+    return total, total - config.num_layers * idle * per_expert

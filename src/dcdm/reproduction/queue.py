@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dcdm.files import stops_handled_by
 from dcdm.reproduction.runs import Places, RunSpec, is_done
-from dcdm.signals import stops_handled_by
 
 INTERRUPTED = 130
 POLL = 0.5  # seconds

@@ -232,7 +232,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
     import dcdm
     from dcdm.data.store import PreparedData
     from dcdm.io.load import find_model
-    from dcdm.model.building import parameter_counts
+    from dcdm.model.transformer import parameter_counts
 
     config = find_model(places.model(spec)).config
     total, active = parameter_counts(config)

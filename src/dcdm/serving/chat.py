@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcdm.data.chat import ChatError, ChatTemplate
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
 from dcdm.serving.completions import Plan, seed_of, streaming_of, texts_of
 from dcdm.serving.errors import Refusal, bad
 from dcdm.serving.scheduler import Row

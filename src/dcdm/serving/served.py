@@ -10,9 +10,8 @@ from typing import Any
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES, commit_policy
-from dcdm.decoding.engine import adablock_of, default_commit
+from dcdm.decoding.engine import adablock_of, blank_tokens, default_commit, read_prompts, with_blanks
 from dcdm.decoding.predictors import fitting_caches, resolve_cache
-from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import AdaBlock, check_routing, described, fitting_routings
 from dcdm.decoding.sampling import Sampling
 from dcdm.model.transformer import Model

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcdm.config import ConfigError
 from dcdm.distributed import World, broadcast_object, gather_objects
-from dcdm.training import contents, randomness
-from dcdm.training import manifest as manifests
-from dcdm.training.checkpoint_folder import Shelf
-from dcdm.training.contents import TrainState, load_weights
-from dcdm.training.manifest import CheckpointError, FileRecord, Manifest, verify
+from dcdm.training import checkpoint_folder as manifests
+from dcdm.training import checkpoint_state as contents
+from dcdm.training import randomness
+from dcdm.training.checkpoint_folder import CheckpointError, FileRecord, Manifest, Shelf, verify
+from dcdm.training.checkpoint_state import TrainState, load_weights
 
 __all__ = [
     "CheckpointError",

@@ -17,13 +17,12 @@ from dcdm.data.loading import Loader
 from dcdm.data.loading import loader as make_loader
 from dcdm.data.packing import InMemory
 from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
-from dcdm.distributed import World, any_true, sum_over_ranks
+from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, TrainState
 from dcdm.training.fsdp import clip_gradients, run, shard, sync_gradients
-from dcdm.training.precision import Precision, precision
 from dcdm.training.settings import TrainConfig
 
 Evaluate = Callable[[Model, int], Mapping[str, float]]

@@ -19,17 +19,15 @@ from dcdm.data.prepare import prepare
 from dcdm.data.reporting import ConsoleReporter
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.distributed import World, any_true, barrier, broadcast_object, init_distributed, shutdown
-from dcdm.model.building import build
+from dcdm.distributed import World, any_true, barrier, broadcast_object, init_distributed, precision, shutdown
+from dcdm.files import stops_handled_by
 from dcdm.model.costs import activation_bytes, bill, state_bytes
-from dcdm.model.transformer import Model
-from dcdm.signals import stops_handled_by
+from dcdm.model.transformer import Model, build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
-from dcdm.training.precision import precision
 from dcdm.training.settings import RunConfig
 from dcdm.training.validation import MAIN, evaluate
 

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.config import ConfigError, Dtype, ModelConfig, ObjectiveConfig
 from dcdm.data.settings import DataConfig
 from dcdm.presets import preset
 
 T = TypeVar("T")
 
 Schedule = Literal["cosine", "constant"]
-Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",

@@ -7,6 +7,7 @@ Tensors go through PyTorch's distributed checkpoint, under these names:
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,16 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-from dcdm.training.manifest import CheckpointError, verify
-from dcdm.training.metadata import PlainReader
+from dcdm.training.checkpoint_folder import CheckpointError, verify
 
 Groups = list[dict[str, Any]]
 
@@ -163,3 +164,45 @@ def _kind(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 def _stored(reader: PlainReader) -> dict[str, TensorStorageMetadata]:
     entries = reader.read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+# --- metadata ------------------------------------------------------------
+
+
+_HOME = "torch.distributed.checkpoint"
+ALLOWED = {
+    *((f"{_HOME}.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    (f"{_HOME}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in ALLOWED and not is_type:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+class PlainReader(FileSystemReader):
+    """A `FileSystemReader` that refuses metadata with anything but metadata in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with open(path, "rb") as file:
+                metadata = _Unpickler(file).load()
+        except Exception as error:  # a wrong pickle may raise anything
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"cannot read {path}: it holds no metadata")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
