@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 import tiny
+from dcdm import distributed
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.distributed import World
 from dcdm.keys import Key
 from dcdm.model.chunking import update_bias
-from dcdm.training import fsdp as parallel
+from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
 from dcdm.training.loop import TrainConfig, adamw
 
@@ -27,7 +28,7 @@ def new_state(kind: str, world: World, dtype: torch.dtype = torch.float32, seed:
     """Model, optimizer, averaged weights and what a run remembers, all fresh; global generators too."""
     for seeder in (random.seed, np.random.seed, torch.manual_seed):
         seeder(seed + world.rank)
-    model = parallel.shard(tiny.model(kind, seed=seed).to(dtype), world)
+    model = fsdp.shard(tiny.model(kind, seed=seed).to(dtype), world)
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = adamw(model, TrainConfig(learning_rate=1e-2))
     return TrainState(model, optimizer, {"ema": average}, {"losses": []}, {"rank": world.rank, "draws": []})
@@ -42,34 +43,34 @@ def step_once(state: TrainState, step: int, world: World, *, use_generators: boo
     if use_generators:  # what data loading or dropout might draw
         drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
         state.rank_record["draws"].append(drawn)
-        scale += 0.1 * sum(parallel.gather_objects(sum(drawn), world))
+        scale += 0.1 * sum(distributed.gather_objects(sum(drawn), world))
     state.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
     state.optimizer.zero_grad()
     total, counts = torch.zeros(()), torch.zeros((), dtype=torch.long)
     for part in [rows] if use_generators else rows.split(1):
         batch = Batch(tokens[part], rows=part, num_rows=ROWS)
-        result = parallel.run(model, loss, model, batch, Key(0).fold(step))
+        result = fsdp.run(model, loss, model, batch, Key(0).fold(step))
         share = result.total * scale * len(part) / ROWS
         share.backward()
         total = total + share.detach()
         counts = counts if result.counts is None else counts + result.counts.sum(0)
-    parallel.clip_gradients(model, 1.0)
+    fsdp.clip_gradients(model, 1.0)
     state.optimizer.step()
     if model.chunking is not None:
-        update_bias(model.chunking.balance_bias, parallel.sum_over_ranks(counts, world), 0.1)
+        update_bias(model.chunking.balance_bias, distributed.sum_over_ranks(counts, world), 0.1)
     with torch.no_grad():
         for name, value in model.named_parameters():
             state.tensors["ema"][name].lerp_(value, 0.1)
-    state.record["losses"].append(parallel.sum_over_ranks(total, world).item())
+    state.record["losses"].append(distributed.sum_over_ranks(total, world).item())
 
 
 def everything(state: TrainState) -> Weights:
     """All that a run ends with, as arrays."""
-    found = {name: parallel.full(value) for name, value in state.model.state_dict().items()}
-    found |= {f"ema.{name}": parallel.full(value) for name, value in state.tensors["ema"].items()}
+    found = {name: fsdp.full(value) for name, value in state.model.state_dict().items()}
+    found |= {f"ema.{name}": fsdp.full(value) for name, value in state.tensors["ema"].items()}
     slots = state.optimizer.state
     for number, parameter in enumerate(state.model.parameters()):
-        found |= {f"slot.{number}.{name}": parallel.full(value) for name, value in slots[parameter].items()}
+        found |= {f"slot.{number}.{name}": fsdp.full(value) for name, value in slots[parameter].items()}
     arrays = {name: value.detach().numpy().copy() for name, value in found.items()}
     return {**arrays, "losses": np.array(state.record["losses"])}
 

@@ -7,7 +7,7 @@ import torch
 import tiny
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import walk
+from dcdm.decoding.loop import fill_canvas
 
 EXACT = ["ar", *tiny.VALID]
 ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
@@ -49,6 +49,6 @@ def walked(model, clean, sets, predict, commit, routing="auto", adablock=None, o
 
     router = routes.router_of(model, sets, torch.arange(len(clean)), routing, adablock)
     z = clean.masked_fill(sets.free, model.config.mask_id)
-    filled, counts = walk(z, sets, router, predict, commit_policy(commit), reveal, order=order)
+    filled, counts = fill_canvas(z, sets, router, predict, commit_policy(commit), reveal, order=order)
     assert torch.equal(filled, clean)
     return seen, counts

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 Kind = Literal["ar", "mdlm", "bdlm", "dcdm"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 
 NUM_SPECIALS = 3  # BOS, PAD, MASK: the last three ids of every vocabulary, in this order
 PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balance bias

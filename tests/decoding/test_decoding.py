@@ -11,10 +11,10 @@ import dcdm
 import tiny
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import walk
-from dcdm.decoding.predictors import Afresh, Remembering, predictable
+from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.predictors import Cached, Uncached, predictable
 from dcdm.decoding.routes import AdaBlock
-from dcdm.model.cache import LayerMemory, Memory
+from dcdm.model.cache import KVCache, LayerCache
 from walks import EXACT, ORDERED, RANDOM, canvases, model_of, walked
 
 
@@ -24,8 +24,8 @@ def test_cached_predictions_equal_uncached_ones_in_ragged_batches(kind, commit):
     model = model_of(kind)
     clean, sets = canvases(model)
     order = torch.rand(clean.shape, generator=torch.Generator().manual_seed(2))
-    slow, slow_counts = walked(model, clean, sets, Afresh(model), commit, order=order)
-    fast, fast_counts = walked(model, clean, sets, Remembering(model, sets), commit, order=order)
+    slow, slow_counts = walked(model, clean, sets, Uncached(model), commit, order=order)
+    fast, fast_counts = walked(model, clean, sets, Cached(model, sets), commit, order=order)
     assert len(slow) == len(fast)
     for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
         assert torch.equal(where, also)
@@ -50,8 +50,8 @@ def test_other_routings_are_the_same_with_and_without_cache(kind, routing):
     model = tiny.model(kind)
     clean, sets = canvases(model)
     adablock = AdaBlock(tuple(range(10)), 2, least=0.2)
-    slow, _ = walked(model, clean, sets, Afresh(model), "threshold:0.5", routing, adablock)
-    fast, _ = walked(model, clean, sets, Remembering(model, sets), "threshold:0.5", routing, adablock)
+    slow, _ = walked(model, clean, sets, Uncached(model), "threshold:0.5", routing, adablock)
+    fast, _ = walked(model, clean, sets, Cached(model, sets), "threshold:0.5", routing, adablock)
     for (a, where, _), (b, also, _) in zip(slow, fast, strict=True):
         assert torch.equal(where, also)
         torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
@@ -61,7 +61,7 @@ def test_a_cached_step_of_the_active_chunk_costs_its_own_size():
     model = model_of("causal", num_chunks=4)
     clean = tiny.tokens(2, 33)
     sets = model.sets(clean)
-    _, counts = walked(model, clean, sets, Remembering(model, sets), "position")
+    _, counts = walked(model, clean, sets, Cached(model, sets), "position")
     # 8 forwards for each chunk of 8; BOS and three finished chunks are written once, in forwards that run anyway
     assert counts.forwards.tolist() == [32, 32]
     assert counts.computed.tolist() == [32 * 8 + 1 + 24] * 2
@@ -119,10 +119,10 @@ def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch)
 
     monkeypatch.setattr(model, "denoise", spy)
     monkeypatch.setattr(model, "extend", spy_slots)
-    for predict in (Afresh(model), Remembering(model, sets)):
+    for predict in (Uncached(model), Cached(model, sets)):
         shown.copy_(~sets.free)
         z = clean.masked_fill(sets.free, mask_id)
-        walk(z, sets, routes.router_of(model, sets), predict, commit_policy("position"), reveal)
+        fill_canvas(z, sets, routes.router_of(model, sets), predict, commit_policy("position"), reveal)
         assert shown.all()
 
 
@@ -130,8 +130,8 @@ def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch)
 def test_frozen_states_agree_as_long_as_nothing_has_been_frozen(routing):
     model = model_of("paper")
     clean, sets = canvases(model)
-    slow, _ = walked(model, clean, sets, Afresh(model), "chunk", routing)
-    fast, counts = walked(model, clean, sets, Remembering(model, sets), "chunk", routing)
+    slow, _ = walked(model, clean, sets, Uncached(model), "chunk", routing)
+    fast, counts = walked(model, clean, sets, Cached(model, sets), "chunk", routing)
     torch.testing.assert_close(fast[0][0][fast[0][1]], slow[0][0][slow[0][1]], rtol=0, atol=1e-9)
     later = [float((a - b)[w].abs().max()) for (a, w, _), (b, _, _) in zip(slow[1:], fast[1:], strict=False)]
     assert max(later) > 1e-3, "frozen is an approximation, not a cache"
@@ -144,12 +144,12 @@ def test_appendix_b_predicts_what_the_training_pass_predicts():
     differs = 0
     for seed in range(6):
         clean, sets = canvases(model, seed)
-        theirs, _ = walked(model, clean, sets, Afresh(model), "chunk", "appendix-b")
+        theirs, _ = walked(model, clean, sets, Uncached(model), "chunk", "appendix-b")
         log_p, candidates, position = theirs[0]
         trained = model(clean, sets.free, prompt=sets.visible).logits.log_softmax(dim=-1)[..., :-3]
         rows = torch.arange(len(clean))[:, None]
         torch.testing.assert_close(log_p[candidates], trained[rows, position][candidates], rtol=0, atol=1e-9)
-        ours, _ = walked(model, clean, sets, Afresh(model), "chunk", "paper-chunk")
+        ours, _ = walked(model, clean, sets, Uncached(model), "chunk", "paper-chunk")
         differs += not torch.allclose(ours[0][0][candidates], log_p[candidates])
     assert differs
 
@@ -158,8 +158,8 @@ def test_networks_of_a_single_block_decode_with_a_cache():
     for kind in ("causal", "bdlm", "ar", "mdlm"):
         model = model_of(kind, num_layers=1)
         clean, sets = canvases(model)
-        slow, _ = walked(model, clean, sets, Afresh(model), "position")
-        fast, _ = walked(model, clean, sets, Remembering(model, sets), "position")
+        slow, _ = walked(model, clean, sets, Uncached(model), "position")
+        fast, _ = walked(model, clean, sets, Cached(model, sets), "position")
         for (a, where, _), (b, _, _) in zip(slow, fast, strict=True):
             torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
 
@@ -169,7 +169,7 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
     clean = tiny.tokens(2, 17, symbols=6)
     sets = model.sets(clean)
     adablock = AdaBlock((1, 2), 3, least=0.0, window=8)
-    seen, counts = walked(model, clean, sets, Afresh(model), "chunk", "adablock", adablock)
+    seen, counts = walked(model, clean, sets, Uncached(model), "chunk", "adablock", adablock)
     _, candidates, position = seen[0]
     z = clean.masked_fill(sets.free, model.config.mask_id)
     ids = torch.where(torch.arange(17) == 0, 0, torch.where(torch.arange(17) <= 8, 1, 2)).expand(2, -1)
@@ -211,12 +211,12 @@ def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, mon
     clean, sets = canvases(model)
     calls = []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    fast, counts = walked(model, clean, sets, Afresh(model), "steps:2", routing)
+    fast, counts = walked(model, clean, sets, Uncached(model), "steps:2", routing)
     reused = len(calls)
     denoise = model.denoise
-    monkeypatch.setattr(model, "denoise", lambda z, ids, begun=None: denoise(z, ids))
+    monkeypatch.setattr(model, "denoise", lambda z, ids, stage_one=None: denoise(z, ids))
     calls.clear()
-    slow, _ = walked(model, clean, sets, Afresh(model), "steps:2", routing)
+    slow, _ = walked(model, clean, sets, Uncached(model), "steps:2", routing)
     assert reused < len(calls)
     if routing == "paper-step":
         assert reused == int(counts.forwards.max()), "one block 0 for routing and forward together"
@@ -249,6 +249,6 @@ def test_what_was_remembered_is_freed_with_the_last_token(kind):
     gc.disable()
     try:
         dcdm.generate(model, [[1, 2]], max_new_tokens=4, cache="frozen" if kind == "paper" else "exact")
-        assert not [held for held in gc.get_objects() if isinstance(held, Memory | LayerMemory)]
+        assert not [held for held in gc.get_objects() if isinstance(held, KVCache | LayerCache)]
     finally:
         gc.enable()

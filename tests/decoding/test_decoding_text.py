@@ -13,8 +13,8 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import walk
-from dcdm.decoding.predictors import Afresh
+from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.predictors import Uncached
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from walks import model_of, whole
@@ -58,7 +58,9 @@ def test_long_texts_are_written_window_by_window():
 
     sets = model.sets(context, prompt)
     z = context.masked_fill(sets.free, model.config.mask_id)
-    again, _ = walk(z, sets, routes.router_of(model, sets), Afresh(model), commit_policy("threshold:0.9"), reveal)
+    again, _ = fill_canvas(
+        z, sets, routes.router_of(model, sets), Uncached(model), commit_policy("threshold:0.9"), reveal
+    )
     assert torch.equal(again, context)
 
 

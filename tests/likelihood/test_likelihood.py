@@ -12,8 +12,8 @@ import tiny
 from dcdm.config import ObjectiveConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import walk
-from dcdm.decoding.predictors import Afresh, predictable
+from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.predictors import Uncached, predictable
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.likelihood.subsets import sampled_subsets
@@ -226,7 +226,7 @@ def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
 
     z = clean.masked_fill(sets.free, model.config.mask_id)
     router = routes.router_of(model, sets, torch.arange(3))
-    filled, counts = walk(z, sets, router, Afresh(model), commit_policy("chunk"), reveal)
+    filled, counts = fill_canvas(z, sets, router, Uncached(model), commit_policy("chunk"), reveal)
     assert torch.equal(filled, clean)
     forwards = counts.forwards
     torch.testing.assert_close(fast.nats, total)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import tiny
 from dcdm.keys import Key
 from dcdm.model import masks
-from dcdm.model.attention import Plan
+from dcdm.model.attention import AttentionPlan
 from dcdm.model.chunking import (
     alignment,
     chunk_counts,
@@ -31,7 +31,7 @@ def hidden():
 
 def noise_plan(seed=0):
     masked = torch.rand(2, 7, generator=torch.Generator().manual_seed(seed)) < 0.5
-    return Plan.of(masks.noise, masks.Slots.of(torch.zeros(2, 7, dtype=torch.long), masked), "reference")
+    return AttentionPlan.of(masks.noise, masks.Slots.of(torch.zeros(2, 7, dtype=torch.long), masked), "reference")
 
 
 def test_output_equals_a_loop_over_the_papers_formulas(layer, hidden):

@@ -11,7 +11,7 @@ from dcdm.decoding import routes
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
 from dcdm.model import masks, reference, tiling
-from dcdm.model.attention import Plan, choose_backend, tiled_attention, tiles_by_autograd
+from dcdm.model.attention import AttentionPlan, choose_backend, tiled_attention, tiles_by_autograd
 from dcdm.model.chunking import subspace_mixture
 from dcdm.model.head import token_nll, weighted_nll
 from dcdm.model.layout import chunk_sorted, dual_stream, visible_first
@@ -167,7 +167,7 @@ def test_tiles_cover_exactly_the_live_pairs(ids, with_masks, draws):
         (masks.noise, visible_first(ids >= 0, noise[:, 0] & (ids >= 0))),
         (masks.causal, chunk_sorted(torch.where(ids >= 0, 0, -1).sort(descending=True).values, noise[:, 0])),
     ):
-        plan = Plan.of(mask, place.slots, "sdpa-tiled", draws)
+        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled", draws)
         expected = plan.dense
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiling, "CALL_COST", 0)
@@ -209,7 +209,7 @@ def test_the_operator_and_the_portable_tiles_equal_literal_attention_and_its_gra
         (masks.noise, visible_first(ids >= 0, noise[:, 0])),
         (masks.noise, visible_first(ids >= 0, torch.ones_like(noise[:, 0]))),  # nothing visible
     ):
-        plan = Plan.of(mask, place.slots, "sdpa-tiled", 2)
+        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled", 2)
         size = place.slots.chunk.shape[1]
         q = torch.randn(2, 4, size, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         k, v = (torch.randn(2, kv_heads, size, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -228,7 +228,7 @@ def test_the_operator_and_the_portable_tiles_equal_literal_attention_and_its_gra
 
 
 def test_the_operator_passes_pytorchs_own_checks():
-    plan = Plan.of(
+    plan = AttentionPlan.of(
         masks.dual_stream, dual_stream(torch.tensor([[0, 1, 1, 2]]), torch.ones(1, 1, 4) > 0).slots, "sdpa-tiled"
     )
     size = plan.num_queries
@@ -247,8 +247,8 @@ def test_chunking_attention_in_blocks_equals_the_literal_one_at_any_memory_budge
         (masks.dual_stream, dual_stream(ids, (noise & (ids >= 1))[:, None])),
         (masks.noise, visible_first(ids >= 0, noise)),
     ):
-        fast = Plan.of(mask, place.slots, "sdpa-tiled")
-        slow = Plan.of(mask, place.slots, "reference")
+        fast = AttentionPlan.of(mask, place.slots, "sdpa-tiled")
+        slow = AttentionPlan.of(mask, place.slots, "reference")
         p = torch.randn(2, 3, fast.num_queries, 4, generator=generator, dtype=torch.float64, requires_grad=True)
         v = torch.randn(2, fast.num_queries, 6, generator=generator, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(2, fast.num_queries, 6, generator=generator, dtype=torch.float64)

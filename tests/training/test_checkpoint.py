@@ -31,7 +31,7 @@ from dcdm.training.checkpoint import (
     newest_whole,
     verify,
 )
-from dcdm.training.checkpoint_folder import Manifest, Shelf, write_manifest
+from dcdm.training.checkpoint_folder import CheckpointFolder, Manifest, write_manifest
 from ranks import Child, on_ranks
 from toy import differences
 
@@ -259,7 +259,7 @@ def test_pruning_keeps_the_newest_the_last_whole_ones_and_the_best_and_leaves_la
     tmp_path_factory, past, keep_last, keep_best, current
 ):
     """`past`: step → metric, and whether it is known to be damaged."""
-    shelf = Shelf(tmp_path_factory.mktemp("shelf"))
+    shelf = CheckpointFolder(tmp_path_factory.mktemp("shelf"))
     past[current] = (past.get(current, (1.0, False))[0], False)
     for step, (metric, _) in past.items():
         shelf.path(step).mkdir()
@@ -421,7 +421,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
         while not (tmp_path / "held").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        shelf = Shelf(tmp_path)
+        shelf = CheckpointFolder(tmp_path)
         with pytest.raises(CheckpointError, match="another run is writing"):
             shelf.open(patience=0.2)
     finally:

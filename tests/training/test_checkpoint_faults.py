@@ -24,7 +24,7 @@ from dcdm.distributed import World
 from dcdm.training import checkpoint_folder as manifests
 from dcdm.training import checkpoint_folder as shelves
 from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
-from dcdm.training.checkpoint_folder import Shelf
+from dcdm.training.checkpoint_folder import CheckpointFolder
 from ranks import Child, on_ranks
 from toy import differences
 
@@ -73,7 +73,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_weights_of_one_never_disturbe
 
 
 def assert_all_are_whole(folder: Path) -> None:
-    for path in Shelf(folder).checkpoints():
+    for path in CheckpointFolder(folder).checkpoints():
         assert verify(path) == []
 
 
@@ -112,7 +112,7 @@ def test_when_one_of_two_ranks_is_killed_while_saving_the_other_says_so_and_the_
     first, second = on_ranks(2, lose_a_rank, tmp_path / "killed", "hashed")
     assert first.startswith(f"cannot save the checkpoint of step 3 in {tmp_path / 'killed'}: lost contact")
     assert second is None
-    assert Shelf(tmp_path / "killed").checkpoints() == []
+    assert CheckpointFolder(tmp_path / "killed").checkpoints() == []
     for run, expected in zip(on_ranks(2, finish, tmp_path / "killed"), undisturbed, strict=True):
         assert differences(run, expected) == []
 
@@ -231,7 +231,7 @@ def test_a_failed_save_is_told_at_the_next_save_at_the_latest(tmp_path, monkeypa
 def test_old_checkpoints_that_cannot_be_dropped_do_not_spoil_the_new_one(tmp_path, monkeypatch, recwarn):
     with Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer:
         checkpointer.save(1, small_state(), wait=True)
-        monkeypatch.setattr(Shelf, "prune", failing(errno.EACCES))
+        monkeypatch.setattr(CheckpointFolder, "prune", failing(errno.EACCES))
         checkpointer.save(2, small_state(), wait=True)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert any("cannot drop old checkpoints" in str(warning.message) for warning in recwarn)

@@ -272,9 +272,9 @@ LOOP = [
     Fault("save", "dcdm.training.checkpoint_folder:write_manifest", after=True),
     Fault("save", RENAME, only=".partial"),
     Fault("published", RENAME, only=".partial", call=3, after=True),
-    Fault("published", "dcdm.training.checkpoint_folder:Shelf.prune"),
+    Fault("published", "dcdm.training.checkpoint_folder:CheckpointFolder.prune"),
     Fault("published", RENAME, only=".deleted", after=True),
-    Fault("published", "dcdm.training.checkpoint_folder:Shelf.prune", 2, after=True),
+    Fault("published", "dcdm.training.checkpoint_folder:CheckpointFolder.prune", 2, after=True),
 ]
 
 

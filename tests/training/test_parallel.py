@@ -17,7 +17,7 @@ from torch import Tensor
 import tiny
 from dcdm import distributed
 from dcdm.config import ObjectiveConfig
-from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
 from dcdm.distributed import ParallelError, World
 from dcdm.keys import Key
 from dcdm.model import head
@@ -52,7 +52,7 @@ def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
         return distributed.sum_over_ranks(x, world)
 
     tokens = total(visibility(model, batch, key, OBJECTIVE)[0].sum())
-    return loss(model, batch, key, OBJECTIVE, Whole(tokens, ROWS, total=total))
+    return loss(model, batch, key, OBJECTIVE, GlobalBatch(tokens, ROWS, total=total))
 
 
 def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ from dcdm.decoding.engine import generate
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
 from dcdm.model import blockmask, layout, masks, reference
-from dcdm.model.attention import Backend, Plan, attend
+from dcdm.model.attention import AttentionPlan, Backend, attend
 from dcdm.model.blocks import Experts
 from dcdm.model.chunking import subspace_mixture
 from dcdm.model.head import weighted_nll
@@ -69,8 +69,8 @@ def attention(length: int, target: float | None = None) -> Case:
 
             def run() -> None:
                 q.grad = k.grad = v.grad = None
-                plan = Plan.of(masks.dual_stream, slots, backend)  # mask building counts
-                attend(q, k, v, plan.ready(q.dtype)).sum().backward()
+                plan = AttentionPlan.of(masks.dual_stream, slots, backend)  # mask building counts
+                attend(q, k, v, plan.inputs(q.dtype)).sum().backward()
 
             return run
 
@@ -100,7 +100,7 @@ def chunking(length: int, target: float | None = None) -> Case:
 
             def run() -> None:
                 p.grad = v.grad = None
-                subspace_mixture(p, v, Plan.of(masks.noise, slots, backend)).sum().backward()
+                subspace_mixture(p, v, AttentionPlan.of(masks.noise, slots, backend)).sum().backward()
 
             return run
 

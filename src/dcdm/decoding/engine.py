@@ -17,7 +17,7 @@ from torch import Tensor
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import Commit, View, commit_policy
-from dcdm.decoding.loop import Committed, Counts, walk
+from dcdm.decoding.loop import Committed, Counts, fill_canvas
 from dcdm.decoding.predictors import predictor_of, resolve_cache
 from dcdm.decoding.routes import AdaBlock, check_routing, router_of
 from dcdm.decoding.sampling import Sampling
@@ -76,7 +76,7 @@ class Statistics:
         return cls(*torch.zeros(6, rows, dtype=torch.long))
 
     def add(self, row: int, counts: Counts, at: int) -> None:
-        """What row `at` of a walk cost."""
+        """What row `at` of a filling cost."""
         for name in ("forwards", "rounds", "computed", "reused"):
             getattr(self, name)[row] += getattr(counts, name)[at]
 
@@ -267,7 +267,7 @@ class _Run:
         offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
         if number:
             self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
-        walk(
+        fill_canvas(
             canvas,
             sets,
             router_of(self.model, sets, torch.tensor([self.numbers[r] for r in rows]), self.routing, self.adablock),

@@ -17,13 +17,13 @@ from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, View
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Router
-from dcdm.model.layout import Compact
+from dcdm.model.layout import RaggedIndex
 from dcdm.model.transformer import Sets
 
 
 @dataclass
 class Counts:
-    """What a walk cost; each (B,)."""
+    """What a filling cost; each (B,)."""
 
     forwards: Tensor
     """Passes through all blocks, cache writes included."""
@@ -62,7 +62,7 @@ Reveal = Callable[[View, Tensor], Tensor]
 
 
 @torch.no_grad()
-def walk(
+def fill_canvas(
     z: Tensor,
     sets: Sets,
     router: Router,
@@ -93,15 +93,15 @@ def walk(
             return z, counts
         spent = ~(route.active & pending).any(dim=-1)
         asking = busy & (spent | router.every_step)
-        begun = None
+        stage_one = None
         if bool(asking.any()):
             route = router.next(z, revealed, route, asking).where(asking, route)
-            begun = route.begun if torch.equal(asking, busy) else None
+            stage_one = route.stage_one if torch.equal(asking, busy) else None
             counts.rounds += (asking & router.counted).cpu()
         step, chunk = torch.where(spent, 0, step), chunk + (spent & busy)
         asked = route.active & pending
-        predicted = predict(z, revealed, routes.Route(route.ids, asked, begun))
-        where = Compact(asked)
+        predicted = predict(z, revealed, routes.Route(route.ids, asked, stage_one))
+        where = RaggedIndex(asked)
         found = predict.distributions(where.valid, predicted.states)
         view = View(found, where.valid, where.index, step, where.pick(order))
         if router.narrow is not None:

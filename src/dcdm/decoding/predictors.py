@@ -15,8 +15,8 @@ from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.decoding.commits import Distributions
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.attention import at_least_fp32
-from dcdm.model.cache import Memory
-from dcdm.model.layout import Compact
+from dcdm.model.cache import KVCache
+from dcdm.model.layout import RaggedIndex
 from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model, Sets
 
@@ -56,8 +56,8 @@ def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str
 
 def predictor_of(model: Model, sets: Sets, cache: str) -> Predictor:
     if resolve_cache(model.config, cache) == "none":
-        return Afresh(model)
-    return Remembering(model, sets)
+        return Uncached(model)
+    return Cached(model, sets)
 
 
 class Predictor(ABC):
@@ -80,25 +80,25 @@ class Predictor(ABC):
         return Distributions(valid, states, log_p_of, self.model.config.vocab_size)
 
 
-class Afresh(Predictor):
+class Uncached(Predictor):
     """Every forward computes all that the active chunk can see."""
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         rows = route.active.any(dim=-1)
         route, active = without_hidden(route, revealed), route.active[rows]
-        states = self.model.denoise(z[rows], route.ids[rows], route.begun)
+        states = self.model.denoise(z[rows], route.ids[rows], route.stage_one)
         if self.model.config.kind == "ar":
             states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
         computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)
         return Predicted(states[active], computed, torch.zeros_like(computed))
 
 
-class Remembering(Predictor):
+class Cached(Predictor):
     """A forward computes the active chunk, and beside it writes what has been finished since the last one."""
 
     def __init__(self, model: Model, sets: Sets) -> None:
         super().__init__(model)
-        self.memory = Memory(model, *sets.real.shape)
+        self.cache = KVCache(model, *sets.real.shape)
         self.written = torch.zeros_like(sets.real)
         self.rows = torch.arange(len(sets.real), device=sets.real.device)
         """(R,): the rows that are remembered; one that has ended does not come back."""
@@ -110,28 +110,28 @@ class Remembering(Predictor):
         level, real = route.level(), route.ids >= 0
         own = real & (route.ids == (level - 1 if is_ar else level))  # AR asks the token before
         finished = real & (route.ids < level) & ~own & ~self.written
-        first, second = Compact(own), Compact(finished)
+        first, second = RaggedIndex(own), RaggedIndex(finished)
         slots = Slots.cat(self._slots(z, route, first), self._slots(z, route, second))
         keep = torch.cat([first.valid & is_ar, second.valid], dim=1)
         tokens = torch.cat([first.pick(z), second.pick(z)], dim=1)
-        states = self.model.extend(tokens, slots, keep, self.memory, first.index.shape[1])
+        states = self.model.extend(tokens, slots, keep, self.cache, first.index.shape[1])
         self.written |= finished | (own & is_ar)
         row, position = route.active.nonzero(as_tuple=True)
         home = torch.zeros_like(z)
         first.put(home, torch.arange(first.index.shape[1], device=z.device).expand_as(first.index))
         at = torch.zeros_like(row) if is_ar else home[row, position]
         computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
-        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.memory.length
+        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.cache.length
         return Predicted(states[row, at], computed, reused)
 
     def _drop(self, ended: Tensor) -> None:
         """Forget rows (R,) bool."""
         if bool(ended.any()):
             kept = (~ended).nonzero().squeeze(-1)
-            self.memory.keep_rows(kept)
+            self.cache.keep_rows(kept)
             self.rows, self.written = self.rows[kept], self.written[kept]
 
-    def _slots(self, z: Tensor, route: Route, where: Compact) -> Slots:
+    def _slots(self, z: Tensor, route: Route, where: RaggedIndex) -> Slots:
         chunk = torch.where(where.valid, where.pick(route.ids), -1)
         return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, position=where.index)
 

@@ -20,7 +20,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
 from dcdm.model.rounds import Rounds
-from dcdm.model.transformer import Begun, Model, Sets
+from dcdm.model.transformer import Model, Sets, StageOne
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
 
@@ -33,7 +33,7 @@ class Route:
     """(B, L): a position sees those whose id is not larger than its own; −1 padding."""
     active: Tensor
     """(B, L) bool: the positions to fill next, masked when the route was made; none in a row that is full."""
-    begun: Begun | None = None
+    stage_one: StageOne | None = None
     """Block 0 of the canvas as it was for the rows that asked, which the next forward need not repeat."""
 
     def level(self) -> Tensor:
@@ -45,7 +45,7 @@ class Route:
         ids, active = (
             torch.where(rows[:, None], a, b) for a, b in ((self.ids, other.ids), (self.active, other.active))
         )
-        return Route(ids, active, self.begun)
+        return Route(ids, active, self.stage_one)
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ def _from_noise(model: Model, sets: Sets, name: str) -> Router:
     chunking, last = model.chunking, model.config.num_chunks + 1
 
     def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        begun = model.begin(z[asking], sets.real[asking])
+        stage_one = model.run_stage_one(z[asking], sets.real[asking])
         own = torch.zeros_like(z)
-        own[asking] = chunking.assign(begun.scores)
+        own[asking] = chunking.assign(stage_one.scores)
         active = lowest(own, sets.real & ~revealed)
         now = own if name == "appendix-b" else torch.full_like(own, last)
         unrevealed = torch.where(active, now, LATER)
-        return Route(torch.where(sets.real, torch.where(revealed, own, unrevealed), -1), active, begun)
+        return Route(torch.where(sets.real, torch.where(revealed, own, unrevealed), -1), active, stage_one)
 
     return Router(route_next, every_step=name == "paper-step", counted=True)
 

@@ -37,7 +37,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalBatch:
     """The global batch that a micro-batch on one rank is a part of."""
 
     tokens: Tensor
@@ -53,7 +53,7 @@ class Whole:
 class Loss:
     """`total` is what to minimise; the rest is for reports and for the balance bias.
 
-    For a part of a `Whole`, all losses are this part's share: they add up over ranks and micro-batches.
+    For a part of a `GlobalBatch`, all losses are this part's share: they add up over ranks and micro-batches.
     """
 
     total: Tensor
@@ -72,7 +72,7 @@ def loss(
     batch: Batch,
     generator: Key | torch.Generator | int,
     settings: ObjectiveConfig | None = None,
-    whole: Whole | None = None,
+    global_batch: GlobalBatch | None = None,
 ) -> Loss:
     """The kind's training loss on one batch.
 
@@ -94,11 +94,11 @@ def loss(
         clean = batch.tokens if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
         states, targets, weight = encoded.states[where], clean[where], sample.weight[where]
     tokens = free.sum()
-    whole = whole or Whole(tokens, rows=len(batch.tokens))
+    global_batch = global_batch or GlobalBatch(tokens, rows=len(batch.tokens))
     summed = weighted_nll(states, model.head_weight(), targets, weight)
     passes = 1 if model.config.kind == "ar" else settings.noise_draws
-    nll = summed / (passes * whole.tokens.clamp(min=1))
-    return _with_balance(model, batch, key, settings, encoded, nll, tokens, whole)
+    nll = summed / (passes * global_batch.tokens.clamp(min=1))
+    return _with_balance(model, batch, key, settings, encoded, nll, tokens, global_batch)
 
 
 def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
 
 def _with_balance(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig,
-    encoded: Encoded, nll: Tensor, tokens: Tensor, whole: Whole,
+    encoded: Encoded, nll: Tensor, tokens: Tensor, global_batch: GlobalBatch,
 ) -> Loss:  # fmt: skip
     """Add the auxiliary losses to the cross-entropy and count the chunks."""
     config, total = model.config, nll
@@ -164,11 +164,11 @@ def _with_balance(
             r = encoded.router_scores
             gumbel = key.fold("gumbel").gumbel_rows(_rows(batch)[0], *r.shape[1:]).to(r)
             chunk_loss = sequence_balance_loss(r, counted, gumbel, settings.chunk_loss_eps)
-            chunk_loss = chunk_loss * (len(batch.tokens) / whole.rows)
+            chunk_loss = chunk_loss * (len(batch.tokens) / global_batch.rows)
             total = total + weight * chunk_loss
     if config.moe is not None:
-        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, whole.total)
-        moe_loss = moe_loss / whole.micro_steps
+        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, global_batch.total)
+        moe_loss = moe_loss / global_batch.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
     return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.loop import walk
+from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.model.transformer import Model, Sets
@@ -73,5 +73,5 @@ def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Ten
 
     z = tokens.masked_fill(sets.free, model.config.mask_id)
     router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
-    walk(z, sets, router, predictor, commit_policy("chunk"), reveal)
+    fill_canvas(z, sets, router, predictor, commit_policy("chunk"), reveal)
     return right

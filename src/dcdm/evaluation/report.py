@@ -18,7 +18,7 @@ from dcdm.evaluation.studies import COMMITS, Decoded, Study, Training
 from dcdm.evaluation.suite import Evaluation, Say, names_of
 from dcdm.evaluation.windows import Batch, Windows, WindowSettings
 from dcdm.files import write_whole
-from dcdm.io.load import Found, find_model
+from dcdm.io.load import ModelSource, find_model
 from dcdm.model.transformer import Model
 from dcdm.viewing import palette
 from dcdm.viewing.chunks import ChunkView, view, window_from
@@ -88,7 +88,7 @@ def study_all(models: Sequence[str], plan: Plan, say: Say) -> list[Study]:
     return found
 
 
-def _study(name: str, there: Found, tokens: Tokens, plan: Plan, say: Say) -> Study:
+def _study(name: str, there: ModelSource, tokens: Tokens, plan: Plan, say: Say) -> Study:
     model = there.load(plan.device, plan.dtype)
     study = begun(name, there)
     few = _batches(there, tokens, plan, plan.windows)
@@ -107,7 +107,7 @@ def _study(name: str, there: Found, tokens: Tokens, plan: Plan, say: Say) -> Stu
     return study
 
 
-def begun(name: str, there: Found) -> Study:
+def begun(name: str, there: ModelSource) -> Study:
     """What is known of a model before anything is measured, with the reasons for what will be missing."""
     config = there.config
     described = f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
@@ -126,7 +126,7 @@ def begun(name: str, there: Found) -> Study:
     return study
 
 
-def _batches(there: Found, tokens: Tokens, plan: Plan, count: int) -> list[Batch]:
+def _batches(there: ModelSource, tokens: Tokens, plan: Plan, count: int) -> list[Batch]:
     """Up to `count` of the windows that were measured, spread evenly over them."""
     limit = count if plan.window.limit is None else min(count, plan.window.limit)
     length = plan.window.length or there.config.context_length
@@ -134,7 +134,7 @@ def _batches(there: Found, tokens: Tokens, plan: Plan, count: int) -> list[Batch
     return list(windows.batches(plan.batch_size))
 
 
-def _views(name: str, model: Model, there: Found, batches: Sequence[Batch], seed: int) -> list[ChunkView]:
+def _views(name: str, model: Model, there: ModelSource, batches: Sequence[Batch], seed: int) -> list[ChunkView]:
     rows = [row for batch in batches for row in batch.tokens.tolist()][:TEXTS]
     kept = [[token for token in row if token != there.tokenizer.pad_id] for row in rows]
     return [view(model, window_from(row, there.tokenizer), name=name, seed=seed) for row in kept]

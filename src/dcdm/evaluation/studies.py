@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.loop import walk
+from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.evaluation.windows import Batch
@@ -174,7 +174,7 @@ def predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         right.append((best == true)[fill].cpu())
         return true
 
-    walk(
+    fill_canvas(
         tokens.masked_fill(sets.free, model.config.mask_id), sets, router_of(model, sets, batch.index),
         predictor_of(model, sets, "auto"), commit_policy("chunk"), reveal,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from dcdm.evaluation.perplexity import (
     measure,
 )  # fmt: skip
 from dcdm.evaluation.windows import Windows, WindowSettings
-from dcdm.io.load import Found, find_model
+from dcdm.io.load import ModelSource, find_model
 from dcdm.likelihood.estimators import estimators_of
 
 Say = Callable[[str], Advance]
@@ -102,7 +102,7 @@ def names_of(models: Sequence[str]) -> dict[str, str]:
 
 
 def _check(
-    found: dict[str, Found], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings
+    found: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings
 ) -> None:
     unfit: list[set[str]] = []
     for name, there in found.items():
@@ -126,7 +126,7 @@ def _settings(
     return {**chosen, **sampling.__dict__, **{f"window_{k}": v for k, v in window.__dict__.items()}}
 
 
-def _model_described(there: Found, path: str) -> dict[str, Any]:
+def _model_described(there: ModelSource, path: str) -> dict[str, Any]:
     return {
         "path": str(path), "kind": there.config.kind,
         "routing": there.config.routing if there.config.kind == "dcdm" else None,

@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelSource:
     """What stands in a folder, before any weight is read."""
 
     config: ModelConfig
@@ -65,7 +65,7 @@ def load_model(
     return found.load(device, dtype), found.tokenizer
 
 
-def find_model(path: str | Path, *, average: bool = True) -> Found:
+def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
     """Configuration and tokenizer of what `load_model` would load."""
     path = Path(path)
     if not path.is_dir():
@@ -84,10 +84,10 @@ def find_model(path: str | Path, *, average: bool = True) -> Found:
         averaged = load_weights(checkpoint, "ema") if average and config.train.ema_decay else {}
         return load_weights(checkpoint) | averaged
 
-    return Found(config.model, Tokenizer.load(run / "tokenizer"), weights, checkpoint, run)
+    return ModelSource(config.model, Tokenizer.load(run / "tokenizer"), weights, checkpoint, run)
 
 
-def _exported(folder: Path) -> Found:
+def _exported(folder: Path) -> ModelSource:
     text = (folder / "config.json").read_text(encoding="utf-8")
     settings = json.loads(text, object_hook=_special_float).get("dcdm")
     if settings is None:
@@ -99,7 +99,7 @@ def _exported(folder: Path) -> Found:
         stored = load_file(folder / WEIGHTS)
         return {name.removeprefix("model."): value for name, value in stored.items()}
 
-    return Found(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights, folder)
+    return ModelSource(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights, folder)
 
 
 def _special_float(found: dict) -> object:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.loop import walk
+from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of, resolve_cache
 from dcdm.decoding.routes import AdaBlock, check_routing, router_of
 from dcdm.decoding.sampling import Sampling
@@ -249,7 +249,7 @@ class Scorer:
             total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
             return true
 
-        _, counts = walk(
+        _, counts = fill_canvas(
             tokens.masked_fill(sets.free, model.config.mask_id),
             sets,
             router_of(model, sets, index, decoder.routing, decoder.adablock),
@@ -261,7 +261,7 @@ class Scorer:
         return _certain(total, sets.free.sum(dim=-1), counts.forwards)
 
     def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        """Every chunk fully masked given the clean earlier ones: what the walk sees, chunk by chunk."""
+        """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll = self._dual_stream(tokens, sets, ids)(sets.free)
         return _certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())

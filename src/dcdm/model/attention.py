@@ -20,7 +20,7 @@ from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
 
 if TYPE_CHECKING:
-    from dcdm.model.cache import LayerMemory
+    from dcdm.model.cache import LayerCache
 
 Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
 
@@ -42,7 +42,7 @@ def choose_backend(name: str, device: torch.device, training: bool) -> Backend:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class AttentionPlan:
     """A mask over given slots: what the attention layers of one pass share.
 
     The first `num_queries` slots ask, all of them may be asked; `draws` counts the noisy streams. What a
@@ -57,12 +57,12 @@ class Plan:
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mask: Mask, slots: Slots, backend: Backend, draws: int = 1) -> Plan:
+    def of(cls, mask: Mask, slots: Slots, backend: Backend, draws: int = 1) -> AttentionPlan:
         return cls(mask, slots, backend, slots.chunk.shape[1], draws)
 
-    def narrow(self, num_queries: int) -> Plan:
+    def narrow(self, num_queries: int) -> AttentionPlan:
         """The same keys, fewer queries."""
-        return Plan(self.mask, self.slots, self.backend, num_queries, self.draws)
+        return AttentionPlan(self.mask, self.slots, self.backend, num_queries, self.draws)
 
     @cached_property
     def dense(self) -> Tensor:
@@ -109,10 +109,10 @@ class Plan:
     def block_mask(self) -> Any:
         return blockmask.from_slots(self.mask, self.slots, self.num_queries, self.draws)
 
-    def ready(self, dtype: torch.dtype) -> Ready:
+    def inputs(self, dtype: torch.dtype) -> AttentionInputs:
         """What `attend` takes: everything made, so that a compiled block only passes it on."""
         tiled, flex = self.backend == "sdpa-tiled", self.backend == "flex"
-        return Ready(
+        return AttentionInputs(
             self.backend,
             self.num_queries,
             self.table if tiled else None,
@@ -122,7 +122,7 @@ class Plan:
         )
 
 
-class Ready(NamedTuple):
+class AttentionInputs(NamedTuple):
     """A plan in the form that one backend takes, or what is remembered of earlier passes in a layer."""
 
     backend: Backend
@@ -131,32 +131,32 @@ class Ready(NamedTuple):
     masks: Tensor | None
     block_mask: Any
     dense: Tensor | None
-    memory: LayerMemory | None = None
+    cache: LayerCache | None = None
 
 
-def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, ready: Ready) -> Tensor:
+def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, inputs: AttentionInputs) -> Tensor:
     """Scaled dot-product attention under a plan, grouped queries included: (B, Q, H, D)."""
     # under autocast the norms give queries and keys in a wider type than the products give values
     q_bqhd, k_bsgd = q_bqhd.to(v_bsgd.dtype), k_bsgd.to(v_bsgd.dtype)
-    if ready.memory is not None:
-        k_bsgd, v_bsgd = ready.memory.extend(k_bsgd, v_bsgd)
+    if inputs.cache is not None:
+        k_bsgd, v_bsgd = inputs.cache.extend(k_bsgd, v_bsgd)
     q, k, v = (x.transpose(1, 2) for x in (q_bqhd, k_bsgd, v_bsgd))
-    if ready.memory is not None:
-        mask = None if ready.dense is None else ready.dense[:, None]
+    if inputs.cache is not None:
+        mask = None if inputs.dense is None else inputs.dense[:, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-    if ready.table is not None and ready.masks is not None:
+    if inputs.table is not None and inputs.masks is not None:
         if q.device.type == "cpu":
-            return tiled_attention(q, k, v, ready.table, ready.masks)[0]
-        return tiles_by_autograd(q, k, v, ready.table, ready.masks).transpose(1, 2)
-    if ready.block_mask is not None:
-        return blockmask.flex_attention(q, k, v, ready.block_mask).transpose(1, 2)
-    assert ready.dense is not None
-    if ready.backend == "sdpa":
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=ready.dense[:, None], enable_gqa=True)
+            return tiled_attention(q, k, v, inputs.table, inputs.masks)[0]
+        return tiles_by_autograd(q, k, v, inputs.table, inputs.masks).transpose(1, 2)
+    if inputs.block_mask is not None:
+        return blockmask.flex_attention(q, k, v, inputs.block_mask).transpose(1, 2)
+    assert inputs.dense is not None
+    if inputs.backend == "sdpa":
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=inputs.dense[:, None], enable_gqa=True)
         return out.transpose(1, 2)
     from dcdm.model import reference
 
-    return reference.attend(q, k, v, ready.dense).transpose(1, 2)
+    return reference.attend(q, k, v, inputs.dense).transpose(1, 2)
 
 
 def tiles_by_autograd(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> Tensor:

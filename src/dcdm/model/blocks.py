@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
-from dcdm.model.attention import Ready, at_least_fp32, attend, product_type, rotate
+from dcdm.model.attention import AttentionInputs, at_least_fp32, attend, product_type, rotate
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -44,12 +44,12 @@ class SelfAttention(nn.Module):
     def values(self, x_bsd: Tensor) -> Tensor:
         return self._heads(self.v_proj(x_bsd))
 
-    def forward(self, x_bsd: Tensor, rotary: Rotary, ready: Ready) -> Tensor:
-        """The first `ready.num_queries` slots attend to all: (B, Q, d)."""
-        n = ready.num_queries
+    def forward(self, x_bsd: Tensor, rotary: Rotary, inputs: AttentionInputs) -> Tensor:
+        """The first `inputs.num_queries` slots attend to all: (B, Q, d)."""
+        n = inputs.num_queries
         q_bqhd = rotate(self.queries(x_bsd[:, :n]), (rotary[0][:, :n], rotary[1][:, :n]))
         k_bsgd = rotate(self.keys(x_bsd), rotary)
-        return self.o_proj(attend(q_bqhd, k_bsgd, self.values(x_bsd), ready).flatten(2))
+        return self.o_proj(attend(q_bqhd, k_bsgd, self.values(x_bsd), inputs).flatten(2))
 
 
 class Block(nn.Module):
@@ -67,9 +67,9 @@ class Block(nn.Module):
             assert config.intermediate_size is not None
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, h_bsd: Tensor, rotary: Rotary, ready: Ready) -> tuple[Tensor, Tensor | None]:
-        attended_bqd = self.self_attn(self.input_layernorm(h_bsd), rotary, ready)
-        h_bqd = h_bsd[:, : ready.num_queries] + attended_bqd
+    def forward(self, h_bsd: Tensor, rotary: Rotary, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        attended_bqd = self.self_attn(self.input_layernorm(h_bsd), rotary, inputs)
+        h_bqd = h_bsd[:, : inputs.num_queries] + attended_bqd
         y_bqd, gate_logits = self.mlp(self.post_attention_layernorm(h_bqd))
         return h_bqd + y_bqd, gate_logits
 

@@ -1,6 +1,6 @@
-"""What decoding remembers: keys and values of finished tokens, preallocated.
+"""The decoding cache: keys and values of finished tokens, preallocated.
 
-A pass through `Model.extend` brings new slots. Each layer writes their keys and values behind the remembered
+A pass through `Model.extend` brings new slots. Each layer writes their keys and values behind the cached
 ones and attends to both. Some of the new ones stay; the rest (the tokens of the chunk that is still being
 filled) is overwritten by the next pass. Slots stand in the order in which they came, so rows of a batch may
 hold different numbers of them.
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dcdm.model.attention import Ready, product_type
+from dcdm.model.attention import AttentionInputs, product_type
 from dcdm.model.masks import Mask, Slots
 
 if TYPE_CHECKING:
     from dcdm.model.transformer import Model
 
 
-class Memory:
+class KVCache:
     """Keys and values of every block, and the chunking attention's projections and values."""
 
     def __init__(self, model: Model, rows: int, capacity: int) -> None:
@@ -36,11 +36,11 @@ class Memory:
 
         self._place = Place(torch.arange(rows, device=weight.device)[:, None])
         size = (config.num_kv_heads, config.head_dim)
-        self.layers = [LayerMemory(self._place, zeros(*size), zeros(*size)) for _ in model.layers]
-        self.chunking: LayerMemory | None = None
+        self.layers = [LayerCache(self._place, zeros(*size), zeros(*size)) for _ in model.layers]
+        self.chunking: LayerCache | None = None
         if model.chunking is not None:
             chunks, _, chunk_dim = model.chunking.mu.shape
-            self.chunking = LayerMemory(self._place, zeros(chunks, chunk_dim), zeros(config.hidden_size))
+            self.chunking = LayerCache(self._place, zeros(chunks, chunk_dim), zeros(config.hidden_size))
         self._slots = Slots(*torch.full((4, rows, capacity + 1), -1, device=weight.device))
         self.length = torch.zeros(rows, dtype=torch.long, device=weight.device)
         """(B,): remembered slots."""
@@ -90,7 +90,7 @@ class Allowed(NamedTuple):
 
 
 class Place:
-    """Where the new slots go: shared by the layers, which must not hold the whole memory.
+    """Where the new slots go: shared by the layers, which must not hold the whole cache.
 
     Otherwise nothing would be freed before Python next looks for cycles.
     """
@@ -100,7 +100,7 @@ class Place:
         self.num_keys = 0
 
 
-class LayerMemory:
+class LayerCache:
     """Two tensors (B, C+1, …) that grow together."""
 
     def __init__(self, place: Place, keys: Tensor, values: Tensor) -> None:
@@ -113,7 +113,7 @@ class LayerMemory:
         self.values[place.rows, place.index] = values.to(self.values.dtype)
         return self.keys[:, : place.num_keys], self.values[:, : place.num_keys]
 
-    def ready(self, allowed: Allowed | None, num_queries: int) -> Ready:
+    def inputs(self, allowed: Allowed | None, num_queries: int) -> AttentionInputs:
         """What `attend` takes."""
         bias = None if allowed is None else allowed.bias[:, :num_queries]
-        return Ready("sdpa", num_queries, None, None, None, bias, self)
+        return AttentionInputs("sdpa", num_queries, None, None, None, bias, self)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import Plan, at_least_fp32
+from dcdm.model.attention import AttentionPlan, at_least_fp32
 from dcdm.model.tiling import Tile
 
 if TYPE_CHECKING:
-    from dcdm.model.cache import LayerMemory
+    from dcdm.model.cache import LayerCache
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
 
@@ -50,18 +50,18 @@ class ChunkingAttention(nn.Module):
         """p_{k,ℓ}: (B, K, S, h)."""
         return torch.einsum("bsd,kdh->bksh", x_bsd, self.mu)
 
-    def forward(self, h_bsd: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def forward(self, h_bsd: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """The updated hidden state (B, S, d) and the router's scores r (B, S, K)."""
         x_bsd = self.normed(h_bsd)
         p_bksh = self.project(x_bsd)
         mixed_bsd = subspace_mixture(p_bksh, self.v_proj(x_bsd), plan)
         return h_bsd + self.o_proj(mixed_bsd), alignment(p_bksh)
 
-    def extend(self, h_bqd: Tensor, memory: LayerMemory, allowed: Tensor | None) -> Tensor:
+    def extend(self, h_bqd: Tensor, cache: LayerCache, allowed: Tensor | None) -> Tensor:
         """The updated hidden state of new slots, which see the remembered ones too: (B, Q, d)."""
         x_bqd = self.normed(h_bqd)
         p_bqkh = self.project(x_bqd).transpose(1, 2)
-        p_bskh, v_bsd = memory.extend(p_bqkh, self.v_proj(x_bqd))
+        p_bskh, v_bsd = cache.extend(p_bqkh, self.v_proj(x_bqd))
         chunks, size = p_bskh.shape[2:]
         a_bksh = p_bskh.transpose(1, 2)
         p_bkqh = p_bqkh.transpose(1, 2) / math.sqrt(size)
@@ -83,7 +83,7 @@ class ChunkingAttention(nn.Module):
         return (r_bsk.detach() + self.balance_bias).argmax(dim=-1) + 1
 
 
-def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: Plan) -> Tensor:
+def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: AttentionPlan) -> Tensor:
     """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the keys that the plan allows: (B, S, d)."""
     if plan.backend == "reference":
         from dcdm.model import reference
@@ -133,11 +133,11 @@ def max_violation(counts: Tensor) -> Tensor:
 class _Mixture(torch.autograd.Function):
     """The K softmaxes summed per block of queries, then one product with the values; recomputed in backward.
 
-    Memory is linear in the number of slots: no more than `BLOCK_BYTES` of scores exist at one time.
+    KVCache is linear in the number of slots: no more than `BLOCK_BYTES` of scores exist at one time.
     """
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, p: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         ctx.save_for_backward(p, v)
         ctx.plan = plan
         out = torch.zeros_like(v)
@@ -166,7 +166,7 @@ class _Mixture(torch.autograd.Function):
         return dp, dv, None
 
 
-def _blocks(plan: Plan, p: Tensor) -> Iterator[Tile]:
+def _blocks(plan: AttentionPlan, p: Tensor) -> Iterator[Tile]:
     """The plan's tiles, cut into blocks of queries (and of rows) that keep to the memory budget."""
     for tile in plan.tiles:
         per_query = p.shape[1] * max(1, tile.num_keys) * p.element_size()
@@ -196,7 +196,7 @@ def _add(block: Tile, total: Tensor, part: Tensor, dim: int) -> None:
             at += end - start
 
 
-def _softmaxes(plan: Plan, block: Tile, p: Tensor) -> Tensor:
+def _softmaxes(plan: AttentionPlan, block: Tile, p: Tensor) -> Tensor:
     """T_k of the block's queries over its keys: (R, K, q, k)."""
     rows, queries = slice(block.r0, block.r1), slice(block.q0, block.q1)
     p_rkqh = p[rows, :, queries] * (1 / math.sqrt(p.shape[-1]))

@@ -105,7 +105,7 @@ def _inverse(order: Tensor, length: int) -> Tensor:
     return torch.zeros(len(order), length, dtype=torch.long, device=order.device).scatter_(1, order, place)
 
 
-class Compact:
+class RaggedIndex:
     """The True positions of each row, padded to the longest row; `rows` (X′,) leaves out the other rows."""
 
     def __init__(self, where: Tensor, rows: Tensor | None = None) -> None:

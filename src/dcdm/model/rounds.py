@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dcdm.model.attention import at_least_fp32, product_type, rotary_tables, rotate
-from dcdm.model.layout import Compact
+from dcdm.model.layout import RaggedIndex
 
 if TYPE_CHECKING:
     from dcdm.model.blocks import Block
@@ -61,7 +61,7 @@ class Rounds:
         rows = (members.any(dim=-1) & self.hidden.any(dim=-1)).nonzero().squeeze(-1)
         if len(rows) == 0:
             return
-        asked, asking = Compact(members, rows), Compact(self.hidden, rows)
+        asked, asking = RaggedIndex(members, rows), RaggedIndex(self.hidden, rows)
         clean_byd = self.block.input_layernorm(self.model.embed_tokens(asked.pick(tokens)))
         k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(asked.index))
         v_bygd = self.block.self_attn.values(clean_byd)
@@ -83,7 +83,7 @@ class Rounds:
         """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere."""
         assert self.model.chunking is not None
         wanted = self.hidden.any(dim=-1) if asking is None else self.hidden.any(dim=-1) & asking
-        places = Compact(self.hidden, wanted.nonzero().squeeze(-1))
+        places = RaggedIndex(self.hidden, wanted.nonzero().squeeze(-1))
         out = self.mask_d.new_zeros(*self.hidden.shape, len(self.model.chunking.mu))
         if places.index.shape[1] == 0:
             return out

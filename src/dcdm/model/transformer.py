@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import layout, masks, routing
-from dcdm.model.attention import Backend, Plan, choose_backend, rotary_tables
+from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_tables
 from dcdm.model.blocks import Block, Experts, Rotary
-from dcdm.model.cache import Memory
+from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Slots
 from dcdm.model.rounds import Rounds
@@ -57,12 +57,12 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StageOne:
     """Block 0 of a canvas under M^noise: what the paper's routing looks at, and where the next forward starts."""
 
     chunking: ChunkingAttention
     place: layout.Layout
-    plan: Plan
+    plan: AttentionPlan
     states: Tensor
     """(B, S, d) in the order of `place`."""
     gates: list[Tensor]
@@ -168,22 +168,22 @@ class Model(nn.Module):
     def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
         streams = torch.cat([tokens.masked_fill(masked, self.config.mask_id), tokens])
-        begun = self.begin(streams, sets.real.repeat(2, 1), masked.repeat(2, 1))
-        h, r = self._routed(begun)
+        stage_one = self.run_stage_one(streams, sets.real.repeat(2, 1), masked.repeat(2, 1))
+        h, r = self._routed(stage_one)
         r_blk = r.chunk(2)[0]
         ids = self._assign(r_blk, sets.real) if chunk_ids is None else chunk_ids
         place = layout.dual_stream(ids, masked[:, None], compact=self._backend() != "flex")
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
-        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, begun.gates + more)
+        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, stage_one.gates + more)
 
-    def denoise(self, z: Tensor, ids: Tensor, begun: Begun | None = None) -> Tensor:
+    def denoise(self, z: Tensor, ids: Tensor, stage_one: StageOne | None = None) -> Tensor:
         """One stream, as in decoding: final states (B, L, d) of `z`, which holds MASK where nothing is known.
 
         `ids` orders the positions: a position sees those whose id is not larger than its own. The states are
-        meaningful where everything in earlier chunks is revealed, and equal the training pass's there. `begun` is
-        what the paper's routing has computed of the same `z` already.
+        meaningful where everything in earlier chunks is revealed, and equal the training pass's there. `stage_one`
+        is what the paper's routing has computed of the same `z` already.
         """
         real = ids >= 0
         if self.config.kind == "ar":
@@ -192,34 +192,36 @@ class Model(nn.Module):
         place = layout.chunk_sorted(ids, masked, compact=self._backend() != "flex")
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            begun = self.begin(z, real, compact=self._backend() != "flex") if begun is None else begun
-            h_bld, _ = self._routed(begun)
+            stage_one = (
+                self.run_stage_one(z, real, compact=self._backend() != "flex") if stage_one is None else stage_one
+            )
+            h_bld, _ = self._routed(stage_one)
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
         return place.restore(self.norm(h_bld))
 
-    def extend(self, tokens: Tensor, slots: Slots, keep: Tensor, memory: Memory, num_out: int) -> Tensor:
-        """New slots (B, Q) against what `memory` holds of earlier ones: final states of the first `num_out`.
+    def extend(self, tokens: Tensor, slots: Slots, keep: Tensor, cache: KVCache, num_out: int) -> Tensor:
+        """New slots (B, Q) against what `cache` holds of earlier ones: final states of the first `num_out`.
 
         Where the ids of `slots` order the positions as in `denoise`, so do the states equal those of `denoise`.
-        Slots in `keep` stay in the memory: only such belong there whose states cannot change any more. (With the
+        Slots in `keep` stay in the cache: only such belong there whose states cannot change any more. (With the
         paper's routing there are none; keeping them anyway is the approximation named "frozen".)
         """
-        memory.place(slots, keep)
-        routed = memory.allowed(masks.chunk_causal)
-        first = memory.allowed(masks.noise) if self.config.routes_from_noise else routed
+        cache.place(slots, keep)
+        routed = cache.allowed(masks.chunk_causal)
+        first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config.head_dim, self.config.rope_theta, h_bqd.dtype)
-        for number, (layer, own) in enumerate(zip(self.layers, memory.layers, strict=True)):
+        for number, (layer, own) in enumerate(zip(self.layers, cache.layers, strict=True)):
             routes = number == 0 and self.chunking is not None
             is_last = number == len(self.layers) - 1 and not routes
-            ready = own.ready(first if number == 0 else routed, num_out if is_last else tokens.shape[1])
-            h_bqd, _ = layer(h_bqd, rotary, ready)
+            inputs = own.inputs(first if number == 0 else routed, num_out if is_last else tokens.shape[1])
+            h_bqd, _ = layer(h_bqd, rotary, inputs)
             if routes:
                 assert self.chunking is not None
-                assert memory.chunking is not None
-                h_bqd = self.chunking.extend(h_bqd, memory.chunking, None if first is None else first.allowed)
+                assert cache.chunking is not None
+                h_bqd = self.chunking.extend(h_bqd, cache.chunking, None if first is None else first.allowed)
         return self.norm(h_bqd[:, :num_out])
 
     def head(self, states: Tensor) -> Tensor:
@@ -270,31 +272,33 @@ class Model(nn.Module):
 
             return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
 
-    def begin(self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False) -> Begun:
+    def run_stage_one(
+        self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False
+    ) -> StageOne:
         """Block 0 of `z` (B, L) under M^noise, in which nobody sees what is `masked`: by default what is MASK."""
         assert self.chunking is not None
         masked = z == self.config.mask_id if masked is None else masked
         place = layout.visible_first(real, masked, compact)
         plan = self._plan(masks.noise, place.slots)
         h_bsd, gates = self._block_0(place.gather(z), plan)
-        return Begun(self.chunking, place, plan, h_bsd, gates)
+        return StageOne(self.chunking, place, plan, h_bsd, gates)
 
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
         """r (B, L, K) of `z`, in which MASK hides what is not revealed: block 0 under M^noise, then μ."""
-        return self.begin(z, real).scores
+        return self.run_stage_one(z, real).scores
 
     def _assign(self, r_blk: Tensor, real: Tensor) -> Tensor:
         assert self.chunking is not None
         return torch.where(real, self.chunking.assign(r_blk), -1)
 
-    def _routed(self, begun: Begun) -> tuple[Tensor, Tensor]:
+    def _routed(self, stage_one: StageOne) -> tuple[Tensor, Tensor]:
         """The end of stage 1, the chunking attention: states (B, L, d) and r (B, L, K) in original order."""
         assert self.chunking is not None
-        h_bsd, r_bsk = self.chunking(begun.states, begun.plan)
-        return begun.place.restore(h_bsd), begun.place.restore(r_bsk)
+        h_bsd, r_bsk = self.chunking(stage_one.states, stage_one.plan)
+        return stage_one.place.restore(h_bsd), stage_one.place.restore(r_bsk)
 
     def _run(
-        self, h_bsd: Tensor, plan: Plan, first: int = 0, num_out: int | None = None
+        self, h_bsd: Tensor, plan: AttentionPlan, first: int = 0, num_out: int | None = None
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Blocks `first`… under one plan, the chunking attention after block 0 where the model has one.
 
@@ -314,12 +318,14 @@ class Model(nn.Module):
                 h_bsd, r_bsk = self.chunking(h_bsd, plan)
         return h_bsd if num_out is None else h_bsd[:, :num_out], r_bsk, gates
 
-    def _block_0(self, tokens: Tensor, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+    def _block_0(self, tokens: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
         h_bsd = self.embed_tokens(tokens)
         return self._block(0, h_bsd, plan, self._rotary(plan, h_bsd))
 
-    def _block(self, number: int, h_bsd: Tensor, plan: Plan, rotary: Rotary) -> tuple[Tensor, list[Tensor]]:
-        arguments = (h_bsd, rotary, plan.ready(h_bsd.dtype))
+    def _block(
+        self, number: int, h_bsd: Tensor, plan: AttentionPlan, rotary: Rotary
+    ) -> tuple[Tensor, list[Tensor]]:
+        arguments = (h_bsd, rotary, plan.inputs(h_bsd.dtype))
         if self.activation_checkpointing and torch.is_grad_enabled():
             h_bqd, gate_logits = checkpoint(self.layers[number], *arguments, use_reentrant=False)
         else:
@@ -328,13 +334,13 @@ class Model(nn.Module):
             return h_bqd, []
         return h_bqd, [gate_logits[plan.slots.chunk[:, : plan.num_queries] >= 0]]
 
-    def _rotary(self, plan: Plan, h: Tensor) -> Rotary:
+    def _rotary(self, plan: AttentionPlan, h: Tensor) -> Rotary:
         return rotary_tables(plan.slots.position, self.config.head_dim, self.config.rope_theta, h.dtype)
 
-    def _plan(self, mask: masks.Mask, slots: Slots, draws: int = 1) -> Plan:
-        return Plan.of(mask, slots, self._backend(), draws)
+    def _plan(self, mask: masks.Mask, slots: Slots, draws: int = 1) -> AttentionPlan:
+        return AttentionPlan.of(mask, slots, self._backend(), draws)
 
-    def _causal_plan(self, real: Tensor) -> Plan:
+    def _causal_plan(self, real: Tensor) -> AttentionPlan:
         return self._plan(masks.causal, Slots.of(torch.where(real, 0, -1)))
 
     def _backend(self) -> Backend:

@@ -10,7 +10,7 @@ from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.presets import preset
 from dcdm.reproduction.experiments import Experiment
 from dcdm.reproduction.variants import RATES
-from dcdm.training.settings import TrainConfig, debug_defaults
+from dcdm.training.settings import TrainConfig, preset_defaults
 
 UTILISATION = 0.4
 MEMORY = 80e9  # bytes of one device
@@ -62,7 +62,7 @@ class Job:
 def job(name: str, steps: int) -> Job:
     """The run of a preset with the paper's settings on the paper's number of devices."""
     config, defaults = preset(name), TrainConfig()
-    batch = int(debug_defaults(name)["train.batch_size"])
+    batch = int(preset_defaults(name)["train.batch_size"])
     devices = 8 if "0.1b" in name else 64
     costs, length = bill(config), config.context_length
     share = batch // devices

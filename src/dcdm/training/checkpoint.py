@@ -28,7 +28,7 @@ from dcdm.distributed import World, broadcast_object, gather_objects
 from dcdm.training import checkpoint_folder as manifests
 from dcdm.training import checkpoint_state as contents
 from dcdm.training import randomness
-from dcdm.training.checkpoint_folder import CheckpointError, FileRecord, Manifest, Shelf, verify
+from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, FileRecord, Manifest, verify
 from dcdm.training.checkpoint_state import TrainState, load_weights
 
 __all__ = [
@@ -92,7 +92,7 @@ class Checkpointer:
         self.world = world or World()
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         self.on_phase = on_phase
-        self._shelf = Shelf(folder)
+        self._shelf = CheckpointFolder(folder)
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._latest: int | None = None
@@ -296,7 +296,7 @@ class Checkpointer:
 def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint in `folder` that is whole, and newer ones that are not, with the reason; reads only."""
     skipped: list[tuple[Path, str]] = []
-    for path in Shelf(folder).checkpoints():
+    for path in CheckpointFolder(folder).checkpoints():
         problems = verify(path)
         if not problems:
             return path, skipped

@@ -36,7 +36,7 @@ PARTIAL, REPLACED, DELETED = ".partial", ".replaced", ".deleted"
 LOCK = ".lock"
 
 
-class Shelf:
+class CheckpointFolder:
     """One folder of checkpoints. Only one process of a run changes it; reading needs no `open`."""
 
     def __init__(self, folder: str | Path) -> None:

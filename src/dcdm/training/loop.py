@@ -16,7 +16,7 @@ from dcdm.config import ObjectiveConfig
 from dcdm.data.loading import Loader
 from dcdm.data.loading import loader as make_loader
 from dcdm.data.packing import InMemory
-from dcdm.diffusion.objectives import Batch, Loss, Whole, loss, visibility
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
 from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
@@ -155,13 +155,13 @@ def _gradients(
     free = [visibility(model, batch, key, objective)[0] for batch in micro]
     counted = [f[:, 1:] if model.config.kind == "ar" else f for f in free]
     tokens = total(torch.stack([f.sum() for f in counted]).sum())
-    whole = Whole(tokens, settings.batch_size, len(micro), total)
+    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total)
     model.zero_grad(set_to_none=True)
     parts: list[Loss] = []
     for number, batch in enumerate(micro):
         sync_gradients(model, number == len(micro) - 1)
         with types.autocast(world.device) if world.size == 1 else nullcontext():
-            part = run(model, loss, model, batch, key, objective, whole)
+            part = run(model, loss, model, batch, key, objective, global_batch)
         part.total.backward()
         parts.append(part)
     norm = clip_gradients(model, settings.clip)

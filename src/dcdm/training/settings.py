@@ -113,7 +113,7 @@ class RunConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-def debug_defaults(name: str) -> dict[str, Any]:
+def preset_defaults(name: str) -> dict[str, Any]:
     """What suits a debug preset on a laptop better than the paper's settings."""
     if "debug" not in name:
         batch = 128 if "0.1b" in name else 512
@@ -138,7 +138,7 @@ def resolve(
     merged: dict[str, Any] = {}
     if preset_name is not None:
         merged["model"] = preset(preset_name).to_dict()
-        for name, value in debug_defaults(preset_name).items():
+        for name, value in preset_defaults(preset_name).items():
             _put(merged, name, value)
     _merge(merged, values)
     for name, value in (changes or {}).items():
