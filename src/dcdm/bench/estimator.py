@@ -23,10 +23,11 @@ from dcdm.config import ModelConfig
 from dcdm.data.packing import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.decoding.config import DecodingConfig
 from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
-from dcdm.likelihood.estimators import Decoder, Scorer, score
+from dcdm.likelihood.estimators import Scorer, score
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 from dcdm.training.loop import TrainConfig, train_windows
@@ -96,7 +97,7 @@ def errors(case: str, model: Model, tokens: Tensor, samples: int, repeats: int) 
     sets = model.sets(tokens)
     ids = model.partition(tokens, index=index).ids
     groups = model.config.num_groups(length)
-    nll_of = Scorer(model, samples, Key(0), Decoder())._dual_stream(tokens, sets, ids)
+    nll_of = Scorer(model, samples, Key(0), DecodingConfig(commit="chunk"))._dual_stream(tokens, sets, ids)
 
     def plain(seed: int) -> Tensor:
         total = torch.zeros(len(tokens), dtype=torch.float64)

@@ -20,11 +20,12 @@ from dcdm.data.packing import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.engine import default_adablock, generate
+from dcdm.decoding.config import DecodingConfig, adablock_of
+from dcdm.decoding.engine import generate
 from dcdm.decoding.routes import AdaBlock
 from dcdm.io.load import load_model
 from dcdm.keys import Key
-from dcdm.likelihood.estimators import Decoder, Scorer
+from dcdm.likelihood.estimators import Scorer
 from dcdm.model.transformer import Model
 
 COMMITS = (
@@ -75,7 +76,7 @@ def choices(model: Model, tokenizer: Tokenizer) -> list[_Choice]:
     if config.routes_from_noise:
         found += [_Choice(routing, "threshold:0.9", "none") for routing in ("paper-step", "appendix-b")]
     if config.kind in ("bdlm", "mdlm"):
-        found.append(_Choice("adablock", "threshold:0.9", "exact", default_adablock(model, tokenizer)))
+        found.append(_Choice("adablock", "threshold:0.9", "exact", adablock_of(model.config, tokenizer)))
     if config.kind == "mdlm":
         found.append(_Choice("blocks:16", "threshold:0.9", "exact"))
     return found
@@ -122,7 +123,7 @@ def _quality(model: Model, held_out: Tensor, choice: _Choice, seed: int) -> tupl
     A decoder of random order is scored along one order drawn for each window: on average a bound of −log of the
     sum over orders.
     """
-    decoder = Decoder(choice.commit, choice.routing, choice.adablock, cache=choice.cache)
+    decoder = DecodingConfig(choice.commit, choice.routing, choice.adablock, cache=choice.cache)
     scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
     part = scorer.trajectory(held_out, model.sets(held_out), torch.arange(len(held_out)))
     per_window = part.by_position.sum(dim=-1) / part.tokens / math.log(2)

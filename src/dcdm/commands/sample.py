@@ -75,7 +75,8 @@ def sample(
     import torch
 
     from dcdm.config import ConfigError
-    from dcdm.decoding.engine import adablock_of, generate
+    from dcdm.decoding.config import adablock_of
+    from dcdm.decoding.engine import generate
     from dcdm.distributed import choose_device
     from dcdm.io.load import load_model
 
@@ -87,7 +88,7 @@ def sample(
     adablock = None
     if routing == "adablock":
         ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
-        adablock = adablock_of(loaded, tokenizer, ends, delimiter_threshold)
+        adablock = adablock_of(loaded.config, tokenizer, ends, delimiter_threshold)
     with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
@@ -160,7 +161,7 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
 
 
 def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
-    from dcdm.decoding.engine import whole_text
+    from dcdm.decoding.prompts import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
@@ -194,7 +195,7 @@ class _Stream:
         self.known: dict[int, int] = {}
         self.chunk: dict[int, int] = {}
         if on:
-            from dcdm.decoding.engine import with_blanks
+            from dcdm.decoding.prompts import with_blanks
 
             given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
             self.known = dict(enumerate(given, start=1))

@@ -6,21 +6,22 @@ end of what is there is the prompt of the next canvas.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import Commit, View, commit_policy
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig, DecodingOptions
 from dcdm.decoding.loop import Committed, Counts, fill_canvas
-from dcdm.decoding.predictors import predictor_of, resolve_cache
-from dcdm.decoding.routes import AdaBlock, check_routing, router_of
-from dcdm.decoding.sampling import Sampling
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.prompts import Prompts, read_prompts
+from dcdm.decoding.routes import router_of
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
 
@@ -131,22 +132,17 @@ def generate(
     max_new_tokens: int | Sequence[int | None] | None = None,
     window: int | None = None,
     overlap: int | None = None,
-    routing: str = "auto",
-    commit: str = "auto",
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    cache: str = "auto",
+    decoding: DecodingConfig | None = None,
     seed: int | Sequence[int] = 0,
     index: Sequence[int] | Tensor | None = None,
     eos_id: int | None = None,
-    adablock: AdaBlock | None = None,
     blanks: bool = True,
     stop: Callable[[int, list[int]], bool] | None = None,
     cancel: Callable[[int], bool] | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_end: Callable[[int, Ended], None] | None = None,
     batch_size: int = 16,
+    **options: Unpack[DecodingOptions],
 ) -> Generation:
     """Complete prompts, or fill their blanks.
 
@@ -156,22 +152,19 @@ def generate(
     has room for. Longer texts are written window by window, the last `overlap` tokens (default: half a window)
     being the prompt of the next one.
 
-    `routing` and `commit` choose the decoder (docs/decoding.md), `cache` is "exact", "none", "frozen" (an
-    approximation for the paper's routing) or "auto". A row's result follows from its prompt, its `seed` (one for
-    all, or one for each) and its `index` (by default its place) alone: neither the batch nor the padding changes
-    it.
+    The decoder (docs/decoding.md) is chosen by keywords, `routing`, `commit`, `temperature`, `top_k`, `top_p`,
+    `cache` and `adablock`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt, its
+    `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor the
+    padding changes it.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
     the others of its batch go on. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
     window.
     """
     config = model.config
-    sampling = Sampling(temperature, top_k, top_p)
-    policy = commit_policy(default_commit(model) if commit == "auto" else commit)
-    check_routing(config, routing)
-    cache = resolve_cache(config, cache, routing)
-    if routing == "adablock" and adablock is None:
-        adablock = default_adablock(model, tokenizer)
+    if decoding is not None and options:
+        raise ConfigError(f"give {', '.join(options)} in decoding=DecodingConfig(…), or leave decoding out")
+    decoding = (decoding or DecodingConfig.of(**options)).resolve(config, tokenizer)
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
     if eos_id is None and tokenizer is not None:
@@ -187,10 +180,7 @@ def generate(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
         )
     keys = [Key(each).fold("generate") for each in seeds]
-    run = _Run(
-        model, given, sampling, policy, routing, adablock, cache, keys, numbers, eos_id,
-        stop, cancel, on_event, on_end,
-    )  # fmt: skip
+    run = _Run(model, given, decoding, keys, numbers, eos_id, stop, cancel, on_event, on_end)
     started = time.perf_counter()
     for at in range(0, len(given.rows), batch_size):
         run.fill(list(range(at, min(at + batch_size, len(given.rows)))))
@@ -201,41 +191,13 @@ def generate(
     return result
 
 
-def default_commit(model: Model) -> str:
-    return "position" if model.config.kind == "ar" else "threshold:0.9"
-
-
-def default_adablock(model: Model, tokenizer: Tokenizer | None) -> AdaBlock:
-    """Blocks end at line ends."""
-    if tokenizer is None:
-        raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
-    return adablock_of(model, tokenizer)
-
-
-def adablock_of(
-    model: Model, tokenizer: Tokenizer, delimiters: Sequence[str] = ("\n",), least: float = 0.3
-) -> AdaBlock:
-    """Blocks end at the tokens that these texts are."""
-    ids = []
-    for text in delimiters:
-        tokens = tokenizer.encode(text)
-        if len(tokens) != 1:
-            raise ConfigError(f"delimiters: {text!r} is {len(tokens)} tokens of this tokenizer, not one")
-        ids += tokens
-    return AdaBlock(tuple(ids), model.config.block_size or 8, least)
-
-
 @dataclass
 class _Run:
     """The state of one call: rows grow window by window."""
 
     model: Model
     given: Prompts
-    sampling: Sampling
-    commit: Commit
-    routing: str
-    adablock: AdaBlock | None
-    cache: str
+    decoding: DecodingConfig
     keys: list[Key]
     numbers: list[int]
     eos_id: int | None
@@ -267,12 +229,13 @@ class _Run:
         offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
         if number:
             self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
+        numbers = torch.tensor([self.numbers[row] for row in rows])
         fill_canvas(
             canvas,
             sets,
-            router_of(self.model, sets, torch.tensor([self.numbers[r] for r in rows]), self.routing, self.adablock),
-            predictor_of(self.model, sets, self.cache),
-            self.commit,
+            router_of(self.model, sets, numbers, self.decoding.routing, self.decoding.adablock),
+            predictor_of(self.model, sets, self.decoding.cache),
+            commit_policy(self.decoding.commit),
             self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
             order=self._noise("order", rows, number, canvas.shape[1]),
             stopped=self._stopped(rows, contexts, sizes, sets.real),
@@ -302,11 +265,13 @@ class _Run:
         return drawn
 
     def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
+        sampling = self.decoding.sampling
+
         def reveal(view: View, fill: Tensor) -> Tensor:
             chances = uniform.gather(1, view.position)
 
             def draw(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
-                return self.sampling.draw(self.sampling.log_p(log_p), chances[row, at])
+                return sampling.draw(sampling.log_p(log_p), chances[row, at])
 
             return view.predicted.measure(draw, fill, 0)
 
@@ -391,131 +356,3 @@ class _Run:
         tokens = torch.tensor([text + [pad] * (length - len(text)) for text in self.texts])
         completions = [self._completion(row) for row in range(len(self.texts))]
         return Generation(tokens, completions, self.finished, self.statistics, self.history)
-
-
-# --- prompts ------------------------------------------------------------
-
-
-MOST_BLANK = 1e7
-BLANK = re.compile(r"\[\[(\d+)\]\]")
-EMPTY = re.compile(r"\[\[0+\]\]")
-
-
-@dataclass(frozen=True)
-class Prompts:
-    rows: list[list[int]]
-    """Token ids, BOS first, MASK where there is a blank."""
-    has_blanks: list[bool]
-    new_tokens: list[int]
-    """To write behind each row."""
-    window: int
-    overlap: int
-
-
-def blank_tokens(text: str) -> float:
-    """How many tokens the blanks of a text are long together; inf if a number is beyond reason."""
-    numbers = BLANK.findall(text)
-    return sum(map(int, numbers)) if all(len(number) < 10 for number in numbers) else float("inf")
-
-
-def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text in which `[[n]]` stands for a blank of n tokens."""
-    if blank_tokens(text) >= MOST_BLANK:
-        raise ConfigError(f"the blanks of a prompt must together be shorter than {MOST_BLANK:g} tokens")
-    ids: list[int] = []
-    for at, part in enumerate(BLANK.split(text)):
-        if at % 2:
-            ids += [tokenizer.mask_id] * int(part)
-        elif part:
-            ids += tokenizer.encode(part)
-    return ids
-
-
-def whole_text(prompt: str, completion: str, blanks: bool) -> str:
-    """A prompt with its completion, which for a prompt with blanks is the prompt with its blanks filled."""
-    plain = EMPTY.sub("", prompt) if blanks else prompt
-    return completion if blanks and BLANK.search(plain) else plain + completion
-
-
-def read_prompts(
-    model: Model,
-    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
-    tokenizer: Tokenizer | None,
-    max_new_tokens: int | Sequence[int | None] | None,
-    window: int,
-    overlap: int | None,
-    blanks: bool = True,
-) -> Prompts:
-    """Rows of token ids, and what is to be written behind each."""
-    config = model.config
-    rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id, blanks)]
-    if not rows:
-        raise ConfigError("prompts is empty; give at least one prompt (an empty text is one)")
-    if not 2 <= window <= config.max_position:
-        raise ConfigError(f"window={window} must lie between 2 and max_position={config.max_position}")
-    for number, row in enumerate(rows):
-        bad = next((t for t in row if not 0 <= t < config.vocab_size), None)
-        if bad is not None:
-            raise ConfigError(
-                f"prompts[{number}] holds the token {bad}, outside the vocabulary of {config.vocab_size}"
-            )
-        if config.bos_id in row[1:]:
-            raise ConfigError(f"prompts[{number}] holds BOS ({config.bos_id}) inside; it may only come first")
-        if config.pad_id in row:
-            raise ConfigError(f"prompts[{number}] holds PAD ({config.pad_id}) inside; it may only come last")
-    has_blanks = [config.mask_id in row for row in rows]
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(rows)
-    if len(limits) != len(rows):
-        raise ConfigError(f"max_new_tokens has {len(limits)} entries for {len(rows)} prompts")
-    new_tokens = []
-    for number, (row, blank, wanted) in enumerate(zip(rows, has_blanks, limits, strict=True)):
-        room = window - len(row)
-        if wanted is None:
-            wanted = 0 if blank else max(room, 1)
-        if room < (1 if wanted else 0):
-            raise ConfigError(
-                f"prompts[{number}] of {len(row)} tokens (BOS counted) does not fit into window={window}"
-                f"{' with room for one more' if wanted else ''}; shorten it or choose a larger window"
-            )
-        if wanted < 0 or (wanted == 0 and not blank):
-            raise ConfigError(
-                f"max_new_tokens={wanted} leaves nothing to do for prompts[{number}]; give at least 1, or blanks"
-            )
-        new_tokens.append(wanted)
-    overlap = window // 2 - 1 if overlap is None else overlap
-    if not 0 <= overlap <= window - 2:
-        raise ConfigError(f"overlap={overlap} must lie between 0 and window − 2 = {window - 2}")
-    return Prompts(rows, has_blanks, new_tokens, window, overlap)
-
-
-def _rows(
-    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor,
-    tokenizer: Tokenizer | None,
-    pad_id: int,
-    blanks: bool,
-) -> list[list[int]]:
-    if isinstance(prompts, Tensor):
-        prompts = prompts.tolist()
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        items = [items]
-    rows = []
-    for number, item in enumerate(items):
-        if isinstance(item, str):
-            if tokenizer is None:
-                raise ConfigError(f"prompts[{number}] is text; give tokenizer=, or token ids")
-            rows.append(with_blanks(tokenizer, item) if blanks else tokenizer.encode(item))
-        elif isinstance(item, Tensor | Sequence):
-            ids = [int(t) for t in item]
-            while ids and ids[-1] == pad_id:
-                ids.pop()
-            rows.append(ids)
-        else:
-            raise ConfigError(f"prompts[{number}] must be text or token ids, got {type(item).__name__}")
-    return rows
-
-
-def _with_bos(row: list[int], bos_id: int) -> list[int]:
-    return row if row and row[0] == bos_id else [bos_id, *row]

@@ -6,19 +6,20 @@ B sequences   L positions   S samples   C noise groups: chunks or blocks, or the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import predictor_of, resolve_cache
-from dcdm.decoding.routes import AdaBlock, check_routing, router_of
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.routes import AdaBlock, router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
@@ -111,8 +112,9 @@ def score(
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
-    decoder = Decoder(commit, routing, adablock, sampling or Sampling(), cache)
-    decoder.check(model)
+    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache)
+    decoder.check_likelihood()
+    decoder = decoder.resolve(model.config)
     if index is None:
         index = torch.arange(len(tokens))
     run = Scorer(model, samples, Key(seed).fold(name), decoder)
@@ -130,33 +132,6 @@ def estimators_of(config: ModelConfig) -> list[Estimator]:
     if config.kind == "ar":
         return ["exact", "trajectory"]
     return ["sequential", "surrogate", "trajectory"] if config.routes_from_noise else ["bound", "trajectory"]
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """The decoder whose likelihood `trajectory` is."""
-
-    commit: str = "chunk"
-    routing: str = "auto"
-    adablock: AdaBlock | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    cache: str = "auto"
-
-    def check(self, model: Model) -> None:
-        policy = commit_policy(self.commit)
-        if policy.random:
-            raise ConfigError(
-                f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "
-                "estimator='bound' bounds it, and policies that look at probabilities have a trajectory"
-            )
-        if self.sampling.greedy:
-            raise ConfigError("temperature=0 is greedy: such a decoder has no likelihood")
-        check_routing(model.config, self.routing)
-        resolve_cache(model.config, self.cache, self.routing)
-
-    @property
-    def one_pass_per_chunk(self) -> bool:
-        return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
 
 
 def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
@@ -189,7 +164,8 @@ class Scorer:
     model: Model
     samples: int | Literal["all"]
     key: Key
-    decoder: Decoder
+    decoder: DecodingConfig
+    """The decoder whose likelihood `trajectory` is."""
 
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         states = self.model.encode(tokens).states[:, :-1]

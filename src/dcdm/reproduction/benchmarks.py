@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import default_adablock, generate
+from dcdm.decoding.config import adablock_of
+from dcdm.decoding.engine import generate
 from dcdm.evaluation.decoders import Row, padded
 from dcdm.io.load import load_model
 from dcdm.likelihood.estimators import Score, default_estimator, score
@@ -93,7 +94,7 @@ def likelihoods(model: Model, tokenizer: Tokenizer, rows: list[Row]) -> dict[str
     tokens, prompt, index = padded(rows, tokenizer.pad_id, None)
     kinds: list[tuple[str, str, dict[str, Any]]] = [("", commit, {}) for commit in COMMITS]
     if model.config.kind in ("mdlm", "bdlm"):
-        ada = {"routing": "adablock", "adablock": default_adablock(model, tokenizer)}
+        ada = {"routing": "adablock", "adablock": adablock_of(model.config, tokenizer)}
         kinds += [("adablock ", commit, ada) for commit in COMMITS]
     valid = score(model, tokens, default_estimator(model), SAMPLES, prompt=prompt, index=index)
     found: dict[str, Any] = {"valid": _per_token(valid, rows), "decoders": {}}

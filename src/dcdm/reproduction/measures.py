@@ -18,7 +18,7 @@ import torch
 
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import default_adablock
+from dcdm.decoding.config import adablock_of
 from dcdm.evaluation.corpora import ReadingSettings, Tokens, read_corpus, tokenise
 from dcdm.evaluation.studies import balance_of, training_of
 from dcdm.evaluation.windows import Batch, Windows, WindowSettings
@@ -108,7 +108,7 @@ def policies(spec: RunSpec, places: Places) -> dict[str, Any]:
         found[commit] = _decoded(model, batches, commit)
     if model.config.kind in ("mdlm", "bdlm"):
         _, tokenizer = _model(places.model(spec))
-        ada = default_adablock(model, tokenizer)
+        ada = adablock_of(model.config, tokenizer)
         for commit in ("threshold:0.5", "steps:2", "steps:4"):
             found[f"adablock {commit}"] = _decoded(model, batches, commit, routing="adablock", adablock=ada)
     return found

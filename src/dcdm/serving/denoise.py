@@ -7,7 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Ended, Event, whole_text
+from dcdm.decoding.engine import Ended, Event
+from dcdm.decoding.prompts import whole_text
 from dcdm.serving.errors import Refusal
 from dcdm.serving.scheduler import Last, Row, Ticket
 from dcdm.serving.schemas import DenoiseRequest

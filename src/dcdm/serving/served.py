@@ -10,8 +10,9 @@ from typing import Any
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES, commit_policy
-from dcdm.decoding.engine import adablock_of, blank_tokens, default_commit, read_prompts, with_blanks
+from dcdm.decoding.config import adablock_of, default_commit
 from dcdm.decoding.predictors import fitting_caches, resolve_cache
+from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import AdaBlock, check_routing, described, fitting_routings
 from dcdm.decoding.sampling import Sampling
 from dcdm.model.transformer import Model
@@ -79,9 +80,9 @@ class Served:
             check_routing(config, routing)
             adablock = None
             if routing == "adablock":
-                adablock = adablock_of(self.model, self.tokenizer, delimiters, delimiter_threshold)
+                adablock = adablock_of(config, self.tokenizer, delimiters, delimiter_threshold)
             return Decoder(
-                routing, str(commit_policy(default_commit(self.model) if commit == "auto" else commit)),
+                routing, str(commit_policy(default_commit(config) if commit == "auto" else commit)),
                 resolve_cache(config, cache, routing), float(temperature), top_k, top_p,
                 self.tokenizer.eos_id if stop_at_eos else -1, adablock,
             )  # fmt: skip
@@ -150,7 +151,7 @@ class Served:
                 "routings": fitting_routings(config),
                 "commits": [_commit(name) for name in commits],
                 "caches": fitting_caches(config),
-                "default_commit": default_commit(self.model),
+                "default_commit": default_commit(config),
                 "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
                 "limits": {

@@ -1,0 +1,100 @@
+"""The choices that make a decoder: one `DecodingConfig` for sampling, likelihoods, benchmarks and the server.
+
+Prompt, length and seed are a text's own; everything else that decides how it is written stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypedDict, Unpack
+
+from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.predictors import resolve_cache
+from dcdm.decoding.routes import AdaBlock, check_routing
+from dcdm.decoding.sampling import Sampling
+
+
+class DecodingOptions(TypedDict, total=False):
+    """The same choices as keywords, for `dcdm.generate`."""
+
+    routing: str
+    commit: str
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    cache: str
+    adablock: AdaBlock | None
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How a text is written; docs/decoding.md explains each choice. Texts with equal ones can share a batch."""
+
+    commit: str = "auto"
+    """Which positions of the active chunk a forward fills: "chunk", "position", "threshold:0.9", …"""
+    routing: str = "auto"
+    """Which chunk comes next; "auto" is the routing of the model's kind."""
+    adablock: AdaBlock | None = None
+    """Block ends, for routing "adablock"."""
+    sampling: Sampling = field(default_factory=Sampling)
+    cache: str = "auto"
+    """"exact", "none", or "frozen" (an approximation for the paper's routing)."""
+
+    @classmethod
+    def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
+        """From flat keywords: temperature, top_k and top_p beside the fields."""
+        sampling = Sampling(options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"))
+        return cls(
+            options.get("commit", "auto"),
+            options.get("routing", "auto"),
+            options.get("adablock"),
+            sampling,
+            options.get("cache", "auto"),
+        )
+
+    def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
+        """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
+        check_routing(config, self.routing)
+        adablock = self.adablock
+        if self.routing == "adablock" and adablock is None:
+            if tokenizer is None:
+                raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
+            adablock = adablock_of(config, tokenizer)
+        commit = str(commit_policy(default_commit(config) if self.commit == "auto" else self.commit))
+        cache = resolve_cache(config, self.cache, self.routing)
+        return replace(self, commit=commit, adablock=adablock, cache=cache)
+
+    def check_likelihood(self) -> None:
+        """Refuse a decoder whose likelihood cannot be computed step by step."""
+        if commit_policy(self.commit).random:
+            raise ConfigError(
+                f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "
+                "estimator='bound' bounds it, and policies that look at probabilities have a trajectory"
+            )
+        if self.sampling.greedy:
+            raise ConfigError("temperature=0 is greedy: such a decoder has no likelihood")
+
+    @property
+    def one_pass_per_chunk(self) -> bool:
+        """Whether one training pass predicts everything that this decoder would."""
+        return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
+
+
+def default_commit(config: ModelConfig) -> str:
+    return "position" if config.kind == "ar" else "threshold:0.9"
+
+
+def adablock_of(
+    config: ModelConfig, tokenizer: Tokenizer, delimiters: Sequence[str] = ("\n",), least: float = 0.3
+) -> AdaBlock:
+    """Blocks end at the tokens that these texts are, by default at line ends."""
+    ids = []
+    for text in delimiters:
+        tokens = tokenizer.encode(text)
+        if len(tokens) != 1:
+            raise ConfigError(f"delimiters: {text!r} is {len(tokens)} tokens of this tokenizer, not one")
+        ids += tokens
+    return AdaBlock(tuple(ids), config.block_size or 8, least)
