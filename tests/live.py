@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +11,11 @@ from typing import Any
 import httpx
 
 import tiny
-from dcdm.commands.serve import listen, server_of
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import scheduler
 from dcdm.serving.app import create_app
+from dcdm.serving.server import BackgroundServer
 from dcdm.serving.settings import Settings
 
 NAME = "tiny"
@@ -28,27 +26,14 @@ def tiny_model(kind: str = "causal", **changes: Any) -> tuple[Model, Tokenizer]:
     return tiny.model(kind, 257, **changes), byte_tokenizer()
 
 
-class Live:
+class Live(BackgroundServer):
+    """A server with a client of its own."""
+
     def __init__(self, app: Any, drain_seconds: float = 5) -> None:
+        super().__init__(app, drain_seconds)
         self.app, self.scheduler = app, app.state.scheduler
-        listening = listen("127.0.0.1", 0)
-        self.port = listening.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self.url, timeout=60, limits=limits)
-        self.server = server_of(app, drain_seconds)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listening])), daemon=True)
-        self._thread.start()
-        until(lambda: self.server.started)
-
-    def ask_to_end(self) -> None:
-        """What the signal does."""
-        self.server.handle_exit(15, None)
-
-    def end(self) -> None:
-        self.ask_to_end()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self._client.post(path, **({"json": body} | more))
@@ -65,12 +50,12 @@ class Live:
 
 @contextlib.contextmanager
 def live(kind: str = "causal", *, drain_seconds: float = 5, model: Any = None, **settings: Any) -> Iterator[Live]:
-    made, tokenizer = model or tiny_model(kind)
-    server = Live(create_app(made, tokenizer, Settings(**settings), NAME), drain_seconds)
+    network, tokenizer = model or tiny_model(kind)
+    server = Live(create_app(network, tokenizer, Settings(**settings), NAME), drain_seconds)
     try:
         yield server
     finally:
-        server.end()
+        server.stop()
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -315,7 +315,7 @@ def test_only_settings_that_fit_the_model_are_offered(page, name, routings, cach
 
 
 def test_errors_are_shown_kindly_beside_what_caused_them(page, app, address, monkeypatch):
-    from dcdm.serving.errors import queue_full
+    from dcdm.serving.schemas import queue_full
 
     page.open(address, prompt=PROMPT)
     page.fill("prompt", "long " * 40)

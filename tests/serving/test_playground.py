@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dcdm.serving.page import INDEX, load_assets
+from dcdm.serving.app import INDEX, load_assets
 from dcdm.viewing import palette
 
 ASSETS = {name: content.decode() for name, (content, _) in load_assets().items()}

@@ -24,8 +24,8 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.io.export import SUMS
-from dcdm.serving import logs
-from dcdm.serving.loading import load
+from dcdm.serving import monitoring
+from dcdm.serving.server import load_safetensors
 from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
 
@@ -125,7 +125,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["serve", "nowhere"])
-    assert "pip install 'dcdm[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_defect_in_one_batch_does_not_end_the_service(monkeypatch):
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_logs_are_json_lines_and_hold_prompts_only_if_asked(log_prompts):
     stream = io.StringIO()
-    logs.start(stream)
+    monitoring.start_logging(stream)
     try:
         with live(log_prompts=log_prompts) as server:
             server.post("/v1/completions", {**BODY, "prompt": "my secret"})
@@ -284,7 +284,7 @@ def test_at_the_end_nothing_new_is_taken_and_what_runs_is_finished(monkeypatch):
             refused = kept.post("/v1/completions", json=BODY)
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
-            server.ask_to_end()
+            server.ask_to_stop()
             assert running.result().status_code == 200
             assert running.result().json()["usage"]["completion_tokens"] == 40
 
@@ -294,7 +294,7 @@ def test_what_runs_longer_than_the_grace_is_cut_off(monkeypatch):
     with live(drain_seconds=1) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/v1/completions", SLOW)
         until(lambda: server.figure("dcdm_running_texts") == 1)
-        server.end()
+        server.stop()
         assert running.result().status_code == 503
         assert running.result().json()["error"]["code"] == "shutting_down"
         assert not server.scheduler.alive
@@ -317,11 +317,11 @@ def exported(tmp_path_factory):
 def test_an_exported_folder_that_has_changed_is_refused(exported, tmp_path):
     import torch
 
-    load(exported, dtype=torch.float64)
+    load_safetensors(exported, dtype=torch.float64)
     (exported / SUMS).write_text(json.dumps({"model.safetensors": "0" * 64}))
     try:
         with pytest.raises(ConfigError, match="is not as it was exported"):
-            load(exported, dtype=torch.float64)
+            load_safetensors(exported, dtype=torch.float64)
     finally:
         (exported / SUMS).unlink()
 
@@ -335,7 +335,7 @@ def test_a_run_is_served_as_what_it_exports(tmp_path, capsys):
     sizes = "hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=16 intermediate_size=48"
     with pytest.raises(SystemExit):
         main([*command.split(), "--set", "tensorboard=false", *(f"model.{size}" for size in sizes.split())])
-    model, _ = load(tmp_path / "run", dtype=torch.float32)
+    model, _ = load_safetensors(tmp_path / "run", dtype=torch.float32)
     assert "serving what `dcdm export` makes of it" in capsys.readouterr().err
     same, _ = dcdm.load(tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))

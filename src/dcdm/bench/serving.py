@@ -5,10 +5,7 @@ Both servers run in this process and take turns. Every caller asks again as soon
 
 from __future__ import annotations
 
-import asyncio
 import json as encoder
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -59,23 +56,19 @@ def _name(commit: str) -> str:
 def _load(model: Path | None) -> tuple[Model, Tokenizer]:
     if model is None:
         return build(preset("dcdm-debug-causal"), seed=0).eval(), byte_tokenizer()
-    from dcdm.serving.loading import load
+    from dcdm.serving.server import load_safetensors
 
-    return load(model)
+    return load_safetensors(model)
 
 
 def _start(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
-    from dcdm.commands.serve import listen, server_of
     from dcdm.serving.app import create_app
+    from dcdm.serving.server import BackgroundServer
     from dcdm.serving.settings import Settings
 
-    server = server_of(create_app(model, tokenizer, Settings(max_batch=max_batch, timeout_seconds=3600)), 1)
-    listening = listen("127.0.0.1", 0)
-    threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True).start()
-    while not server.started:
-        time.sleep(0.01)
-    return int(listening.getsockname()[1])
+    app = create_app(model, tokenizer, Settings(max_batch=max_batch, timeout_seconds=3600))
+    return BackgroundServer(app, drain_seconds=1).port
 
 
 def _caller(port: int, number: int, commit: str) -> int:
@@ -98,9 +91,9 @@ def _caller(port: int, number: int, commit: str) -> int:
 
 def run(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
     """Table to the terminal, JSON on request."""
-    from dcdm.commands.serve import require_extra
+    from dcdm.serving.settings import require_packages
 
-    require_extra()
+    require_packages()
     rows: list[Row] = []
     written: dict[tuple[str, str], int] = {}
     for case in cases(model, written):

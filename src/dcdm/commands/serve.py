@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional
-
-if TYPE_CHECKING:
-    import socket
-
-    from fastapi import FastAPI
 
 
 def serve(
@@ -64,16 +59,16 @@ def serve(
     import os
 
     from dcdm.config import ConfigError
-    from dcdm.serving.settings import Settings
+    from dcdm.serving.settings import Settings, require_packages
 
-    require_extra()
+    require_packages()
     import torch
 
     from dcdm.distributed import choose_device
-    from dcdm.serving import logs
     from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app
-    from dcdm.serving.loading import load
+    from dcdm.serving.monitoring import start_logging
+    from dcdm.serving.server import listen, load_safetensors, serve_app
 
     settings = Settings(
         api_key=api_key if api_key is not None else os.environ.get("DCDM_API_KEY") or None,
@@ -87,95 +82,10 @@ def serve(
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = load(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    loaded, tokenizer = load_safetensors(model, device=choose_device(device), dtype=getattr(torch, dtype))
     app = create_app(loaded, tokenizer, settings, name or model.resolve().name)
-    logs.start()
-    address, at = listening.getsockname()[:2]
+    start_logging()
+    address, bound_port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    print(f"dcdm: serving {app.state.served.name!r} on http://{shown}:{at}/ (Ctrl-C ends it)", flush=True)
-    run(app, listening, drain_seconds)
-
-
-def require_extra() -> None:
-    """Say what to install if the server's packages are missing."""
-    from importlib.util import find_spec
-
-    from dcdm.config import ConfigError
-
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"dcdm serve needs {', '.join(missing)}: pip install 'dcdm[serve]'")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The socket, taken before a model is loaded."""
-    import errno
-    import socket
-
-    from dcdm.config import ConfigError
-
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"--port {port} must lie between 0 and 65535; 0 takes a free one")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from error
-    taken = socket.socket(family, kind)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        taken.bind(address)
-        taken.listen(2048)
-    except OSError as error:
-        taken.close()
-        advice = "another program listens there; choose another --port, or 0 for a free one"
-        raise ConfigError(
-            f"--port {port} on {host}: {advice if error.errno == errno.EADDRINUSE else error.strerror}"
-        ) from error
-    return taken
-
-
-def run(app: FastAPI, listening: socket.socket, drain_seconds: float) -> None:
-    """Serve until a signal comes; then take nothing new and let the running requests finish."""
-    import asyncio
-    import gc
-
-    gc.collect()
-    gc.freeze()  # what is loaded stays: without it, full collections find what requests left behind too seldom
-    asyncio.run(server_of(app, drain_seconds).serve([listening]))
-
-
-def server_of(app: FastAPI, drain_seconds: float) -> Any:
-    """uvicorn's server, which tells the application when it is asked to end."""
-    import asyncio
-    import contextlib
-    import threading
-    from collections.abc import Iterator
-
-    import uvicorn
-
-    from dcdm.files import stops_handled_by
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            app.state.scheduler.draining = True
-            super().handle_exit(sig, frame)
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            asyncio.get_running_loop().call_later(drain_seconds, app.state.scheduler.refuse_all)
-            await super().shutdown(sockets)
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            if threading.current_thread() is not threading.main_thread():  # who started it ends it
-                yield
-                return
-            with stops_handled_by(self.handle_exit):
-                yield
-
-    return Server(
-        uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=int(drain_seconds) + 5, limit_concurrency=1024,
-            h11_max_incomplete_event_size=1 << 16,
-        )
-    )  # fmt: skip
+    print(f"dcdm: serving {app.state.served.name!r} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
+    serve_app(app, listening, drain_seconds)

@@ -1,1 +1,6 @@
-"""`dcdm serve`: a model behind HTTP."""
+"""A model behind HTTP (`dcdm serve`).
+
+A request goes through `access` (who may ask), `app` (routes), `schemas` (what is asked), `completions` or `denoise`
+(rows to compute), `scheduler` (batches), `writing` and `streaming` (the answer). `served` is the model with its
+limits, `server` the process around the application.
+"""

@@ -13,9 +13,8 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dcdm.serving import logs
-from dcdm.serving.errors import Refusal
-from dcdm.serving.metrics import Metrics
+from dcdm.serving.monitoring import Metrics, log_event, logger
+from dcdm.serving.schemas import Refusal
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import Json
 
@@ -69,7 +68,7 @@ class Gate:
             seconds = time.monotonic() - started
             self.metrics.requests.labels(route, str(status or "gone")).inc()
             self.metrics.seconds.labels(route).observe(seconds)
-            logs.event(
+            log_event(
                 "request", method=scope["method"], route=route, status=status or None, seconds=round(seconds, 4),
                 **notes,
             )  # fmt: skip
@@ -94,13 +93,13 @@ class Gate:
             await self.app(scope, receive, sending)
         except Exception:  # here and not in a handler of the application's, whose answers pass by this gate
             notes = scope["state"]["notes"]
-            logs.logger.exception("defect", extra={"data": {"id": notes["id"]}})
+            logger.exception("defect", extra={"data": {"id": notes["id"]}})
             self.metrics.failures.inc()
             if begun:
                 raise
             notes["code"] = "failed"
-            said = Refusal(500, "the server has a defect; its log says where", code="failed").body()
-            await Json(said, 500)(scope, receive, send)
+            defect = Refusal(500, "the server has a defect; its log says where", code="failed")
+            await Json(defect.body(), defect.status)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN:

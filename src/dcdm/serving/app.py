@@ -1,9 +1,11 @@
-"""The application: routes, and errors in one form."""
+"""The application: its routes, errors in one form, and the playground's files."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,20 +15,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-import dcdm
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
-from dcdm.serving import chat, completions, denoise
+from dcdm.serving import denoise
 from dcdm.serving.access import Gate
-from dcdm.serving.completions import Answer, Plan
-from dcdm.serving.errors import Refusal
-from dcdm.serving.metrics import Metrics
-from dcdm.serving.page import INDEX, load_assets
+from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prepare_completion, template_of
+from dcdm.serving.monitoring import Metrics
 from dcdm.serving.scheduler import Scheduler
-from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody, Refusal, refused_body
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
+from dcdm.viewing.page import asset as report_asset
+from dcdm.viewing.page import palette_style
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
@@ -58,6 +59,14 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {**OBJECT, **EVENTS["content"]},
     },
 }
+ASSETS = files("dcdm.serving") / "assets"
+INDEX = "index.html"
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
 def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm") -> FastAPI:
@@ -73,7 +82,7 @@ def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = N
         await run_in_threadpool(scheduler.close)
 
     app = FastAPI(
-        title="dcdm", version=dcdm.__version__, description="A block diffusion language model behind HTTP.",
+        title="dcdm", version=version("dcdm"), description="A block diffusion language model behind HTTP.",
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
     app.state.served, app.state.scheduler, app.state.metrics = served, scheduler, metrics
@@ -95,7 +104,7 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await refused(request, _of_validation(error))
+        return await refused(request, refused_body(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -110,23 +119,6 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)
-
-
-def _of_validation(error: RequestValidationError) -> Refusal:
-    """What is wrong and where; never what was sent."""
-    found = error.errors()
-    if any(each["type"] == "json_invalid" for each in found):
-        return Refusal(400, "the body is no JSON", code="invalid_json")
-    places: dict[str, list[str]] = {}
-    for each in found:
-        place = [str(part) for part in each["loc"] if part != "body"]
-        places.setdefault(place[0][:100] if place else "body", []).append(each["msg"])
-    name, problems = next(iter(places.items()))
-    if any(each["type"] == "extra_forbidden" for each in found):
-        unknown = [str(each["loc"][-1])[:100] for each in found if each["type"] == "extra_forbidden"]
-        return Refusal(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
-    said = "; or ".join(dict.fromkeys(problem.removeprefix("Value error, ") for problem in problems[:4]))
-    return Refusal(400, f"{name}: {said}", code="invalid_value", param=None if name == "body" else name)
 
 
 def _pages(app: FastAPI) -> None:
@@ -145,6 +137,18 @@ def _pages(app: FastAPI) -> None:
             raise HTTPException(404)
         content, kind = assets[name]
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+def load_assets() -> dict[str, tuple[bytes, str]]:
+    """Every file of the page by name: its bytes and its content type. Whatever is not in here does not exist."""
+    texts = {file.name: file.read_text(encoding="utf-8") for file in ASSETS.iterdir() if file.is_file()}
+    texts["base.css"] = report_asset("base.css")
+    texts["palette.css"] = palette_style() + "\n"
+    return {
+        name: (text.encode(), TYPES[suffix])
+        for name, text in texts.items()
+        if (suffix := name.rpartition(".")[2]) in TYPES
+    }
 
 
 def _watching(app: FastAPI) -> None:
@@ -179,27 +183,27 @@ def _models(app: FastAPI) -> None:
 def _generation(app: FastAPI) -> None:
     served: Served = app.state.served
     scheduler: Scheduler = app.state.scheduler
-    template = chat.template_of(served)
+    template = template_of(served)
 
-    async def answer(request: Request, plan: Plan) -> Response:
-        ticket = scheduler.submit(plan.rows)
-        answer = Answer(served, plan, ticket, request.state.notes)
-        if plan.stream:
+    async def answer(request: Request, prepared: PreparedRequest) -> Response:
+        ticket = scheduler.submit(prepared.rows)
+        answer = Answer(served, prepared, ticket, request.state.notes)
+        if prepared.stream:
             return EventStream(answer.stream(), ticket)
         with ticket:
             return Json(await while_connected(request, answer.whole()))
 
     @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
     async def completing(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, await run_in_threadpool(completions.prepare, served, body))
+        return await answer(request, await run_in_threadpool(prepare_completion, served, body))
 
     @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
     async def chatting(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, await run_in_threadpool(chat.prepare, served, template, body))
+        return await answer(request, await run_in_threadpool(prepare_chat, served, template, body))
 
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
-        row = await run_in_threadpool(denoise.prepare, served, body)
+        row = await run_in_threadpool(denoise.prepare_denoising, served, body)
         ticket = scheduler.submit([row])
         return EventStream(denoise.stream(served, ticket, request.state.notes), ticket)
 

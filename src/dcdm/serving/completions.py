@@ -1,4 +1,7 @@
-"""`/v1/completions`: requests to rows, and what the rows say to OpenAI's objects."""
+"""`/v1/completions` and `/v1/chat/completions`: requests to rows, and the rows' texts to OpenAI's objects.
+
+Chats need a tokenizer with a chat template.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dcdm.data.tokenizers import Tokenizer
-from dcdm.serving.errors import Refusal, bad
+from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
 from dcdm.serving.scheduler import Last, Row, Ticket
-from dcdm.serving.schemas import CompletionRequest, Generating
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import Piece, Writer
@@ -38,7 +40,7 @@ class Form(Protocol):
 
 
 @dataclass
-class Plan:
+class PreparedRequest:
     """A request, ready to be computed."""
 
     rows: list[Row]
@@ -51,7 +53,7 @@ class Plan:
     """For the log, if the operator wants them there."""
 
 
-def prepare(served: Served, request: CompletionRequest) -> Plan:
+def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
     _refuse_what_is_not_there(served, request)
     given = _prompts(served, request)
@@ -77,19 +79,23 @@ def prepare(served: Served, request: CompletionRequest) -> Plan:
     echoes = [text for _, text in given for _ in range(n)] if request.echo else [""] * len(rows)
     form = Texts(served.tokenizer, echoes, request.logprobs is not None)
     tokens = sum(len(ids) + len(behind or ()) for ids, _ in given)
-    return Plan(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given])
+    return PreparedRequest(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given])
 
 
 def _refuse_what_is_not_there(served: Served, request: CompletionRequest) -> None:
     served.check_name(request.model)
     if request.best_of not in (None, 1, request.n):
-        raise bad("best_of is not offered; ask for n texts and choose", "best_of")
+        raise bad_request("best_of is not offered; ask for n texts and choose", "best_of")
     if request.logprobs:
-        raise bad("alternatives are not kept: logprobs=0 gives the log-probability of each token", "logprobs")
+        raise bad_request(
+            "alternatives are not kept: logprobs=0 gives the log-probability of each token", "logprobs"
+        )
     if request.logprobs is not None and request.echo:
-        raise bad("log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs")
+        raise bad_request(
+            "log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs"
+        )
     if request.suffix is not None and served.model.config.kind == "ar":
-        raise bad("suffix needs a diffusion model; this AR model sees nothing behind a blank", "suffix")
+        raise bad_request("suffix needs a diffusion model; this AR model sees nothing behind a blank", "suffix")
 
 
 def _prompts(served: Served, request: CompletionRequest) -> list[tuple[list[int], str]]:
@@ -103,6 +109,40 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[list[int]
     return found
 
 
+def template_of(served: Served) -> ChatTemplate | None:
+    return None if served.tokenizer.chat_template is None else ChatTemplate(served.tokenizer)
+
+
+def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatRequest) -> PreparedRequest:
+    """The rows that a request asks for, checked."""
+    served.check_name(request.model)
+    if template is None:
+        raise Refusal(
+            404, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    if None not in (request.max_tokens, request.max_completion_tokens):
+        raise bad_request(
+            "max_tokens and max_completion_tokens are two names of one number; give one", "max_tokens"
+        )
+    try:
+        text = template.render([{"role": m.role, "content": m.text()} for m in request.messages], answering=True)
+    except ChatError as error:
+        raise bad_request(str(error), "messages") from error
+    ids = served.check_ids(served.tokenizer.encode_arrays([text], templated=True)[0].tolist(), "messages")
+    new_tokens = served.check_lengths(ids, request.max_completion_tokens or request.max_tokens)
+    decoder, seed = served.decoder(**request.decoding()), seed_of(request)
+
+    def row(index: int) -> Row:
+        writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=decoder.eos_id)
+        return Row(ids, new_tokens, seed, index, decoder, writer)
+
+    rows = [row(index) for index in range(texts_of(served, request, 1))]
+    form = Messages(served.tokenizer, bool(request.logprobs))
+    return PreparedRequest(rows, form, len(ids), seed, *streaming_of(request), [text])
+
+
 def seed_of(request: Generating) -> int:
     return secrets.randbits(62) if request.seed is None else request.seed
 
@@ -111,7 +151,7 @@ def texts_of(served: Served, request: Generating, prompts: int) -> int:
     """Texts of each prompt, if all of them together are not too many."""
     n, most = request.n or 1, served.settings.max_texts
     if n * prompts > most:
-        raise bad(f"{n * prompts} texts in one request are more than {most}, the limit here", "n")
+        raise bad_request(f"{n * prompts} texts in one request are more than {most}, the limit here", "n")
     return n
 
 
@@ -119,7 +159,7 @@ def streaming_of(request: Generating) -> tuple[bool, bool]:
     """Whether to stream, and whether to end with the usage."""
     options = request.stream_options
     if options is not None and not request.stream:
-        raise bad("stream_options needs stream=true", "stream_options")
+        raise bad_request("stream_options needs stream=true", "stream_options")
     return bool(request.stream), bool(options and options.include_usage)
 
 
@@ -151,24 +191,57 @@ class Texts:
         }  # fmt: skip
 
 
+class Messages:
+    """OpenAI's chat completions."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, with_log_p: bool) -> None:
+        self.tokenizer, self.with_log_p = tokenizer, with_log_p
+
+    def opening(self, number: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": number, "delta": delta, "finish_reason": None, "logprobs": None}
+
+    def part(self, number: int, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        return {"index": number, "delta": delta, **self._rest(piece)}
+
+    def whole(self, number: int, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": number, "message": message, **self._rest(piece)}
+
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        told = [
+            {
+                "token": self.tokenizer.decode([token]), "logprob": log_p,
+                "bytes": list(self.tokenizer.pieces([token])[0]), "top_logprobs": [],
+            }
+            for token, log_p in zip(piece.tokens, piece.log_p, strict=True)
+        ]  # fmt: skip
+        log_p = {"content": told, "refusal": None} if self.with_log_p else None
+        return {"finish_reason": piece.finish, "logprobs": log_p}
+
+
 @dataclass
 class Answer:
     """Turns a ticket's messages into an answer; the notes are what the log will say."""
 
     served: Served
-    plan: Plan
+    prepared: PreparedRequest
     ticket: Ticket
     notes: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.costs: dict[str, int] = {}
-        self.notes |= {"texts": len(self.plan.rows), "prompt_tokens": self.plan.prompt_tokens}
+        self.notes |= {"texts": len(self.prepared.rows), "prompt_tokens": self.prepared.prompt_tokens}
         self.head = {
-            "id": f"{self.plan.form.prefix}-{uuid4().hex}", "created": int(time.time()), "model": self.served.name
+            "id": f"{self.prepared.form.prefix}-{uuid4().hex}", "created": int(time.time()),
+            "model": self.served.name,
         }  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
-        form, found = self.plan.form, [Piece("") for _ in self.plan.rows]
+        form, found = self.prepared.form, [Piece("") for _ in self.prepared.rows]
         with self.ticket:
             async for row, piece in self._pieces():
                 joined = found[row.number]
@@ -183,21 +256,21 @@ class Answer:
         }  # fmt: skip
 
     async def stream(self) -> AsyncIterator[str]:
-        form, plan = self.plan.form, self.plan
-        usage = {"usage": None} if plan.include_usage else {}
+        form, prepared = self.prepared.form, self.prepared
+        usage = {"usage": None} if prepared.include_usage else {}
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
             told = {**self.head, "object": form.chunk_object, "choices": choices, **usage, **more}
             return f"data: {encode(told)}\n\n"
 
         with self.ticket:
-            for row in plan.rows:
+            for row in prepared.rows:
                 if (opening := form.opening(row.number)) is not None:
                     yield chunk([opening])
             try:
                 async for row, piece in self._pieces():
                     yield chunk([form.part(row.number, piece)])
-                if plan.include_usage:
+                if prepared.include_usage:
                     yield chunk([], **self._sums())
             except Refusal as refusal:
                 self.notes["code"] = refusal.code
@@ -205,7 +278,7 @@ class Answer:
             yield "data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncIterator[tuple[Row, Piece]]:
-        texts = [""] * len(self.plan.rows)
+        texts = [""] * len(self.prepared.rows)
         async for row, message in self.ticket.messages():
             piece: Piece = message.message if isinstance(message, Last) else message
             if isinstance(message, Last):
@@ -215,9 +288,9 @@ class Answer:
             yield row, piece
         self.notes |= {"completion_tokens": self.costs["new_tokens"], "forwards": self.costs["forwards"]}
         if self.served.settings.log_prompts:
-            self.notes |= {"prompts": self.plan.prompts, "completions": texts}
+            self.notes |= {"prompts": self.prepared.prompts, "completions": texts}
 
     def _sums(self) -> dict[str, Any]:
-        prompt, new = self.plan.prompt_tokens, self.costs["new_tokens"]
+        prompt, new = self.prepared.prompt_tokens, self.costs["new_tokens"]
         usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {"usage": usage, "dcdm": {"seed": self.plan.seed, **self.costs}}
+        return {"usage": usage, "dcdm": {"seed": self.prepared.seed, **self.costs}}

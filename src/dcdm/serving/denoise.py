@@ -9,14 +9,13 @@ from uuid import uuid4
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Ended, Event
 from dcdm.decoding.prompts import whole_text
-from dcdm.serving.errors import Refusal
 from dcdm.serving.scheduler import Last, Row, Ticket
-from dcdm.serving.schemas import DenoiseRequest
+from dcdm.serving.schemas import DenoiseRequest, Refusal
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 
 
-def prepare(served: Served, request: DenoiseRequest) -> Row:
+def prepare_denoising(served: Served, request: DenoiseRequest) -> Row:
     """The row that a request asks for, checked."""
     served.check_name(request.model)
     decoder = served.decoder(
@@ -29,11 +28,11 @@ def prepare(served: Served, request: DenoiseRequest) -> Row:
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
     new_tokens = served.check_lengths(ids, request.max_tokens)
-    reader = Reporter(served.tokenizer, request.prompt, request.blanks)
+    reader = EventReporter(served.tokenizer, request.prompt, request.blanks)
     return Row(ids, new_tokens, request.seed, 0, decoder, reader)
 
 
-class Reporter:
+class EventReporter:
     """Makes the stream's objects of a row's events."""
 
     satisfied = False

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dcdm.decoding.engine import Ended, Event, generate
-from dcdm.serving import errors
-from dcdm.serving.logs import logger
-from dcdm.serving.metrics import Metrics
+from dcdm.serving.monitoring import Metrics, logger
+from dcdm.serving.schemas import Refusal, closing, queue_full, too_long, too_many_forwards
 from dcdm.serving.served import Decoder, Served
 
 
@@ -87,8 +86,8 @@ class Ticket:
                 async with asyncio.timeout(self.deadline - time.monotonic()):
                     row, message = await self._messages.get()
             except TimeoutError:
-                raise errors.too_long(self.seconds) from None
-            if isinstance(message, errors.Refusal):
+                raise too_long(self.seconds) from None
+            if isinstance(message, Refusal):
                 raise message
             left -= isinstance(message, Last)
             yield row, message
@@ -113,15 +112,15 @@ class Ticket:
         if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
             self.tell(row, message)
 
-    def end(self, row: Row, ended: Ended) -> Last | errors.Refusal:
+    def end(self, row: Row, ended: Ended) -> Last | Refusal:
         """Note that a row has ended; what is to be told of it."""
         row.ended = ended
         if ended.finished != "cancelled" or row.reader.satisfied:
             seconds = time.monotonic() - row.began
             return Last(row.reader.end(ended, seconds), ended, seconds)
         if row.forwards >= self.max_forwards:
-            return errors.too_many_forwards(self.max_forwards)
-        return errors.too_long(self.seconds)
+            return too_many_forwards(self.max_forwards)
+        return too_long(self.seconds)
 
 
 class Scheduler:
@@ -149,10 +148,10 @@ class Scheduler:
         ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards)
         with self._changed:
             if self.draining or self._closed:
-                raise errors.closing()
+                raise closing()
             self._forget_given_up()
             if len(self._waiting) + len(rows) > self.settings.max_queued:
-                raise errors.queue_full()
+                raise queue_full()
             self._waiting.extend((ticket, row) for row in ticket.rows)
             self._changed.notify_all()
         self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in ticket.rows))
@@ -163,7 +162,7 @@ class Scheduler:
         with self._changed:
             self.draining = True
             for ticket in {ticket for ticket, _ in self._waiting} | set(self._running):
-                ticket.tell(ticket.rows[0], errors.closing())
+                ticket.tell(ticket.rows[0], closing())
                 ticket.given_up = True
             self._waiting.clear()
 
@@ -187,7 +186,7 @@ class Scheduler:
                 self.metrics.failures.inc()
                 for ticket, row in batch:
                     if row.ended is None:
-                        ticket.tell(row, errors.Refusal(500, "the model failed on this request", code="failed"))
+                        ticket.tell(row, Refusal(500, "the model failed on this request", code="failed"))
             finally:
                 self._running = []
                 self.metrics.running.set(0)

@@ -1,10 +1,17 @@
-"""What requests hold, checked strictly: no number for a text, no text for a number, nothing unknown."""
+"""What requests hold, and refusals in the form that OpenAI's clients read.
+
+Requests are checked strictly: no number for a text, no text for a number, nothing unknown.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from dcdm.config import ConfigError
 
 MAX_INTEGER = 2**63 - 1
 
@@ -136,6 +143,9 @@ class DenoiseRequest(Body):
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
 
 
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
 class ErrorObject(BaseModel):
     message: str
     type: str
@@ -145,3 +155,78 @@ class ErrorObject(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorObject
+
+
+class Refusal(Exception):
+    """An answer that is not a success: its status, and what the error object holds."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": str(self), "type": _type(self.status), "param": self.param, "code": self.code
+            }
+        }  # fmt: skip
+
+
+def _type(status: int) -> str:
+    named = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> Refusal:
+    return Refusal(400, message, code=code, param=param)
+
+
+def refused_setting(error: ConfigError) -> Refusal:
+    """A refused setting; the package's messages begin with its name."""
+    named = re.match(r"([a-z_]+)[=:]", str(error))
+    return bad_request(str(error), named[1] if named else None)
+
+
+def refused_body(error: RequestValidationError) -> Refusal:
+    """What is wrong and where; never what was sent."""
+    faults = error.errors()
+    if any(each["type"] == "json_invalid" for each in faults):
+        return Refusal(400, "the body is not JSON", code="invalid_json")
+    places: dict[str, list[str]] = {}
+    for each in faults:
+        place = [str(part) for part in each["loc"] if part != "body"]
+        places.setdefault(place[0][:100] if place else "body", []).append(each["msg"])
+    name, problems = next(iter(places.items()))
+    if any(each["type"] == "extra_forbidden" for each in faults):
+        unknown = [str(each["loc"][-1])[:100] for each in faults if each["type"] == "extra_forbidden"]
+        return Refusal(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
+    sentence = "; or ".join(dict.fromkeys(problem.removeprefix("Value error, ") for problem in problems[:4]))
+    return Refusal(400, f"{name}: {sentence}", code="invalid_value", param=None if name == "body" else name)
+
+
+def queue_full() -> Refusal:
+    return Refusal(
+        429, "too many requests are waiting; try again later", code="queue_full", headers={"Retry-After": "1"}
+    )
+
+
+def closing() -> Refusal:
+    return Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def too_long(seconds: float) -> Refusal:
+    """Asking for the same again would take as long: clients are told not to."""
+    return Refusal(
+        408, f"the request took longer than {seconds:g} seconds; ask for fewer tokens, or again when less is asked",
+        code="timeout", headers={"x-should-retry": "false"},
+    )  # fmt: skip
+
+
+def too_many_forwards(most: int) -> Refusal:
+    return bad_request(
+        f"the text needs more than {most} forwards; ask for fewer tokens, or for a commit that fills more at once",
+        "commit", "too_many_forwards",
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import AdaBlock, check_routing, described, fitting_routings
 from dcdm.decoding.sampling import Sampling
 from dcdm.model.transformer import Model
-from dcdm.serving.errors import Refusal, bad, of_config
+from dcdm.serving.schemas import Refusal, bad_request, refused_setting
 from dcdm.serving.settings import Settings
 
 
@@ -87,19 +87,21 @@ class Served:
                 self.tokenizer.eos_id if stop_at_eos else -1, adablock,
             )  # fmt: skip
         except ConfigError as error:
-            raise of_config(error) from error
+            raise refused_setting(error) from error
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
         if blanks and blank_tokens(text) > self.window:
-            raise bad(f"the blanks of the {param} are longer than the context of {self.window} tokens", param)
+            raise bad_request(
+                f"the blanks of the {param} are longer than the context of {self.window} tokens", param
+            )
         return with_blanks(self.tokenizer, text) if blanks else self.tokenizer.encode(text)
 
     def check_ids(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
         """Token ids of a request: nothing but what text consists of, and EOS."""
         wrong = next((t for t in ids if not 0 <= t < self.model.config.bos_id), None)
         if wrong is not None:
-            raise bad(f"{param} holds {wrong}, which is no token of text; they are 0 to "
+            raise bad_request(f"{param} holds {wrong}, which is no token of text; they are 0 to "
                       f"{self.model.config.bos_id - 1}", param)  # fmt: skip
         return list(ids)
 
@@ -116,20 +118,20 @@ class Served:
         try:
             wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
         except ConfigError as error:
-            raise of_config(ConfigError(str(error).replace("max_new_tokens", "max_tokens"))) from error
+            raise refused_setting(ConfigError(str(error).replace("max_new_tokens", "max_tokens"))) from error
         room = self.settings.max_tokens - blanks
         if new_tokens is None and not blanks:
             return min(wanted, room)
         if wanted > room:
             counted = f" and {blanks} in blanks" if blanks else ""
-            raise bad(
+            raise bad_request(
                 f"max_tokens={wanted}{counted} is more than {self.settings.max_tokens}, the limit here",
                 "max_tokens",
             )
         return wanted
 
     def _too_much(self, message: str) -> Refusal:
-        return bad(message, "prompt", "context_length_exceeded")
+        return bad_request(message, "prompt", "context_length_exceeded")
 
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, and under `dcdm` what this one can do."""

@@ -1,7 +1,8 @@
-"""What a server grants, and to whom."""
+"""What a server grants and to whom, and the packages that it needs."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass, fields
 
@@ -53,3 +54,14 @@ class Settings:
                 f"max_queued={self.max_queued} has no room for a request of max_texts={self.max_texts}; raise the "
                 "first or lower the second"
             )
+
+
+def require_packages() -> None:
+    """Say what to install if the server's packages are missing."""
+    missing = [
+        name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"dcdm serve needs {', '.join(missing)}: run pip install -e '.[serve]' in the checkout of dcdm"
+        )

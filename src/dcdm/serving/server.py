@@ -1,0 +1,134 @@
+"""From a folder to a running server: its weights, its socket, uvicorn, and what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import stops_handled_by
+from dcdm.io.export import SUMS, export, wrong_sums
+from dcdm.io.load import find_model, load_model
+from dcdm.model.transformer import Model
+
+
+def load_safetensors(
+    path: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Model, Tokenizer]:
+    """The model in an exported folder, whose checksums are compared; a run folder is exported first."""
+    if find_model(path).run is None:
+        if (path / SUMS).exists() and (wrong := wrong_sums(path)):
+            raise ConfigError(f"{path} is not as it was exported: {'; '.join(wrong)}; export it again")
+        return load_model(path, device=device, dtype=dtype)
+    with tempfile.TemporaryDirectory(prefix="dcdm-serve-") as folder:
+        export(path, Path(folder) / "exported")
+        print(f"dcdm: {path} is a run folder; serving what `dcdm export` makes of it", file=sys.stderr)
+        return load_model(Path(folder) / "exported", device=device, dtype=dtype)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket, to be taken before a model is loaded."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port} must lie between 0 and 65535; 0 takes a free one")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    listening = socket.socket(family, kind)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        advice = "another program listens there; choose another --port, or 0 for a free one"
+        raise ConfigError(
+            f"--port {port} on {host}: {advice if error.errno == errno.EADDRINUSE else error.strerror}"
+        ) from error
+    return listening
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which tells the application when it is asked to stop."""
+
+    def __init__(self, app: FastAPI, drain_seconds: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, server_header=False, lifespan="on",
+                timeout_graceful_shutdown=int(drain_seconds) + 5, limit_concurrency=1024,
+                h11_max_incomplete_event_size=1 << 16,
+            )
+        )  # fmt: skip
+        self.scheduler, self.drain_seconds = app.state.scheduler, drain_seconds
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.scheduler.draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self.drain_seconds, self.scheduler.refuse_all)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # whoever started the thread stops it
+            yield
+            return
+        with stops_handled_by(self.handle_exit):
+            yield
+
+
+def serve_app(app: FastAPI, listening: socket.socket, drain_seconds: float) -> None:
+    """Serve until a signal comes; then take no new requests and let the running ones finish."""
+    gc.collect()
+    gc.freeze()  # what is loaded stays: without it, full collections find what requests left behind too seldom
+    asyncio.run(Server(app, drain_seconds).serve([listening]))
+
+
+class BackgroundServer:
+    """A server on a free port of this machine, in a thread of this process."""
+
+    def __init__(self, app: FastAPI, drain_seconds: float = 5) -> None:
+        listening = listen("127.0.0.1", 0)
+        self.port = int(listening.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = Server(app, drain_seconds)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve([listening])), name="server", daemon=True
+        )
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server ended before it had started; its log says why")
+            time.sleep(0.005)
+
+    def ask_to_stop(self) -> None:
+        """What SIGTERM does to a server with a process of its own."""
+        self._server.handle_exit(15, None)
+
+    def stop(self, seconds: float = 30) -> None:
+        self.ask_to_stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the server still runs {seconds:g} seconds after it was asked to stop")
+
+    def __enter__(self) -> BackgroundServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
