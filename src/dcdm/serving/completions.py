@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
-from dcdm.serving.scheduler import Last, Row, Ticket
+from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
@@ -43,7 +43,7 @@ class Form(Protocol):
 class PreparedRequest:
     """A request, ready to be computed."""
 
-    rows: list[Row]
+    rows: list[TextRow]
     form: Form
     prompt_tokens: int
     seed: int
@@ -59,20 +59,20 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     given = _prompts(served, request)
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
-    decoder = served.decoder(**request.decoding())
-    seed = seed_of(request)
+    decoding, seed = served.decoding(**request.decoding()), seed_of(request)
+    eos_id = served.eos_id(request.stop_at_eos is not False)
 
-    def row(index: int, ids: list[int]) -> Row:
+    def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
-            writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=decoder.eos_id)
-            return Row(ids, served.check_lengths(ids, new_tokens), seed, index, decoder, writer)
+            writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
+            return TextRow(ids, served.check_lengths(ids, new_tokens), seed, index, decoding, eos_id, writer)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
         first = 1 + len(ids)
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, stops=request.stops())
-        return Row(canvas, 0, seed, index, decoder, writer)
+        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer)
 
     n = texts_of(served, request, len(given))
     rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
@@ -102,11 +102,11 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[list[int]
     """Token ids of every prompt, and its text."""
     prompt = request.prompt
     several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    found = []
+    ids_and_texts = []
     for each in several:
         ids = served.encode(each) if isinstance(each, str) else served.check_ids(each)
-        found.append((ids, each if isinstance(each, str) else served.tokenizer.decode(ids)))
-    return found
+        ids_and_texts.append((ids, each if isinstance(each, str) else served.tokenizer.decode(ids)))
+    return ids_and_texts
 
 
 def template_of(served: Served) -> ChatTemplate | None:
@@ -132,11 +132,12 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_arrays([text], templated=True)[0].tolist(), "messages")
     new_tokens = served.check_lengths(ids, request.max_completion_tokens or request.max_tokens)
-    decoder, seed = served.decoder(**request.decoding()), seed_of(request)
+    decoding, seed = served.decoding(**request.decoding()), seed_of(request)
+    eos_id = served.eos_id(request.stop_at_eos is not False)
 
-    def row(index: int) -> Row:
-        writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=decoder.eos_id)
-        return Row(ids, new_tokens, seed, index, decoder, writer)
+    def row(index: int) -> TextRow:
+        writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
+        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]
     form = Messages(served.tokenizer, bool(request.logprobs))
@@ -212,14 +213,14 @@ class Messages:
         return {"index": number, "message": message, **self._rest(piece)}
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        told = [
+        tokens = [
             {
                 "token": self.tokenizer.decode([token]), "logprob": log_p,
                 "bytes": list(self.tokenizer.pieces([token])[0]), "top_logprobs": [],
             }
             for token, log_p in zip(piece.tokens, piece.log_p, strict=True)
         ]  # fmt: skip
-        log_p = {"content": told, "refusal": None} if self.with_log_p else None
+        log_p = {"content": tokens, "refusal": None} if self.with_log_p else None
         return {"finish_reason": piece.finish, "logprobs": log_p}
 
 
@@ -241,10 +242,10 @@ class Answer:
         }  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
-        form, found = self.prepared.form, [Piece("") for _ in self.prepared.rows]
+        form, texts = self.prepared.form, [Piece("") for _ in self.prepared.rows]
         with self.ticket:
             async for row, piece in self._pieces():
-                joined = found[row.number]
+                joined = texts[row.number]
                 joined.text += piece.text
                 joined.tokens += piece.tokens
                 joined.log_p += piece.log_p
@@ -252,7 +253,7 @@ class Answer:
                 joined.finish = piece.finish
         return {
             **self.head, "object": form.object,
-            "choices": [form.whole(number, piece) for number, piece in enumerate(found)], **self._sums(),
+            "choices": [form.whole(number, piece) for number, piece in enumerate(texts)], **self._sums(),
         }  # fmt: skip
 
     async def stream(self) -> AsyncIterator[str]:
@@ -260,8 +261,8 @@ class Answer:
         usage = {"usage": None} if prepared.include_usage else {}
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-            told = {**self.head, "object": form.chunk_object, "choices": choices, **usage, **more}
-            return f"data: {encode(told)}\n\n"
+            data = {**self.head, "object": form.chunk_object, "choices": choices, **usage, **more}
+            return f"data: {encode(data)}\n\n"
 
         with self.ticket:
             for row in prepared.rows:
@@ -277,7 +278,7 @@ class Answer:
                 yield f"data: {encode(refusal.body())}\n\n"
             yield "data: [DONE]\n\n"
 
-    async def _pieces(self) -> AsyncIterator[tuple[Row, Piece]]:
+    async def _pieces(self) -> AsyncIterator[tuple[TextRow, Piece]]:
         texts = [""] * len(self.prepared.rows)
         async for row, message in self.ticket.messages():
             piece: Piece = message.message if isinstance(message, Last) else message

@@ -9,19 +9,19 @@ from uuid import uuid4
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Ended, Event
 from dcdm.decoding.prompts import whole_text
-from dcdm.serving.scheduler import Last, Row, Ticket
+from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import DenoiseRequest, Refusal
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 
 
-def prepare_denoising(served: Served, request: DenoiseRequest) -> Row:
+def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     """The row that a request asks for, checked."""
     served.check_name(request.model)
-    decoder = served.decoder(
+    decoding = served.decoding(
         **request.model_dump(
             include={
-                "routing", "commit", "cache", "temperature", "top_k", "top_p", "stop_at_eos", "delimiters",
+                "routing", "commit", "cache", "temperature", "top_k", "top_p", "delimiters",
                 "delimiter_threshold",
             }
         )
@@ -29,7 +29,7 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> Row:
     ids = served.encode(request.prompt, request.blanks)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     reader = EventReporter(served.tokenizer, request.prompt, request.blanks)
-    return Row(ids, new_tokens, request.seed, 0, decoder, reader)
+    return TextRow(ids, new_tokens, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
 class EventReporter:
@@ -57,13 +57,13 @@ class EventReporter:
         }  # fmt: skip
 
 
-def start(served: Served, row: Row, identity: str) -> dict[str, Any]:
+def start(served: Served, row: TextRow, identity: str) -> dict[str, Any]:
     """The canvas: the whole text as far as it is known."""
-    config, decoder = served.model.config, row.decoder
+    config, decoding = served.model.config, row.decoding
     tokens = [config.bos_id, *row.prompt, *[config.mask_id] * row.new_tokens]
     return {
-        "id": identity, "model": served.name, "kind": config.kind, "routing": decoder.routing,
-        "commit": decoder.commit, "cache": decoder.cache, "seed": row.seed,
+        "id": identity, "model": served.name, "kind": config.kind, "routing": decoding.routing,
+        "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed,
         "canvas": [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)],
     }  # fmt: skip
 

@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.engine import Ended, Event, generate
 from dcdm.serving.monitoring import Metrics, logger
 from dcdm.serving.schemas import Refusal, closing, queue_full, too_long, too_many_forwards
-from dcdm.serving.served import Decoder, Served
+from dcdm.serving.served import Served
 
 
 class Reader(Protocol):
@@ -34,20 +35,25 @@ class Reader(Protocol):
 
 
 @dataclass
-class Row:
+class TextRow:
     """One text to write."""
 
     prompt: list[int]
     new_tokens: int
     seed: int
     index: int
-    decoder: Decoder
+    decoding: DecodingConfig
+    eos_id: int
     reader: Reader
     number: int = 0
     """Its place in the request."""
     forwards: int = 0
     began: float = 0.0
     ended: Ended | None = None
+
+    def same_decoder(self, other: TextRow) -> bool:
+        """Whether both can be computed in one batch."""
+        return self.decoding == other.decoding and self.eos_id == other.eos_id
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Last:
 class Ticket:
     """The rows of one request. Leaving its context before they have ended stops them between two forwards."""
 
-    def __init__(self, rows: Sequence[Row], seconds: float, max_forwards: int) -> None:
+    def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int) -> None:
         self.rows, self.max_forwards, self.seconds = list(rows), max_forwards, seconds
         for number, row in enumerate(self.rows):
             row.number = number
@@ -70,7 +76,7 @@ class Ticket:
         self.deadline = self.arrived + seconds
         self.given_up = False
         self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[tuple[Row, Any]] = asyncio.Queue()
+        self._messages: asyncio.Queue[tuple[TextRow, Any]] = asyncio.Queue()
 
     def __enter__(self) -> Ticket:
         return self
@@ -78,7 +84,7 @@ class Ticket:
     def __exit__(self, *_: object) -> None:
         self.given_up = True
 
-    async def messages(self) -> AsyncIterator[tuple[Row, Any]]:
+    async def messages(self) -> AsyncIterator[tuple[TextRow, Any]]:
         """Rows and what their readers say, until all have ended; raises a `Refusal` if that cannot be."""
         left = len(self.rows)
         while left:
@@ -94,25 +100,25 @@ class Ticket:
 
     # --- from here on: the model's thread
 
-    def over(self, row: Row) -> bool:
+    def over(self, row: TextRow) -> bool:
         """Whether a row that has not ended should."""
         return (
             self.given_up or row.reader.satisfied or row.forwards >= self.max_forwards
             or time.monotonic() > self.deadline
         )  # fmt: skip
 
-    def tell(self, row: Row, message: Any) -> None:
+    def tell(self, row: TextRow, message: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(self._messages.put_nowait, (row, message))
         except RuntimeError:  # the loop is closed: nobody listens any more
             self.given_up = True
 
-    def event(self, row: Row, event: Event) -> None:
+    def event(self, row: TextRow, event: Event) -> None:
         row.forwards += 1
         if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
             self.tell(row, message)
 
-    def end(self, row: Row, ended: Ended) -> Last | Refusal:
+    def end(self, row: TextRow, ended: Ended) -> Last | Refusal:
         """Note that a row has ended; what is to be told of it."""
         row.ended = ended
         if ended.finished != "cancelled" or row.reader.satisfied:
@@ -129,7 +135,7 @@ class Scheduler:
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: deque[tuple[Ticket, Row]] = deque()
+        self._waiting: deque[tuple[Ticket, TextRow]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._running: list[Ticket] = []
@@ -143,7 +149,7 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, rows: Sequence[Row]) -> Ticket:
+    def submit(self, rows: Sequence[TextRow]) -> Ticket:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
         ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards)
         with self._changed:
@@ -191,7 +197,7 @@ class Scheduler:
                 self._running = []
                 self.metrics.running.set(0)
 
-    def _take(self) -> list[tuple[Ticket, Row]]:
+    def _take(self) -> list[tuple[Ticket, TextRow]]:
         """The next batch: the text that waits longest, and those behind it that fit; [] when closed."""
         settings = self.settings
         with self._changed:
@@ -207,13 +213,13 @@ class Scheduler:
                 self._forget_given_up()
                 if self._waiting:
                     break
-            batch: list[tuple[Ticket, Row]] = []
-            rest: deque[tuple[Ticket, Row]] = deque()
+            batch: list[tuple[Ticket, TextRow]] = []
+            rest: deque[tuple[Ticket, TextRow]] = deque()
             longest = 0
             for ticket, row in self._waiting:
                 size = max(longest, min(self.served.window, 1 + len(row.prompt) + row.new_tokens))
                 fits = len(batch) < settings.max_batch and size * (len(batch) + 1) <= settings.max_batch_tokens
-                if not batch or (fits and row.decoder == batch[0][1].decoder):
+                if not batch or (fits and row.same_decoder(batch[0][1])):
                     batch.append((ticket, row))
                     longest = size
                 else:
@@ -232,32 +238,26 @@ class Scheduler:
             self.metrics.ended.labels("given up").inc(len(self._waiting) - len(kept))
             self._waiting = deque(kept)
 
-    def _compute(self, batch: list[tuple[Ticket, Row]]) -> None:
-        decoder, rows = batch[0][1].decoder, [row for _, row in batch]
+    def _compute(self, batch: list[tuple[Ticket, TextRow]]) -> None:
+        rows = [row for _, row in batch]
 
         def end(at: int, ended: Ended) -> None:
             ticket, row = batch[at]
-            told = ticket.end(row, ended)
+            message = ticket.end(row, ended)
             self.metrics.running.dec()
             self.metrics.new_tokens.inc(ended.costs["new_tokens"])
             self.metrics.forwards.inc(ended.costs["forwards"])
             self.metrics.ended.labels("stop" if row.reader.satisfied else ended.finished).inc()
-            ticket.tell(row, told)  # last: whoever has an answer finds it counted
+            ticket.tell(row, message)  # last: whoever has an answer finds it counted
 
         generate(
             self.served.model,
             [row.prompt for row in rows],
             max_new_tokens=[row.new_tokens for row in rows],
-            routing=decoder.routing,
-            commit=decoder.commit,
-            temperature=decoder.temperature,
-            top_k=decoder.top_k,
-            top_p=decoder.top_p,
-            cache=decoder.cache,
+            decoding=rows[0].decoding,
             seed=[row.seed for row in rows],
             index=[row.index for row in rows],
-            eos_id=decoder.eos_id,
-            adablock=decoder.adablock,
+            eos_id=rows[0].eos_id,
             cancel=lambda at: batch[at][0].over(batch[at][1]),
             on_event=lambda event: batch[event.row][0].event(batch[event.row][1], event),
             on_end=end,

@@ -77,8 +77,8 @@ class Generating(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def decoding(self) -> dict[str, Any]:
-        """What was asked for, for `Served.decoder`."""
-        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p", "stop_at_eos")
+        """The decoder that was asked for, for `Served.decoding`."""
+        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import POLICIES, commit_policy
-from dcdm.decoding.config import adablock_of, default_commit
-from dcdm.decoding.predictors import fitting_caches, resolve_cache
+from dcdm.decoding.commits import POLICIES
+from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
+from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
-from dcdm.decoding.routes import AdaBlock, check_routing, described, fitting_routings
-from dcdm.decoding.sampling import Sampling
+from dcdm.decoding.routes import check_routing, described, fitting_routings
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import Refusal, bad_request, refused_setting
 from dcdm.serving.settings import Settings
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """How a text is written. Texts with equal ones can be computed together."""
-
-    routing: str
-    commit: str
-    cache: str
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    eos_id: int
-    """−1 goes on behind an EOS."""
-    adablock: AdaBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +33,7 @@ class Served:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of a prompt that is gone on from: BOS and one new token need room beside it."""
+        """Of a prompt to be continued: BOS and one new token need room beside it."""
         room = self.window - 2
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
 
@@ -60,34 +44,25 @@ class Served:
                 param="model",
             )  # fmt: skip
 
-    def decoder(
-        self,
-        *,
-        routing: str = "auto",
-        commit: str = "auto",
-        cache: str = "auto",
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop_at_eos: bool = True,
-        delimiters: Sequence[str] = ("\n",),
-        delimiter_threshold: float = 0.3,
-    ) -> Decoder:
+    def decoding(
+        self, *, delimiters: Sequence[str] = ("\n",), delimiter_threshold: float = 0.3,
+        **options: Unpack[DecodingOptions],
+    ) -> DecodingConfig:  # fmt: skip
         """The decoder with every "auto" resolved, or a refusal by name."""
         config = self.model.config
         try:
-            Sampling(temperature, top_k, top_p)
-            check_routing(config, routing)
-            adablock = None
-            if routing == "adablock":
+            decoding = DecodingConfig.of(**options)
+            check_routing(config, decoding.routing)
+            if decoding.routing == "adablock":
                 adablock = adablock_of(config, self.tokenizer, delimiters, delimiter_threshold)
-            return Decoder(
-                routing, str(commit_policy(default_commit(config) if commit == "auto" else commit)),
-                resolve_cache(config, cache, routing), float(temperature), top_k, top_p,
-                self.tokenizer.eos_id if stop_at_eos else -1, adablock,
-            )  # fmt: skip
+                decoding = replace(decoding, adablock=adablock)
+            return decoding.resolve(config)
         except ConfigError as error:
             raise refused_setting(error) from error
+
+    def eos_id(self, stop_at_eos: bool) -> int:
+        """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
+        return self.tokenizer.eos_id if stop_at_eos else -1
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
@@ -101,7 +76,7 @@ class Served:
         """Token ids of a request: nothing but what text consists of, and EOS."""
         wrong = next((t for t in ids if not 0 <= t < self.model.config.bos_id), None)
         if wrong is not None:
-            raise bad_request(f"{param} holds {wrong}, which is no token of text; they are 0 to "
+            raise bad_request(f"{param} holds {wrong}, which is not a token of text; those are 0 to "
                       f"{self.model.config.bos_id - 1}", param)  # fmt: skip
         return list(ids)
 

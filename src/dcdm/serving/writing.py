@@ -47,16 +47,14 @@ class Writer:
         self._text = ""
         self._sent = 0
         self._sent_tokens = 0
-        self._group, self._settled = (
-            0,
-            0,
-        )  # tokens before `_settled` are text; those from `_group` on, its last part
+        self._settled = 0  # tokens before it are text
+        self._group = 0  # where the last part of that text begins
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
         for position, token, log_p in zip(event.positions, event.tokens, event.log_p, strict=True):
             self._waiting[position] = (token, log_p)
-        while not self._ended and (found := self._waiting.pop(self.first + len(self._tokens), None)):
-            self._add(*found)
+        while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
+            self._add(*following)
         return self._piece(len(self._text) - self._held())
 
     def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
@@ -85,9 +83,9 @@ class Writer:
         old, self._text = len(self._text), self._text + text[len(before) :]
         self._group, self._settled = self._settled, len(self._tokens)
         longest = max(map(len, self.stops), default=0)
-        found = [at for stop in self.stops if (at := self._text.find(stop, max(0, old - longest + 1))) >= 0]
-        if found:
-            self._text = self._text[: min(found)]
+        ends = [at for stop in self.stops if (at := self._text.find(stop, max(0, old - longest + 1))) >= 0]
+        if ends:
+            self._text = self._text[: min(ends)]
             self.satisfied = self._ended = True
 
     def _held(self) -> int:
