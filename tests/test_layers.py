@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src" / "dcdm"
 # A package may import those of earlier rows and of its own row's modules; what stands in one row knows nothing of
 # its neighbours.
 ORDER = [
-    ["config", "keys", "files"],
+    ["config", "keys", "files", "progress"],
     ["presets"],
     ["distributed"],
     ["data"],

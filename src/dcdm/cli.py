@@ -317,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
         "export": export,
         "verify": verify,
         "bench": bench,
-        "data": ("Prepare text for training.", {"prepare": data.prepare}),
+        "data": ("Prepare text for training.", {"prepare": data.prepare_text}),
         "eval": (
             "Measure a model.",
             {"ppl": perplexity.ppl, "tasks": tasks_command.tasks, "quality": quality_command.quality},

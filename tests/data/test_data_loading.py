@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 import dcdm
 from corpora import documents, write_jsonl
 from dcdm.config import DataError
-from dcdm.data import planning
-from dcdm.data.loading import Windows, in_order, loader
-from dcdm.data.ordering import sample_indices, sample_range
-from dcdm.data.packing import pack
+from dcdm.data.loader import Loader, in_order, pack, sample_range
 from dcdm.data.prepare import prepare
-from dcdm.data.settings import DataConfig
-from dcdm.data.store import PreparedData, TokenStream
+from dcdm.data.settings import DataConfig, held_out
+from dcdm.data.store import PreparedData, TextWindows, TokenStream
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.keys import Key
 
@@ -29,7 +26,7 @@ def prepared(tmp_path_factory):
     """About 7,000 tokens in several shards."""
     folder = tmp_path_factory.mktemp("loading")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "UNIT_BYTES", (1500, 1500))
+        patch.setattr("dcdm.data.prepare.UNIT_BYTES", (1500, 1500))
         source = write_jsonl(folder / "a.jsonl", [{"text": text} for text in documents(60)])
         return prepare(str(source), out=folder / "out", settings=DataConfig(validation_share=0.2))
 
@@ -40,7 +37,7 @@ def windows(prepared):
 
 
 def test_windows_equal_the_literal_packing_at_every_length(prepared):
-    texts = [text for text in documents(60) if not planning.held_out(text.encode(), 0.2)]
+    texts = [text for text in documents(60) if not held_out(text.encode(), 0.2)]
     assert len(prepared.manifest["splits"]["train"]["files"]) >= 3
     for length in (2, 3, 33, 500):
         dataset = prepared.dataset("train", length)
@@ -61,7 +58,7 @@ def test_windows_cross_shard_borders_and_lose_only_the_tail(tmp_path_factory, si
             piece.tofile(paths[-1])
     stream = TokenStream(paths, "uint16")
     assert len(stream) == len(tokens)
-    dataset = Windows(stream, length, bos_id=999, identity="")
+    dataset = TextWindows(stream, length, bos_id=999, identity="")
     assert len(dataset) == len(tokens) // (length - 1)
     seen = [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
     assert all(window[0] == 999 and len(window) == length for window in seen)
@@ -100,7 +97,7 @@ def test_a_data_set_travels_to_another_process_without_its_tokens(windows):
 
 def test_each_epoch_visits_every_window_once_in_another_order():
     key = Key(0)
-    seen = [i for step in range(5) for i in sample_indices(key, step, 4, 10).tolist()]
+    seen = [i for step in range(5) for i in sample_range(key, step * 4, 4, 10).tolist()]
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
 
@@ -131,26 +128,26 @@ def joined(batches):
 @pytest.fixture(scope="module")
 def reference(windows):
     """Sixty global batches of 8, more than two epochs."""
-    steps = [joined([batch]) for batch in take(loader(windows, seed=5, global_batch=8), 60)]
+    steps = [joined([batch]) for batch in take(Loader(windows, seed=5, global_batch=8), 60)]
     assert 2 * len(windows) < 60 * 8
     return steps
 
 
 def test_a_batch_is_what_training_takes(windows):
-    batch = next(iter(loader(windows, seed=5, global_batch=8, rank=1, world=2, micro_batch=3)))
+    batch = next(iter(Loader(windows, seed=5, global_batch=8, rank=1, world=2, micro_batch=3)))
     made = dcdm.Batch(**batch)
     assert made.tokens.shape == made.prompt.shape == (3, 33)
     assert made.rows.tolist() == [4, 5, 6]
     assert made.num_rows == 8
     assert torch.equal(made.tokens[1], windows[int(made.index[1])]["tokens"])
-    assert made.index.tolist() == sample_indices(Key(5), 0, 8, len(windows))[4:7].tolist()
+    assert made.index.tolist() == sample_range(Key(5), 0, 8, len(windows))[4:7].tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [None, 1, 2])
 def test_ranks_and_micro_batches_make_up_the_same_global_batches(windows, reference, world, micro_batch):
     loaders = [
-        loader(windows, seed=5, global_batch=8, rank=rank, world=world, micro_batch=micro_batch)
+        Loader(windows, seed=5, global_batch=8, rank=rank, world=world, micro_batch=micro_batch)
         for rank in range(world)
     ]
     per_step = loaders[0].micro_steps
@@ -161,35 +158,35 @@ def test_ranks_and_micro_batches_make_up_the_same_global_batches(windows, refere
 
 
 def test_worker_processes_give_the_same_batches(windows, reference):
-    with_workers = loader(windows, seed=5, global_batch=8, num_workers=2)
+    with_workers = Loader(windows, seed=5, global_batch=8, num_workers=2)
     assert [joined([batch]) for batch in take(with_workers, 12)] == reference[:12]
     assert with_workers.state_dict()["samples"] == 96
 
 
 def test_loading_draws_nothing_from_the_global_generator(windows):
     before = torch.random.get_rng_state()
-    take(loader(windows, seed=5, global_batch=8), 3)
+    take(Loader(windows, seed=5, global_batch=8), 3)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_saved_position_is_restored_exactly_in_the_middle_of_an_epoch(windows, reference, workers):
-    first = loader(windows, seed=5, global_batch=8, num_workers=workers)
+    first = Loader(windows, seed=5, global_batch=8, num_workers=workers)
     running = iter(first)
     for _ in range(7):
         next(running)
     state = first.state_dict()
     next(running)
-    again = loader(windows, seed=5, global_batch=8, num_workers=workers)
+    again = Loader(windows, seed=5, global_batch=8, num_workers=workers)
     again.load_state_dict(state)
     assert [joined([batch]) for batch in take(again, 12)] == reference[7:19]
-    at_step = loader(windows, seed=5, global_batch=8, start=7)
+    at_step = Loader(windows, seed=5, global_batch=8, start=7)
     assert joined(take(at_step, 1)) == reference[7]
     assert 0 < again.epoch < 3
 
 
-def test_iterating_again_goes_on_where_the_last_iteration_stopped(windows, reference):
-    source = loader(windows, seed=5, global_batch=8)
+def test_iterating_again_resumes_where_the_last_iteration_stopped(windows, reference):
+    source = Loader(windows, seed=5, global_batch=8)
     for at in (0, 3, 6):
         assert [joined([batch]) for batch in take(source, 3)] == reference[at : at + 3]
 
@@ -198,7 +195,7 @@ def test_a_position_moves_from_one_rank_to_two_and_back(windows, reference):
     state, at = None, 0
     for world, workers in ((1, 0), (2, 0), (1, 2), (4, 0)):
         ranks = [
-            loader(windows, seed=5, global_batch=8, rank=rank, world=world, num_workers=workers)
+            Loader(windows, seed=5, global_batch=8, rank=rank, world=world, num_workers=workers)
             for rank in range(world)
         ]
         for one in ranks:
@@ -213,7 +210,7 @@ def test_a_position_moves_from_one_rank_to_two_and_back(windows, reference):
 
 
 def test_a_step_counts_once_all_its_micro_batches_are_handed_out(windows):
-    source = loader(windows, seed=5, global_batch=8, micro_batch=3)
+    source = Loader(windows, seed=5, global_batch=8, micro_batch=3)
     running = iter(source)
     seen = []
     for _ in range(6):
@@ -223,11 +220,11 @@ def test_a_step_counts_once_all_its_micro_batches_are_handed_out(windows):
 
 
 def test_a_position_of_other_data_or_another_seed_is_refused(prepared, windows):
-    state = loader(windows, seed=5, global_batch=8).state_dict()
+    state = Loader(windows, seed=5, global_batch=8).state_dict()
     with pytest.raises(DataError, match="seed 5, this loader has 6"):
-        loader(windows, seed=6, global_batch=8).load_state_dict(state)
+        Loader(windows, seed=6, global_batch=8).load_state_dict(state)
     with pytest.raises(DataError, match="same data"):
-        loader(prepared.dataset("train", 17), seed=5, global_batch=8).load_state_dict(state)
+        Loader(prepared.dataset("train", 17), seed=5, global_batch=8).load_state_dict(state)
 
 
 def test_wrong_batch_sizes_are_refused_by_name(windows):
@@ -236,7 +233,7 @@ def test_wrong_batch_sizes_are_refused_by_name(windows):
         ({"global_batch": 8, "micro_batch": 9}, "micro_batch"), ({"global_batch": 8, "rank": 1}, "rank"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=name):
-            loader(windows, seed=0, **change)
+            Loader(windows, seed=0, **change)
 
 
 def test_evaluation_sees_every_window_once_whatever_the_number_of_ranks(windows):
@@ -257,7 +254,7 @@ def tuning(tmp_path_factory):
     source = write_jsonl(folder / "a.jsonl", rows)
     settings = DataConfig(prompt_field="question", response_field="answer", validation_share=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "UNIT_BYTES", (60, 60))
+        patch.setattr("dcdm.data.prepare.UNIT_BYTES", (60, 60))
         return prepare(str(source), out=folder / "out", settings=settings)
 
 
@@ -273,7 +270,7 @@ def test_an_example_fills_one_window_and_only_its_response_is_learned(tuning):
     assert tuning.documents("train") == len(SIZES)
     assert tuning.text_bytes("train") == sum(r - 1 for _, r in SIZES)
     assert tuning.manifest["splits"]["train"]["learned"] == sum(r for _, r in SIZES)
-    batch = dcdm.Batch(**next(iter(loader(dataset, seed=0, global_batch=4))))
+    batch = dcdm.Batch(**next(iter(Loader(dataset, seed=0, global_batch=4))))
     model = dcdm.build(dcdm.preset("mdlm-debug"), seed=0)
     result = dcdm.loss(model, batch, 0, dcdm.ObjectiveConfig(prompt_share=0.0))
     assert int(result.tokens) == sum(SIZES[i][1] for i in batch.index.tolist())

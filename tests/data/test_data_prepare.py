@@ -14,11 +14,9 @@ import pytest
 from corpora import documents, gpt2_style_folder, prose, tree, write_jsonl
 from dcdm.cli import main
 from dcdm.config import DataError
-from dcdm.data import planning
-from dcdm.data.packing import pack
-from dcdm.data.planning import examine
-from dcdm.data.prepare import prepare
-from dcdm.data.reporting import Reporter
+from dcdm.data.loader import pack
+from dcdm.data.prepare import Silent, prepare
+from dcdm.data.reading import examine
 from dcdm.data.settings import DataConfig
 from dcdm.data.sources import resolve
 from dcdm.data.store import PreparedData
@@ -26,7 +24,7 @@ from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.files import file_digest
 
 
-class Said(Reporter):
+class Said(Silent):
     def __init__(self):
         self.words = ""
 
@@ -36,7 +34,7 @@ class Said(Reporter):
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
 
 
 @pytest.fixture
@@ -115,7 +113,7 @@ def test_a_second_preparation_finds_its_work_done_even_if_the_files_were_touched
 def test_unchanged_files_are_not_read_again(corpus, monkeypatch):
     files = resolve(str(corpus), DataConfig())
     planned, stamps = examine(files, DataConfig(), {})
-    monkeypatch.setattr(planning, "file_digest", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: pytest.fail(f"read {path}"))
     assert examine(files, DataConfig(), stamps)[0] == planned
 
 
@@ -182,10 +180,10 @@ def test_damage_to_any_file_of_the_result_is_found(corpus, tmp_path, small_units
 
 KILLED_AT_EVERY_WRITE = """
 import json, os, signal, sys
-from dcdm.data import planning
+import dcdm.data.prepare
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
-planning.UNIT_BYTES = (2000, 2000)
+dcdm.data.prepare.UNIT_BYTES = (2000, 2000)
 source, tokenizer, out, only = sys.argv[1:]
 
 def run(moment):
@@ -252,7 +250,7 @@ def test_a_preparation_killed_at_any_write_ends_with_the_same_bytes(tmp_path, sm
         assert tree(folder) == expected, folder
 
 
-def test_a_preparation_killed_again_and_again_goes_on_where_it_stopped(corpus, tmp_path, small_units):
+def test_a_preparation_killed_again_and_again_resumes_where_it_stopped(corpus, tmp_path, small_units):
     expected = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
     kills = _killed(corpus, "bytes", tmp_path / "out", "17")
     assert kills >= 3
@@ -266,7 +264,7 @@ def test_the_command_and_its_workers_killed_at_random_times_end_with_the_same_by
             corpus / f"{number}.jsonl",
             [{"text": prose(60, seed)} for seed in range(number * 400, number * 400 + 400)],
         )
-    code = "from dcdm.data import planning; planning.UNIT_BYTES = (10**5, 10**5); from dcdm.cli import main; main()"
+    code = "from dcdm.data import prepare; prepare.UNIT_BYTES = (10**5, 10**5); from dcdm.cli import main; main()"
     command = [
         sys.executable,
         "-c",
@@ -308,11 +306,11 @@ def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path
     with pytest.raises(KeyboardInterrupt):
         prepare(str(corpus), "bytes", out, settings=DataConfig(validation_share=0.2), workers=1)
     monkeypatch.undo()
-    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
     assert len(list(tmp_path.glob("out.*.partial"))) == 1
     said = Said()
     prepare(str(corpus), "bytes", out, reporter=said)
-    assert "cannot be continued: validation_share was 0.2 and is 0.05" in said.words
+    assert "cannot be resumed: validation_share was 0.2 and is 0.05" in said.words
     assert tree(out) == whole
     assert not list(tmp_path.glob("out.*.partial"))
 
@@ -323,20 +321,20 @@ def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         prepare(str(corpus), "bytes", tmp_path / "out", workers=1)
     monkeypatch.undo()
-    monkeypatch.setattr(planning, "UNIT_BYTES", (2000, 2000))
+    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
     (work,) = tmp_path.glob("out.*.partial")
     shard = next(work.glob("train-*.bin"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
     said = Said()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
-    assert "continuing: 3 of" in said.words
+    assert "resuming: 3 of" in said.words
     assert tree(tmp_path / "out") == whole
 
 
 def _stop_after(monkeypatch, units):
-    from dcdm.data import workers
+    from dcdm.data import shards
 
-    real, done = workers.write_unit, []
+    real, done = shards.write_unit, []
 
     def stopping(*arguments):
         if len(done) == units:
@@ -344,11 +342,11 @@ def _stop_after(monkeypatch, units):
         done.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(workers, "write_unit", stopping)
+    monkeypatch.setattr(shards, "write_unit", stopping)
 
 
 def test_two_processes_preparing_the_same_folder_wait_for_each_other(corpus, tmp_path):
-    code = "from dcdm.data import planning; planning.UNIT_BYTES = (2000, 2000); from dcdm.cli import main; main()"
+    code = "from dcdm.data import prepare; prepare.UNIT_BYTES = (2000, 2000); from dcdm.cli import main; main()"
     command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(3)]
     assert [process.wait(timeout=60) for process in running] == [0, 0, 0]
@@ -374,14 +372,14 @@ def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path,
     assert not list(tmp_path.rglob("*.tmp"))
     said = Said()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
-    assert "continuing" in said.words
+    assert "resuming" in said.words
     assert tree(tmp_path / "out") == whole
 
 
 def test_a_full_disk_in_a_worker_process_is_said_clearly_too(corpus, tmp_path):
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))\n"
-        "from dcdm.data import planning; planning.UNIT_BYTES = (8000, 8000); from dcdm.cli import main; main()"
+        "from dcdm.data import prepare; prepare.UNIT_BYTES = (8000, 8000); from dcdm.cli import main; main()"
     )
     command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
     done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True)
@@ -427,7 +425,7 @@ def test_the_command_prepares_reports_and_explains_mistakes_without_a_trace(corp
     assert capsys.readouterr().err.startswith("dcdm: ")
 
 
-def test_an_interrupted_command_says_so_and_can_be_continued(corpus, tmp_path, small_units, monkeypatch, capsys):
+def test_an_interrupted_command_says_so_and_can_be_resumed(corpus, tmp_path, small_units, monkeypatch, capsys):
     command = ["data", "prepare", str(corpus), "--workers", "1", "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
         _stop_after(patch, 3)
@@ -436,7 +434,7 @@ def test_an_interrupted_command_says_so_and_can_be_continued(corpus, tmp_path, s
     assert stopped.value.code == 130
     assert "interrupted" in capsys.readouterr().err
     main(command)
-    assert "continuing: 3 of" in capsys.readouterr().err
+    assert "resuming: 3 of" in capsys.readouterr().err
     PreparedData.open(tmp_path / "out", verify=True)
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from corpora import documents, prose, write_jsonl
 from dcdm.config import DataError
 from dcdm.data.examples import ExampleMaker
-from dcdm.data.packing import pack
-from dcdm.data.planning import examine, units_of
+from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
-from dcdm.data.reading import Bad, read_texts
+from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
@@ -24,17 +23,16 @@ BYTES = byte_tokenizer()
 ALL = DataConfig(validation_share=0)
 
 
-def texts_of(spec, settings=ALL, unit_bytes=None, bad=None):
+def texts_of(spec, settings=ALL, part_bytes=PART_BYTES, bad=None):
     """The documents of a source as workers read them, in order, whole."""
     files, _ = examine(resolve(str(spec), settings), settings, {})
     whole, open_text = [], ""
-    for unit in units_of(files, settings, cut_documents=True, unit_bytes=unit_bytes):
-        for part in unit.parts:
-            for text, ends in read_texts(part, settings, bad or Bad(settings.max_bad)):
-                open_text += text
-                if ends:
-                    whole.append(open_text)
-                    open_text = ""
+    for part in cut_into_parts(files, settings, part_bytes, cut_documents=True):
+        for text, ends in read_texts(part, settings, bad or BadRows(settings.max_bad)):
+            open_text += text
+            if ends:
+                whole.append(open_text)
+                open_text = ""
     assert not open_text
     return whole
 
@@ -64,8 +62,8 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     with pa.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=9)
     for name in ("a.jsonl", "a.jsonl.gz", "a.parquet", "file.arrow", "stream.arrow"):
-        for unit_bytes in (None, 300):
-            assert texts_of(tmp_path / name, unit_bytes=unit_bytes) == texts, name
+        for part_bytes in (PART_BYTES, 300):
+            assert texts_of(tmp_path / name, part_bytes=part_bytes) == texts, name
 
 
 def test_a_text_file_is_one_document_or_its_lines_or_what_blank_lines_separate(tmp_path):
@@ -82,12 +80,12 @@ def test_a_text_file_is_one_document_or_its_lines_or_what_blank_lines_separate(t
     st.lists(st.sampled_from(["one", " two", "\n", ".", " ", "\r\n", "東", "\n\n"]), max_size=60),
     st.integers(1, 30),
 )
-def test_how_a_file_is_cut_into_units_never_changes_its_documents(tmp_path_factory, parts, unit_bytes):
+def test_how_a_file_is_cut_into_parts_never_changes_its_documents(tmp_path_factory, parts, part_bytes):
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes("".join(parts).encode())
     for kind in ("file", "lines", "blank-lines"):
         settings = DataConfig(documents=kind, validation_share=0)
-        assert texts_of(path, settings, unit_bytes) == texts_of(path, settings)
+        assert texts_of(path, settings, part_bytes) == texts_of(path, settings)
 
 
 def test_folders_and_patterns_give_their_files_in_order_of_name(tmp_path):
@@ -257,9 +255,9 @@ def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
     ]
     lines += [b'{"text": "\\ud800"}', b'{"text": "fine"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    for unit_bytes in (None, 20):
-        bad = Bad(limit=6)
-        assert texts_of(tmp_path / "a.jsonl", DataConfig(validation_share=0), unit_bytes, bad) == ["good", "fine"]
+    for part_bytes in (PART_BYTES, 20):
+        bad = BadRows(limit=6)
+        assert texts_of(tmp_path / "a.jsonl", DataConfig(validation_share=0), part_bytes, bad) == ["good", "fine"]
         assert [(name, line) for name, line, _ in bad.first] == [("a.jsonl", n) for n in (2, 4, 5, 6, 7, 8)]
         for (_, _, reason), word in zip(
             bad.first, ("JSON", "UTF-8", "list", "null", "other", "surrogate"), strict=True
@@ -269,7 +267,7 @@ def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
 
 def test_lines_that_are_not_utf8_are_left_out_of_text_files(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n" + "vier".encode("utf-16"))
-    bad = Bad(limit=2)
+    bad = BadRows(limit=2)
     assert texts_of(tmp_path / "a.txt", bad=bad) == ["one\nthree"]
     assert [(line, "UTF-8" in reason) for _, line, reason in bad.first] == [(2, True), (4, True)]
 
@@ -350,13 +348,13 @@ def test_wrong_settings_are_refused_by_name():
 def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
     files, _ = examine(resolve(str(path), ALL), ALL, {})
-    (unit,) = units_of(files, ALL, cut_documents=True)
+    (part,) = cut_into_parts(files, ALL)
     path.write_text(json.dumps({"text": "abcdef"}))
     with pytest.raises(DataError, match="changed while"):
-        list(read_texts(unit.parts[0], ALL, Bad(0)))
+        list(read_texts(part, ALL, BadRows(0)))
     Path(path).unlink()
     with pytest.raises(DataError, match="cannot read"):
-        list(read_texts(unit.parts[0], ALL, Bad(0)))
+        list(read_texts(part, ALL, BadRows(0)))
 
 
 def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_with_bos():

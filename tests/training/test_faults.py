@@ -91,9 +91,9 @@ def attempt(run: Run, fault: Fault | None) -> int:
     os.dup2(output, 2)
     run.events.unlink(missing_ok=True)
     from dcdm.cli import main
-    from dcdm.data import planning
+    from dcdm.data import prepare as preparing
 
-    planning.UNIT_BYTES = (2_000, 2_000)  # many units of a small corpus
+    preparing.UNIT_BYTES = (2_000, 2_000)  # many units of a small corpus
     watch("dcdm.training.metrics:Recorder.on_resume", lambda _, step: tell(run, "from", step))
     watch("dcdm.training.metrics:Recorder.on_step", lambda _, report: tell(run, "step", report.step + 1))
     watch("dcdm.training.checkpoint_state:collect", lambda state: tell(run, "saving"))
@@ -235,7 +235,7 @@ def corpus(tmp_path: Path) -> Path:
 WRITE_ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
 RENAME = "os:rename"
 SHORT = [
-    Fault("data", "dcdm.data.workers:write_unit", 3),
+    Fault("data", "dcdm.data.shards:write_unit", 3),
     Fault("published", RENAME, only=".partial", call=2, after=True),  # the first are the data's
     Fault("step", "torch.optim:AdamW.step", 4, after=True),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),
@@ -245,7 +245,7 @@ SHORT = [
 DATA = [
     Fault("data", "dcdm.data.prepare:load_tokenizer"),
     Fault("data", "dcdm.data.prepare:load_tokenizer", after=True),
-    Fault("data", "dcdm.data.workers:write_unit", 2),
+    Fault("data", "dcdm.data.shards:write_unit", 2),
     Fault("data", "dcdm.files:ArrayFile.close", 3),
     Fault("data", "dcdm.data.prepare:write_manifest"),
     Fault("data", RENAME, only=".partial"),

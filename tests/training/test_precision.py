@@ -11,8 +11,7 @@ import dcdm
 import tiny
 from corpora import prose
 from dcdm.config import ConfigError
-from dcdm.data.loading import loader
-from dcdm.data.packing import InMemory
+from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import Precision, World, precision
 from dcdm.training.checkpoint import load_weights, newest_whole
 from dcdm.training.loop import Hooks, StepReport, train, train_windows
@@ -47,7 +46,7 @@ def test_every_kind_trains_in_bf16_with_the_first_loss_of_fp32(kind):
 def losses_of_shards(world: World, kind: str) -> tuple[list[float], str]:
     reports: list[StepReport] = []
     made = model(kind)
-    batches = loader(InMemory(WINDOWS), seed=0, global_batch=4, rank=world.rank, world=world.size)
+    batches = Loader(InMemory(WINDOWS), seed=0, global_batch=4, rank=world.rank, world=world.size)
     train(made, batches, SETTINGS, world=world, hooks=Hooks(on_step=reports.append))
     return [report.nll for report in reports], str(next(made.parameters()).dtype)
 

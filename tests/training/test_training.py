@@ -6,7 +6,7 @@ import torch
 import dcdm
 import tiny
 from dcdm.config import ConfigError
-from dcdm.data.packing import pack
+from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.model.transformer import build
 from dcdm.training.loop import TrainConfig, adamw, learning_rate, train_windows

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dcdm.bench.harness import environment
 from dcdm.config import ModelConfig
-from dcdm.data.packing import pack
+from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.config import DecodingConfig

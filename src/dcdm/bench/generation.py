@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.data.packing import pack
+from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy

@@ -109,8 +109,8 @@ def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tok
 
     from dcdm.config import ConfigError
     from dcdm.data.prepare import prepare
-    from dcdm.data.reporting import ConsoleReporter
     from dcdm.data.store import PreparedData
+    from dcdm.progress import ConsoleProgress
     from dcdm.viewing.chunks import Corpus
 
     if windows < 1:
@@ -118,7 +118,7 @@ def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tok
     if len(sources) == 1 and (Path(sources[0]) / "manifest.json").exists():
         data = PreparedData.open(sources[0])
     else:
-        with ConsoleReporter() as reporter:
+        with ConsoleProgress() as reporter:
             data = prepare(list(sources), tokenizer, reporter=reporter)
     if data.tokenizer.fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"--corpus {sources[0]} was prepared with another tokenizer than the model's")

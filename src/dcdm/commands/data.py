@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 
-def prepare(
+def prepare_text(
     sources: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...")],
     out: Path,
     tokenizer: str = "bytes",
@@ -28,7 +28,7 @@ def prepare(
 ) -> None:
     """Tokenise text once into a folder of checked, memory-mapped shards.
 
-    Run again, it finds its work done, or goes on where it was interrupted.
+    Run again, it finds its work done, or resumes where it was interrupted.
 
     Args:
         sources: stdlib, files, folders, patterns (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), or a hub data set
@@ -49,17 +49,17 @@ def prepare(
         overwrite: Replace a folder that was prepared otherwise.
         json: Print the manifest as JSON instead of a summary.
     """
-    from dcdm.data.prepare import prepare as run
-    from dcdm.data.reporting import ConsoleReporter
+    from dcdm.data.prepare import prepare
     from dcdm.data.settings import DataConfig
+    from dcdm.progress import ConsoleProgress
 
     settings = DataConfig(
         documents=documents, field=field, prompt_field=prompt_field, response_field=response_field,
         separator=separator, messages_field=messages_field, turns=turns, validation_share=validation_share,
         max_bad=max_bad,
     )  # fmt: skip
-    with ConsoleReporter() as reporter:
-        prepared = run(
+    with ConsoleProgress() as reporter:
+        prepared = prepare(
             sources, tokenizer, out, validation=validation, settings=settings, workers=workers,
             overwrite=overwrite, reporter=reporter,
         )  # fmt: skip

@@ -1,31 +1,68 @@
-"""Text to token shards, once: planned, resumable, and the same whatever the number of workers."""
+"""Text to token shards, once: planned, resumable, and the same whatever the number of workers.
+
+`prepare` is the whole way. Below it stand its steps in order: the plan (all that decides the result), what an
+earlier run left, the folder in which it works, the tokenizer, the units of work, the manifest.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dcdm.config import DataError
 from dcdm.data.examples import BadRow, ExampleMaker
-from dcdm.data.planning import Stamps, Unit, differences, examine, plan_digest, plan_of, sample_order, units_of
-from dcdm.data.reading import NAMED, Bad, read_rows, read_texts
-from dcdm.data.reporting import Reporter
+from dcdm.data.reading import (
+    NAMED,
+    BadRows,
+    ExaminedFile,
+    Part,
+    Stamps,
+    cut_into_parts,
+    examine,
+    read_rows,
+    read_texts,
+)  # fmt: skip
 from dcdm.data.settings import SPLITS, DataConfig, held_out
-from dcdm.data.shards import dtype_for, finished
+from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
 from dcdm.data.sources import resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.data.workers import run_units
-from dcdm.data.workspace import STAMPS, Workspace, writing
-from dcdm.files import digest, file_digest, write_whole
+from dcdm.files import digest, file_digest, sync_folder, write_whole
 
+FORMAT = 1  # raise it when the same source would give other shards
+UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
+MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
+PLAN, LOCK, STAMPS = "plan.json", "lock", "source_stamps.json"
+
+
+class Reporter(Protocol):
+    """Hears what a preparation does; `dcdm.progress.ConsoleProgress` shows it to people."""
+
+    def say(self, text: str) -> None:
+        """One thing that happened, as a sentence."""
+
+    def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """How far a task has come."""
+
+
+class Silent(Reporter):
+    """Says nothing."""
+
+    def say(self, text: str) -> None:
+        return
+
+    def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
+        return
 
 
 def prepare(
@@ -41,12 +78,12 @@ def prepare(
 ) -> PreparedData:
     """Tokenise `sources` into `out` (default: a folder of the cache, named by its contents) and open it.
 
-    What is there already is used if source, tokenizer and settings are the same, continued if an earlier run
+    What is there already is used if source, tokenizer and settings are the same, resumed if an earlier run
     was interrupted, and refused with the reason if they changed (unless `overwrite`). `validation` names
     sources of the validation split; without it a share of the documents is held out by hash. `workers`
     (default: one per core) changes the speed only.
     """
-    settings, reporter = settings or DataConfig(), reporter or Reporter()
+    settings, reporter = settings or DataConfig(), reporter or Silent()
     sources, validation = _listed(sources), _listed(validation)
     if not sources:
         raise DataError("no source of text was given")
@@ -54,36 +91,35 @@ def prepare(
         raise DataError(f"workers={workers} must be at least 1")
 
     # what there is to read, and what decides the result
-    known = _known_stamps(out)
     files = [file for spec in sources for file in resolve(spec, settings, "train" if validation else None)]
     files += [file for spec in validation for file in resolve(spec, settings, "validation")]
-    planned, stamps = examine(files, settings, known)
-    fixed = _tokenizer_now(tokenizer)
+    examined, stamps = examine(files, settings, _known_stamps(out))
     spec = tokenizer if isinstance(tokenizer, str) else "given"
-    identity = {"spec": spec} if fixed is None else {"fingerprint": fixed.fingerprint}
-    plan = plan_of(planned, settings, identity, bool(validation))
-    out = cache_folder() / f"{_slug(sources[0])}-{plan_digest(plan)[:12]}" if out is None else _absolute(out)
+    ready = _tokenizer_if_ready(tokenizer)
+    plan = plan_of(examined, settings, spec, ready, bool(validation))
+    out = cache_folder() / f"{_slug(sources[0])}-{digest(plan)[:12]}" if out is None else _absolute(out)
 
     # is it there already?
-    if (there := _reusable(out, plan, settings, overwrite, reporter)) is not None:
-        return there
+    if (existing := _reusable(out, plan, settings, overwrite, reporter)) is not None:
+        return existing
     work = Workspace(out, plan)
     work.remove_others(reporter.say)
-    with work.held(reporter.say) as ours:
-        if not ours or _is_finished(work.path):
-            if ours:
-                work.publish()
+    with work.held(reporter.say) as is_ours:
+        if not is_ours:  # another process finished it meanwhile
+            return _opened(out, settings)
+        if _is_finished(work.path):
+            work.publish()
             return _opened(out, settings)
 
         # tokenise what earlier runs left
-        units = units_of(planned, settings, fixed is None or fixed.cuts_between_words)
+        units = units_of(examined, settings, ready is None or ready.cuts_between_words)
         with writing(work.path):
             write_whole(work.path / STAMPS, json.dumps(stamps).encode())
-            chosen = _kept_tokenizer(work.path / "tokenizer", fixed, spec, units, settings, reporter)
-        records = _tokenise(units, work.path, chosen, settings, workers, reporter)
+            kept = _kept_tokenizer(work.path / "tokenizer", ready, spec, units, settings, reporter)
+        records = _tokenise(units, work.path, kept, settings, workers or _cores(), reporter)
 
         # vouch for it and put it in its place
-        manifest = _manifest(plan, records, chosen, work.path, settings)
+        manifest = _manifest(plan, records, kept, work.path, settings)
         manifest["given"] = {"tokenizer": spec, "sources": list(sources), "validation": list(validation)}
         try:
             _check_filled(manifest, settings, bool(validation), list(sources), reporter)
@@ -96,91 +132,102 @@ def prepare(
     return PreparedData.open(out)
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cache_folder() -> Path:
     """Where preparations without a folder of their own are kept: `$DCDM_CACHE`, or `dcdm` in the user's cache."""
     base = os.environ.get("DCDM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dcdm"
     return _absolute(base) / "data"
 
 
-def _tokenise(
-    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig,
-    workers: int | None, reporter: Reporter,
-) -> list[dict[str, Any]]:  # fmt: skip
-    records = {unit.number: record for unit in units if (record := finished(folder, unit.number)) is not None}
-    left = [unit for unit in units if unit.number not in records]
-    if records:
-        reporter.say(f"continuing: {len(records)} of {len(units)} units were finished by an earlier run")
-    weights, tokens = {unit.number: unit.weight for unit in units}, 0
-    total, done = sum(weights.values()), sum(weights[number] for number in records)
-    _bad_in(records.values(), settings)
-    for record in run_units(left, folder, tokenizer, settings, workers or cores()):
-        records[record["unit"]] = record
-        if record["bad"]["count"]:
-            _bad_in(records.values(), settings)
-        tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
-        done += weights[record["unit"]]
-        reporter.progress(done, total, tokens)
-    return [records[unit.number] for unit in units]
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _bad_in(records: Iterable[dict[str, Any]], settings: DataConfig) -> Bad:
-    """All that was bad, if it is within the limit."""
-    bad = Bad(settings.max_bad)
-    for record in sorted(records, key=lambda record: record["unit"]):
-        bad.count += record["bad"]["count"]
-        bad.first += [(name, line, reason) for name, line, reason in record["bad"]["first"]]
-    bad.first = bad.first[:NAMED]
-    bad.check()
-    return bad
+def _listed(specs: str | Sequence[str]) -> list[str]:
+    return [specs] if isinstance(specs, str) else list(specs)
 
 
-def _manifest(
-    plan: dict[str, Any], records: list[dict[str, Any]], tokenizer: Tokenizer, folder: Path, settings: DataConfig
+def _absolute(path: Path | str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _slug(spec: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
+
+
+# --- the plan ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(
+    files: Sequence[ExaminedFile], settings: DataConfig, spec: str, tokenizer: Tokenizer | None, validation: bool
 ) -> dict[str, Any]:
-    splits: dict[str, dict[str, Any]] = {}
-    for split in SPLITS:
-        parts = [record["splits"][split] for record in records]
-        counts = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "learned", "bytes")}
-        splits[split] = {**counts, "files": [entry for part in parts for entry in part["files"]]}
-    tokenizer_files = [
-        {"file": f"tokenizer/{path.name}", "bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in sorted((folder / "tokenizer").glob("*.json"))
-    ]
-    bad = _bad_in(records, settings)
+    """All that decides the result. Two preparations with equal plans give the same bytes.
+
+    A tokenizer that is still to be learned is known by its name `spec`: what it learns from is in the plan.
+    """
     return {
-        "fingerprint": plan_digest(plan),
-        "plan": plan,
-        "source_fingerprint": digest(plan["source"]),
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype_for(tokenizer.vocab_size),
-        "fine_tuning": settings.fine_tuning,
-        "splits": splits,
-        "tokenizer_files": tokenizer_files,
-        "bad": {"count": bad.count, "first": bad.first},
+        "format": FORMAT,
+        "unit_bytes": list(UNIT_BYTES),
+        "tokenizer": {"spec": spec} if tokenizer is None else {"fingerprint": tokenizer.fingerprint},
+        "settings": settings.identity(validation),
+        "source": [file.entry() for file in files],
     }
 
 
-def _check_filled(
-    manifest: dict[str, Any], settings: DataConfig, validation_given: bool, sources: list[str], reporter: Reporter
-) -> None:
-    train, validation = (manifest["splits"][split]["documents"] for split in SPLITS)
-    if not train and not validation:
-        raise DataError(f"no text was found in {', '.join(sources)}")
-    if not train:
-        raise DataError(
-            "every document fell into validation and none is left to train on; give more text, name a validation "
-            "source (--validation), or lower validation_share (--validation-share)"
-        )
-    if not validation and (validation_given or settings.validation_share > 0):
-        reporter.say(
-            "no document fell into validation; name a validation source (--validation), or raise validation_share"
-        )
+def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Why a preparation by plan `old` does not serve plan `new`, in words."""
+    reasons = []
+    if old.get("format") != new["format"]:
+        reasons.append(f"it has format {old.get('format')}, this version writes {new['format']}")
+    if old.get("unit_bytes") != new["unit_bytes"]:
+        reasons.append("it was cut into shards of another size")
+    if old.get("tokenizer") != new["tokenizer"]:
+        reasons.append(f"the tokenizer was {_called(old.get('tokenizer', {}))} and is {_called(new['tokenizer'])}")
+    was, now = old.get("settings", {}), new["settings"]
+    for name in sorted({*was, *now}):
+        if was.get(name) != now.get(name):
+            reasons.append(f"{name} was {was.get(name)!r} and is {now.get(name)!r}")
+    if old.get("source") != new["source"]:
+        reasons.append(_source_difference(old.get("source", []), new["source"]))
+    return "; ".join(reasons) or "the plans differ"
+
+
+def _called(tokenizer: dict[str, Any]) -> str:
+    mark = tokenizer.get("fingerprint", "")[:12]
+    return f"{tokenizer.get('spec')} ({mark})" if mark else str(tokenizer.get("spec"))
+
+
+def _source_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    was, now = ({entry["name"]: entry for entry in entries} for entries in (old, new))
+    both = [name for name in now if name in was]
+    groups = {
+        "changed": [name for name in both if was[name]["sha256"] != now[name]["sha256"]],
+        "new": [name for name in now if name not in was],
+        "gone": [name for name in was if name not in now],
+        "in another split": [name for name in both if was[name]["split"] != now[name]["split"]],
+    }
+    words = []
+    for word, names in groups.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            words.append(f"{word}: {', '.join(names[:3])}{more}")
+    return f"the source differs ({'; '.join(words) or 'its order changed'})"
+
+
+# --- what an earlier run left ------------------------------------------------------------------------------------
+
+
+def _known_stamps(out: Path | str | None) -> Stamps:
+    """Hashes of source files from earlier runs, finished or not."""
+    if out is None:
+        folders = [*cache_folder().glob("*")]
+    else:
+        folders = [_absolute(out), *_absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}.*.partial")]
+    known: Stamps = {}
+    for folder in sorted(folders):
+        with suppress(OSError, ValueError):
+            known |= json.loads((folder / STAMPS).read_bytes())
+    return known
 
 
 def _reusable(
@@ -211,9 +258,9 @@ def _reusable(
 
 
 def _opened(out: Path, settings: DataConfig) -> PreparedData:
+    """The finished preparation, if what was bad in it is within today's limit."""
     prepared = PreparedData.open(out)
-    bad = prepared.manifest["bad"]
-    Bad(settings.max_bad, bad["count"], [(name, line, reason) for name, line, reason in bad["first"]]).check()
+    _all_bad_rows([prepared.manifest["bad"]], settings)
     return prepared
 
 
@@ -229,7 +276,110 @@ def _is_finished(work: Path) -> bool:
     return True
 
 
-def _tokenizer_now(tokenizer: str | Tokenizer) -> Tokenizer | None:
+# --- the folder in which it works --------------------------------------------------------------------------------
+
+
+class Workspace:
+    """`OUT.<plan>.partial`, beside the result: named by its plan, so that no run takes up another plan's work."""
+
+    def __init__(self, out: Path, plan: dict[str, Any]) -> None:
+        self.out, self.plan = out, plan
+        self.path = out.with_name(f"{out.name}.{digest(plan)[:12]}.partial")
+
+    @contextmanager
+    def held(self, say: Callable[[str], None]) -> Iterator[bool]:
+        """Make the folder and hold it against other processes; False if another finished it meanwhile."""
+        with writing(self.out.parent):
+            lock = self._lock(say)
+        if lock is None:
+            yield False
+            return
+        try:
+            with writing(self.path):
+                (self.path / RECORDS).mkdir(exist_ok=True)
+                if not (self.path / PLAN).exists():
+                    write_whole(self.path / PLAN, json.dumps(self.plan).encode())
+            yield True
+        except DataError:
+            if not any((self.path / RECORDS).glob("*.json")):  # nothing to resume from
+                self.discard()
+            raise
+        finally:
+            os.close(lock)
+
+    def remove_others(self, say: Callable[[str], None]) -> None:
+        """Remove what earlier runs with other plans left unfinished, and say why it cannot be used."""
+        pattern = re.compile(re.escape(self.out.name) + r"\.[0-9a-f]{12}\.partial")
+        for path in sorted(self.out.parent.glob("*.partial")):
+            if path == self.path or not pattern.fullmatch(path.name) or _in_use(path):
+                continue
+            try:
+                reason = differences(json.loads((path / PLAN).read_bytes()), self.plan)
+            except (OSError, ValueError):
+                reason = "it has no plan"
+            say(f"{path.name}, an unfinished preparation, cannot be resumed: {reason}. Removed it")
+            with writing(path):
+                shutil.rmtree(path)
+
+    def publish(self) -> None:
+        """Leave only what belongs to the result, then rename the folder to its final name."""
+        with writing(self.path):
+            shutil.rmtree(self.path / RECORDS, ignore_errors=True)
+            for path in (self.path / PLAN, self.path / LOCK, *self.path.rglob("*.tmp")):
+                path.unlink(missing_ok=True)
+            sync_folder(self.path)
+        with writing(self.out.parent):
+            aside = self.out.with_name(f"{self.out.name}.replaced")
+            if self.out.exists() and any(self.out.iterdir()):
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(self.out, aside)
+            os.rename(self.path, self.out)
+            sync_folder(self.out.parent)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _lock(self, say: Callable[[str], None]) -> int | None:
+        waited = False
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                handle = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+            except FileNotFoundError:  # renamed between the two lines
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another process is preparing {self.out}; waiting for it")
+                waited = True
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(handle), os.stat(self.path / LOCK)):
+                    return handle
+            os.close(handle)
+            if waited and self.out.exists():
+                return None
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        handle = os.open(path / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+# --- the tokenizer -----------------------------------------------------------------------------------------------
+
+
+def _tokenizer_if_ready(tokenizer: str | Tokenizer) -> Tokenizer | None:
     """The tokenizer, unless it must be learned from the corpus first."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -237,28 +387,24 @@ def _tokenizer_now(tokenizer: str | Tokenizer) -> Tokenizer | None:
 
 
 def _kept_tokenizer(
-    folder: Path, fixed: Tokenizer | None, spec: str, units: list[Unit], settings: DataConfig, reporter: Reporter
+    folder: Path, ready: Tokenizer | None, spec: str, units: list[Unit], settings: DataConfig, reporter: Reporter
 ) -> Tokenizer:
     """The tokenizer of this preparation, kept in its folder; `bpe:N` is learned unless an earlier run did so."""
     if (folder / "tokenizer_config.json").exists():  # written last
         return Tokenizer.load(folder)
-    if fixed is None:
+    if ready is None:
         reporter.say(f"learning {spec}")
-        fixed = load_tokenizer(spec, _training_texts(units, settings))
-    fixed.save(folder)
-    return fixed
+        ready = load_tokenizer(spec, _training_texts(units, settings))
+    ready.save(folder)
+    return ready
 
 
 def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
     """Text of the training split, from all over the corpus, up to a limit."""
-    left, bad = BPE_SAMPLE, Bad(settings.max_bad)
-    maker = ExampleMaker(settings, byte_tokenizer())
-    for part in (part for unit in sample_order(units) for part in unit.parts if part.split != "validation"):
-        if settings.fine_tuning:
-            pairs = _example_texts(maker, read_rows(part, settings.columns, bad))
-        else:
-            pairs = ((text.encode(), text) for text, _ in read_texts(part, settings, bad))
-        for name, text in pairs:
+    left, bad, maker = BPE_SAMPLE, BadRows(settings.max_bad), ExampleMaker(settings, byte_tokenizer())
+    spread = sorted(units, key=lambda unit: digest(["sample", unit.number]))
+    for part in (part for unit in spread for part in unit.parts if part.split != "validation"):
+        for name, text in _named_texts(part, settings, maker, bad):
             if part.split is None and held_out(name, settings.validation_share):
                 continue
             yield text
@@ -267,8 +413,14 @@ def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
                 return
 
 
-def _example_texts(maker: ExampleMaker, rows: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[bytes, str]]:
-    for _, row in rows:
+def _named_texts(
+    part: Part, settings: DataConfig, maker: ExampleMaker, bad: BadRows
+) -> Iterator[tuple[bytes, str]]:
+    """The texts of a part, each with the name by which its split is chosen."""
+    if not settings.fine_tuning:
+        yield from ((text.encode(), text) for text, _ in read_texts(part, settings, bad))
+        return
+    for _, row in read_rows(part, settings.columns, bad):
         try:
             name, examples = maker.of(row)
         except BadRow:  # counted when its unit is tokenised
@@ -278,26 +430,104 @@ def _example_texts(maker: ExampleMaker, rows: Iterator[tuple[int, dict[str, Any]
             yield name, example.response
 
 
-def _known_stamps(out: Path | str | None) -> Stamps:
-    """Hashes of source files from earlier runs, finished or not."""
-    if out is None:
-        folders = [*cache_folder().glob("*")]
-    else:
-        folders = [_absolute(out), *_absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}.*.partial")]
-    known: Stamps = {}
-    for folder in sorted(folders):
-        with suppress(OSError, ValueError):
-            known |= json.loads((folder / STAMPS).read_bytes())
-    return known
+# --- the units of work -------------------------------------------------------------------------------------------
 
 
-def _listed(specs: str | Sequence[str]) -> list[str]:
-    return [specs] if isinstance(specs, str) else list(specs)
+def units_of(files: Sequence[ExaminedFile], settings: DataConfig, cut_documents: bool) -> list[Unit]:
+    """The work, in the order of the source; it depends on the source alone, never on the workers."""
+    total = sum(file.stamp[0] for file in files)
+    unit_bytes = min(max(total // MOST_UNITS, UNIT_BYTES[0]), UNIT_BYTES[1])
+    units: list[Unit] = []
+    waiting: list[Part] = []
+    weight = 0
+    for part in cut_into_parts(files, settings, unit_bytes, cut_documents):
+        waiting.append(part)
+        weight += part.weight
+        if weight >= unit_bytes:
+            units.append(Unit(len(units), tuple(waiting)))
+            waiting, weight = [], 0
+    if waiting:
+        units.append(Unit(len(units), tuple(waiting)))
+    return units
 
 
-def _absolute(path: Path | str) -> Path:
-    return Path(path).expanduser().resolve()
+def _tokenise(
+    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
+) -> list[dict[str, Any]]:
+    """The records of all units, in order, once their shards are written."""
+    records = {
+        unit.number: record for unit in units if (record := finished_record(folder, unit.number)) is not None
+    }
+    left = [unit for unit in units if unit.number not in records]
+    if records:
+        reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
+    weights, tokens, started = {unit.number: unit.weight for unit in units}, 0, time.monotonic()
+    total, done = sum(weights.values()), sum(weights[number] for number in records)
+    _all_bad_rows((record["bad"] for record in records.values()), settings)
+    for record in write_units(left, folder, tokenizer, settings, workers):
+        records[record["unit"]] = record
+        if record["bad"]["count"]:
+            _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
+        tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
+        done += weights[record["unit"]]
+        rate = tokens / max(time.monotonic() - started, 1e-3)
+        reporter.progress("tokenising", done, total, "bytes", f"{rate / 1e6:.2f}M tokens/s")
+    return [records[unit.number] for unit in units]
 
 
-def _slug(spec: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
+def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> BadRows:
+    """All that was bad, if it is within the limit."""
+    bad = BadRows(settings.max_bad)
+    for counted in counts:
+        bad.count += counted["count"]
+        bad.first += [(name, line, reason) for name, line, reason in counted["first"]]
+    bad.first = bad.first[:NAMED]
+    bad.check()
+    return bad
+
+
+# --- the manifest ------------------------------------------------------------------------------------------------
+
+
+def _manifest(
+    plan: dict[str, Any], records: list[dict[str, Any]], tokenizer: Tokenizer, folder: Path, settings: DataConfig
+) -> dict[str, Any]:
+    splits: dict[str, dict[str, Any]] = {}
+    for split in SPLITS:
+        parts = [record["splits"][split] for record in records]
+        counts = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "learned", "bytes")}
+        splits[split] = {**counts, "files": [entry for part in parts for entry in part["files"]]}
+    tokenizer_files = [
+        {"file": f"tokenizer/{path.name}", "bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in sorted((folder / "tokenizer").glob("*.json"))
+    ]
+    bad = _all_bad_rows((record["bad"] for record in records), settings)
+    return {
+        "fingerprint": digest(plan),
+        "plan": plan,
+        "source_fingerprint": digest(plan["source"]),
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": dtype_for(tokenizer.vocab_size),
+        "fine_tuning": settings.fine_tuning,
+        "splits": splits,
+        "tokenizer_files": tokenizer_files,
+        "bad": {"count": bad.count, "first": bad.first},
+    }
+
+
+def _check_filled(
+    manifest: dict[str, Any], settings: DataConfig, validation_given: bool, sources: list[str], reporter: Reporter
+) -> None:
+    train, validation = (manifest["splits"][split]["documents"] for split in SPLITS)
+    if not train and not validation:
+        raise DataError(f"no text was found in {', '.join(sources)}")
+    if not train:
+        raise DataError(
+            "every document fell into validation and none is left to train on; give more text, name a validation "
+            "source (--validation), or lower validation_share (--validation-share)"
+        )
+    if not validation and (validation_given or settings.validation_share > 0):
+        reporter.say(
+            "no document fell into validation; name a validation source (--validation), or raise validation_share"
+        )

@@ -1,28 +1,52 @@
-"""Parts of files to documents and rows; what cannot be read is reported by file and line."""
+"""Files to documents and rows: examined, cut into parts, read; what cannot be read is reported by file and line."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import DataError
-from dcdm.data.settings import DataConfig, Split
-from dcdm.data.sources import Format
+from dcdm.data.settings import DataConfig, Split, held_out
+from dcdm.data.sources import Format, SourceFile
+from dcdm.data.tokenizers import BETWEEN_WORDS
+from dcdm.files import file_digest
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
 BOM = b"\xef\xbb\xbf"
-ROWS = 1024  # rows of a table that are Python objects at one time
+PART_BYTES = 64 << 20  # of a part where nobody asks for another size
+TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
 NAMED = 10  # bad places that a report names
+FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
+_BLANK_BYTES = re.compile(BLANK.pattern.encode())
+_BETWEEN_WORDS_BYTES = re.compile(BETWEEN_WORDS.pattern.encode())
+
+Stamps = dict[str, list[Any]]
+"""Path of a file → its size, times, inode and SHA-256."""
+
+
+@dataclass(frozen=True)
+class ExaminedFile:
+    """A source file, its size and modification time, and its contents' hash."""
+
+    source: SourceFile
+    stamp: tuple[int, int]
+    sha256: str
+
+    def entry(self) -> dict[str, Any]:
+        source = self.source
+        return {"name": source.name, "bytes": self.stamp[0], "sha256": self.sha256, "split": source.split}
 
 
 @dataclass(frozen=True)
@@ -37,7 +61,7 @@ class Part:
     weight: int
     """Bytes on the disk, about."""
     stamp: tuple[int, int]
-    """Size and modification time of the file when it was planned."""
+    """Size and modification time of the file when it was examined."""
     split: Split | None = None
     ends: bool = True
     """Whether a document that is the whole file ends here."""
@@ -45,8 +69,8 @@ class Part:
 
 
 @dataclass
-class Bad:
-    """Lines and rows that could not be used."""
+class BadRows:
+    """Lines and rows that could not be used: how many, the first of them, and how many may be."""
 
     limit: int
     count: int = 0
@@ -70,7 +94,135 @@ class Bad:
             )
 
 
-def read_texts(part: Part, settings: DataConfig, bad: Bad) -> Iterator[tuple[str, bool]]:
+# --- which files there are to read, and what is in them -----------------------------------------------------------
+
+
+def examine(
+    sources: Sequence[SourceFile], settings: DataConfig, known: Stamps
+) -> tuple[list[ExaminedFile], Stamps]:
+    """Check that every file can be read and has the fields asked for, and hash it.
+
+    Files that look as they did in `known` (size, times, inode) are not read again; the second result is
+    `known` for the next time.
+    """
+    paths = {str(source.path.absolute()): source for source in sources}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        stamps: Stamps = dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
+    for source in paths.values():
+        if source.format != "text":
+            fields = first_fields(source.path, source.format)
+            if fields is not None and (missing := [c for c in settings.columns if c not in fields]):
+                raise DataError(
+                    f"{source.path}: {missing_fields(missing, fields)}. Name the right one with field (--field), "
+                    "prompt_field and response_field, or messages_field"
+                )
+    files = []
+    for source in sources:
+        size, modified, *_, sha256 = stamps[str(source.path.absolute())]
+        files.append(ExaminedFile(source, (size, modified), sha256))
+    return files, stamps
+
+
+def _stamp(path: str, known: Stamps) -> list[Any]:
+    try:
+        stat = os.stat(path)
+        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        before = known.get(path)
+        return before if before is not None and before[:-1] == seen else [*seen, file_digest(path)]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+# --- files to parts -----------------------------------------------------------------------------------------------
+
+
+def cut_into_parts(
+    files: Sequence[ExaminedFile], settings: DataConfig, part_bytes: int = PART_BYTES, cut_documents: bool = False
+) -> Iterator[Part]:
+    """The files in parts of about `part_bytes` each, in order.
+
+    Where they are cut depends on the files and on `part_bytes` alone. Documents stay whole, but with
+    `cut_documents` a text file that is one long document is cut between words.
+    """
+    undecided = [file for file in files if file.source.format == "text" and file.source.split is None]
+    few = len(undecided) * settings.validation_share < FEW
+    for file in files:
+        source, size = file.source, file.stamp[0]
+        part = Part(
+            str(source.path.absolute()), source.name, source.format, 0, size, size, file.stamp,
+            source.split, lenient=source.lenient,
+        )  # fmt: skip
+        if source.format == "jsonl.gz":
+            yield part
+        elif source.format == "parquet":
+            for number, weight in enumerate(parquet_groups(source.path)):
+                yield replace(part, start=number, stop=number + 1, weight=weight)
+        elif source.format == "arrow":
+            rows = read_arrow(source.path).num_rows
+            step = max(1, rows * part_bytes // max(1, size))
+            for start in range(0, rows, step):
+                stop = min(rows, start + step)
+                yield replace(part, start=start, stop=stop, weight=size * (stop - start) // rows)
+        elif size == 0:
+            continue
+        elif source.format == "text" and settings.documents == "file":
+            for whole in _file_documents(part, file.sha256, settings.validation_share, few):
+                step = part_bytes if cut_documents else size
+                yield from _cut(whole, step, _between_words, keep_open=True)
+        else:
+            blank = source.format == "text" and settings.documents == "blank-lines"
+            yield from _cut(part, part_bytes, _after_blank if blank else _after_line)
+
+
+def _file_documents(part: Part, sha256: str, share: float, few: bool) -> Iterator[Part]:
+    """A text file as one document of one split, or, where files are few, its end as a document of validation."""
+    if part.split is not None or share == 0:
+        yield replace(part, split=part.split or "train")
+    elif not few:
+        yield replace(part, split="validation" if held_out(sha256.encode(), share) else "train")
+    else:
+        with open(part.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            border = _after_line(data, max(1, part.stop - int(part.stop * share)), part.stop)
+        yield replace(part, stop=border, weight=border, split="train")
+        if border < part.stop:
+            yield replace(part, start=border, weight=part.stop - border, split="validation")
+
+
+def _cut(
+    part: Part, step: int, find: Callable[[mmap.mmap, int, int], int], keep_open: bool = False
+) -> Iterator[Part]:
+    """`part` in stretches of at least `step` bytes, each ending where `find` allows."""
+    if part.stop - part.start <= step:
+        yield part
+        return
+    with open(part.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = part.start
+        while start < part.stop:
+            stop = find(data, start + step, part.stop) if start + step < part.stop else part.stop
+            ends = stop == part.stop or not keep_open
+            yield replace(part, start=start, stop=stop, weight=stop - start, ends=ends)
+            start = stop
+
+
+def _after_line(data: mmap.mmap, at: int, stop: int) -> int:
+    newline = data.find(b"\n", at - 1, stop)
+    return stop if newline < 0 else newline + 1
+
+
+def _after_blank(data: mmap.mmap, at: int, stop: int) -> int:
+    match = _BLANK_BYTES.search(data, at, stop)
+    return stop if match is None else match.end()
+
+
+def _between_words(data: mmap.mmap, at: int, stop: int) -> int:
+    match = _BETWEEN_WORDS_BYTES.search(data, at, stop)
+    return stop if match is None else match.end()
+
+
+# --- parts to documents and rows ----------------------------------------------------------------------------------
+
+
+def read_texts(part: Part, settings: DataConfig, bad: BadRows) -> Iterator[tuple[str, bool]]:
     """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
     if part.format != "text":
         for line, row in read_rows(part, settings.columns, bad):
@@ -96,7 +248,7 @@ def read_texts(part: Part, settings: DataConfig, bad: Bad) -> Iterator[tuple[str
         yield from ((piece.strip("\r\n"), True) for piece in BLANK.split(text) if piece.strip())
 
 
-def read_rows(part: Part, columns: tuple[str, ...], bad: Bad) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(part: Part, columns: tuple[str, ...], bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a part that hold `columns`, with their lines in the part, or row numbers in a table."""
     try:
         if part.format in ("jsonl", "jsonl.gz"):
@@ -137,7 +289,7 @@ def missing_fields(missing: list[str], there: list[str]) -> str:
     return f"no field {' and no field '.join(map(repr, missing))}; fields there: {', '.join(there) or 'none'}"
 
 
-def _text(part: Part, bad: Bad) -> str:
+def _text(part: Part, bad: BadRows) -> str:
     """The text of a part, without the lines that are not UTF-8."""
     raw = _bytes(part)
     try:
@@ -152,7 +304,7 @@ def _text(part: Part, bad: Bad) -> str:
         return "\n".join(kept)
 
 
-def _json_rows(part: Part, bad: Bad) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(part: Part, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
     for line, raw in enumerate(_json_lines(part), start=1):
         if not raw.strip():
             continue
@@ -190,11 +342,11 @@ def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dic
             file = pq.ParquetFile(part.path)
             groups = range(part.start, part.stop)
             number = sum(file.metadata.row_group(g).num_rows for g in range(part.start))
-            batches = file.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=wanted)
+            batches = file.iter_batches(batch_size=TABLE_ROWS, row_groups=list(groups), columns=wanted)
         else:
             number = part.start
             table = read_arrow(part.path).slice(part.start, part.stop - part.start).select(wanted)
-            batches = iter(table.to_batches(max_chunksize=ROWS))
+            batches = iter(table.to_batches(max_chunksize=TABLE_ROWS))
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1

@@ -1,24 +1,51 @@
-"""Prepared data on the disk: token shards and the manifest that vouches for them."""
+"""Prepared data on the disk: the manifest, token shards that it vouches for, and windows over them.
+
+L positions of a window
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from dcdm.config import DataError
+from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.data.settings import SPLITS, Split
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest, file_digest, write_whole
 
-if TYPE_CHECKING:
-    from dcdm.data.loading import ExampleWindows, Windows
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 Overlong = Literal["truncate", "drop"]
+Item = dict[str, Any]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared folder, if it is whole."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        claimed = manifest.pop("sha256")
+        whole = claimed == digest(manifest)
+    except FileNotFoundError:
+        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}); run dcdm data prepare") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise DataError(f"{path} is damaged; prepare the data again")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
+    write_whole(folder / MANIFEST, text.encode() + b"\n")
 
 
 class PreparedData:
@@ -75,15 +102,41 @@ class PreparedData:
         """UTF-8 bytes of the text that is learned (responses of fine-tuning data), for bits per byte."""
         return self._split(split)["bytes"]
 
-    def dataset(self, split: Split, length: int, overlong: Overlong = "truncate") -> Windows | ExampleWindows:
+    def dataset(self, split: Split, length: int, overlong: Overlong = "truncate") -> TextWindows | ExampleWindows:
         """The split in windows of `length` tokens, BOS first.
 
         Fine-tuning data gives one example per window. Of one longer than the window, `overlong` cuts the end
         of the response (`truncate`) or leaves it out (`drop`); both are counted and said.
         """
-        from dcdm.data import loading
-
-        return loading.dataset_of(self, split, length, overlong)
+        if length < 2:
+            raise DataError(f"length={length} must be at least 2: BOS and a token")
+        if overlong not in ("truncate", "drop"):
+            raise DataError(f"overlong={overlong!r} is not known; choose truncate or drop")
+        where = f"the {split} split of {self.folder}"
+        bos_id, pad_id, _ = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
+        identity = f"{self.fingerprint}/{split}/{length}"
+        if not self.fine_tuning:
+            windows = TextWindows(self.stream(split), length, bos_id, identity)
+            if not len(windows):
+                raise DataError(
+                    f"{where} has {self.tokens(split)} tokens, fewer than one window of {length - 1} and BOS; "
+                    f"{_more_text(split)} or a shorter length"
+                )
+            return windows
+        examples = ExampleWindows(
+            self.stream(split), self.lengths(split), length, bos_id, pad_id,
+            overlong, f"{identity}/{overlong}",
+        )  # fmt: skip
+        if examples.truncated or examples.dropped:
+            log.warning(
+                "%s: of %d examples, %d are cut and %d left out, being longer than a window of %d",
+                where, self.documents(split), examples.truncated, examples.dropped, length,
+            )  # fmt: skip
+        if not len(examples):
+            raise DataError(
+                f"{where} has no example for a window of {length}; {_more_text(split)} or a longer length"
+            )
+        return examples
 
     def stream(self, split: Split) -> TokenStream:
         """All tokens of a split, in order."""
@@ -155,24 +208,70 @@ class TokenStream:
         return {**self.__dict__, "_maps": [None] * len(self._paths)}  # a pickled map would carry its contents
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder, if it is whole."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        claimed = manifest.pop("sha256")
-        whole = claimed == digest(manifest)
-    except FileNotFoundError:
-        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}); run dcdm data prepare") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, AttributeError):
-        whole = False
-    if not whole:
-        raise DataError(f"{path} is damaged; prepare the data again")
-    return manifest
+class TextWindows:
+    """A split's stream of tokens in windows: window i is BOS and the next L−1 tokens after window i−1's.
+
+    An item holds `tokens` (L,), `prompt` (L,), here all False, and `index`.
+    """
+
+    def __init__(self, stream: TokenStream, length: int, bos_id: int, identity: str) -> None:
+        self.stream, self.length, self.bos_id, self.identity = stream, length, bos_id, identity
+
+    def __len__(self) -> int:
+        return len(self.stream) // (self.length - 1)
+
+    def __getitem__(self, index: int) -> Item:
+        index = _checked(index, len(self))
+        tokens = np.full(self.length, self.bos_id, dtype=np.int64)
+        tokens[1:] = self.stream.read(index * (self.length - 1), (index + 1) * (self.length - 1))
+        return _item(tokens, np.zeros(self.length, dtype=bool), index)
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
-    write_whole(folder / MANIFEST, text.encode() + b"\n")
+class ExampleWindows:
+    """One example per window: BOS, prompt, response with its EOS, then PAD; `prompt` is True on the first two.
+
+    `truncated` counts the examples whose response's end is cut off, `dropped` those that are left out: all
+    that are too long if asked for, and those whose prompt leaves no place for a response.
+    """
+
+    def __init__(
+        self, stream: TokenStream, lengths: np.ndarray, length: int, bos_id: int, pad_id: int,
+        overlong: Overlong, identity: str,
+    ) -> None:  # fmt: skip
+        self.stream, self.length, self.bos_id, self.pad_id, self.identity = stream, length, bos_id, pad_id, identity
+        whole, prompts = lengths.T
+        room = length - 1
+        kept = whole <= room if overlong == "drop" else prompts < room
+        self.truncated = int((kept & (whole > room)).sum())
+        self.dropped = int((~kept).sum())
+        starts = np.cumsum(whole) - whole
+        self._starts, self._lengths, self._prompts = starts[kept], np.minimum(whole[kept], room), prompts[kept]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Item:
+        index = _checked(index, len(self))
+        start, size, prompt_size = (int(a[index]) for a in (self._starts, self._lengths, self._prompts))
+        tokens = np.full(self.length, self.pad_id, dtype=np.int64)
+        tokens[0] = self.bos_id
+        tokens[1 : size + 1] = self.stream.read(start, start + size)
+        return _item(tokens, np.arange(self.length) <= prompt_size, index)
+
+
+def _item(tokens: np.ndarray, prompt: np.ndarray, index: int) -> Item:
+    import torch  # here, since preparing text needs no PyTorch
+
+    return {"tokens": torch.from_numpy(tokens), "prompt": torch.from_numpy(prompt), "index": index}
+
+
+def _checked(index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(f"window {index} of {size}")
+    return index % size
+
+
+def _more_text(split: Split) -> str:
+    if split == "train":
+        return "give more text"
+    return "give more text, name a validation source (--validation), raise validation_share (--validation-share)"

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dcdm.config import ConfigError, DataError
-from dcdm.data.planning import PlannedFile, examine, units_of
-from dcdm.data.reading import Bad, read_texts
+from dcdm.data.reading import BadRows, ExaminedFile, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
 from dcdm.data.sources import resolve
 from dcdm.data.store import MANIFEST, PreparedData
@@ -115,7 +114,7 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
         validation_share=0.0, max_bad=settings.max_bad,
     )  # fmt: skip
     planned, _ = examine(resolve(source, wanted), wanted, {})
-    bad = Bad(settings.max_bad)
+    bad = BadRows(settings.max_bad)
     texts = _read(planned, wanted, bad)
     if known.cut is not None and settings.documents is None:
         texts, bad.empty = known.cut(texts), 0  # what is empty before the cut is a blank line, not a document
@@ -140,9 +139,8 @@ def split_name(spec: str) -> tuple[str, str]:
     return path.name.partition(".")[0] or path.name, spec
 
 
-def _read(planned: list[PlannedFile], settings: DataConfig, bad: Bad) -> list[str]:
-    parts = [part for unit in units_of(planned, settings, cut_documents=False) for part in unit.parts]
-    return [text for part in parts for text, _ in read_texts(part, settings, bad)]
+def _read(planned: list[ExaminedFile], settings: DataConfig, bad: BadRows) -> list[str]:
+    return [text for part in cut_into_parts(planned, settings) for text, _ in read_texts(part, settings, bad)]
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:

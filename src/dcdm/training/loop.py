@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dcdm.config import ObjectiveConfig
-from dcdm.data.loading import Loader
-from dcdm.data.loading import loader as make_loader
-from dcdm.data.packing import InMemory
+from dcdm.data.loader import InMemory, Loader
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
 from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
 from dcdm.keys import Key
@@ -139,7 +137,7 @@ def train_windows(
     on_step: Callable[[StepReport], None] = lambda report: None,
 ) -> None:
     """Train in place on windows (N, L) held in memory, in one process, without checkpoints."""
-    batches = make_loader(InMemory(windows), seed=settings.seed, global_batch=settings.batch_size)
+    batches = Loader(InMemory(windows), seed=settings.seed, global_batch=settings.batch_size)
     train(model, batches, settings, objective, hooks=Hooks(on_step=on_step))
 
 

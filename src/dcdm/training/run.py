@@ -13,16 +13,15 @@ import torch
 from rich.console import Console
 
 from dcdm.config import ConfigError
-from dcdm.data.loading import WindowSet
-from dcdm.data.loading import loader as make_loader
+from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
-from dcdm.data.reporting import ConsoleReporter
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, any_true, barrier, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
 from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.model.transformer import Model, build
+from dcdm.progress import ConsoleProgress
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.fsdp import unsharded
@@ -84,7 +83,7 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
     train_set = data.dataset("train", config.model.context_length, config.data.overlong)
     valid_set = data.dataset("validation", config.model.context_length, config.data.overlong)
-    batches = make_loader(
+    batches = Loader(
         train_set, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
         pin_memory=world.device.type == "cuda",
@@ -161,7 +160,7 @@ def _open_data(config: RunConfig, world: World) -> PreparedData:
     failure: Exception | None = None
     if world.is_main:
         try:
-            with ConsoleReporter() as reporter:
+            with ConsoleProgress() as reporter:
                 place = prepare(
                     list(choice.sources), choice.tokenizer, None, validation=choice.validation,
                     settings=choice.reading, workers=choice.workers, reporter=reporter,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dcdm.data.loading import WindowSet, in_order
+from dcdm.data.loader import WindowSet, in_order
 from dcdm.distributed import World, gather_objects
 from dcdm.likelihood.estimators import Estimator, default_estimator, score
 from dcdm.model.transformer import Model
