@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import dcdm
-from dcdm.cli import EXAMPLES, main
+from dcdm.cli import COMMANDS, all_commands, main
+from dcdm.commands.options import OTHER_SPELLINGS, compute_on
 
 
 def test_presets_lists_every_preset_as_a_table_and_as_json(capsys):
@@ -16,9 +17,10 @@ def test_presets_lists_every_preset_as_a_table_and_as_json(capsys):
     assert "dcdm-moe-2.8b" in capsys.readouterr().out
 
 
-def test_help_does_not_load_torch_and_wrong_use_exits_with_2():
+def test_help_loads_nothing_heavy_and_wrong_use_exits_with_2():
     code = "import sys; sys.argv = ['dcdm', '--help']\nfrom dcdm.cli import main\ntry: main()\n"
-    code += "except SystemExit as e: assert e.code == 0 and 'torch' not in sys.modules"
+    code += "except SystemExit as e: assert e.code == 0\n"
+    code += "assert not {'torch', 'numpy', 'transformers', 'rich', 'yaml'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     wrong = subprocess.run([sys.executable, "-m", "dcdm", "fly"], capture_output=True)
     assert wrong.returncode == 2
@@ -31,10 +33,12 @@ def help_of(*command):
     return out.stdout
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
+@pytest.mark.parametrize("command", [name for name, _ in all_commands()])
 def test_help_has_examples_whose_flags_exist(command):
     shown = help_of(*command.split())
-    for example in EXAMPLES[command]:
+    examples = dict(all_commands())[command].examples
+    assert examples
+    for example in examples:
         assert example in shown
         words = shlex.split(example.partition("dcdm ")[2])
         assert words[: len(command.split())] == command.split()
@@ -44,9 +48,8 @@ def test_help_has_examples_whose_flags_exist(command):
 
 def test_the_list_of_commands_is_short_and_complete():
     shown = help_of()
-    names = {command.split()[0] for command in EXAMPLES}
-    assert all(f"• {name}" in shown for name in names)
-    assert shown.count("•") == len(names)
+    assert all(f"• {name}" in shown for name in COMMANDS)
+    assert shown.count("•") == len(COMMANDS)
     assert len(shown.splitlines()) < 40
 
 
@@ -57,3 +60,41 @@ def test_debug_shows_where_an_error_arose():
     assert "Traceback" not in plain.stderr
     assert "nowhere is no folder" in plain.stderr
     assert "Traceback" in debug.stderr
+
+
+def test_every_dtype_option_has_the_same_names():
+    shown = [help_of(*name.split()) for name, _ in all_commands()]
+    lines = [line for text in shown for line in text.splitlines() if "--dtype" in line]
+    assert len(lines) >= 7
+    assert all("--dtype {auto,fp32,bf16,fp64}" in line for line in lines)
+
+
+@pytest.mark.parametrize(("given", "type_of_weights"), [
+    ("fp64", "float64"), *((other, other) for other in OTHER_SPELLINGS), ("auto", "float32"),
+])  # fmt: skip
+def test_names_of_types_and_pytorchs_own_are_understood(given, type_of_weights, monkeypatch):
+    from dcdm.commands import sample
+
+    asked = []
+    monkeypatch.setattr(sample, "load_for", lambda model, device, dtype: asked.append((device, dtype)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["sample", "runs/first", "--prompt", "x", "--device", "cpu", "--dtype", given])
+    assert str(compute_on(*asked[0])[1]) == f"torch.{type_of_weights}"
+
+
+def test_an_unknown_type_is_wrong_use_and_the_message_has_the_names(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["sample", "runs/first", "--prompt", "x", "--dtype", "float16"])
+    assert left.value.code == 2
+    assert "auto, fp32" in capsys.readouterr().err
+
+
+def test_help_of_bench_and_reproduce_has_every_name_of_their_tables():
+    from dcdm.bench.subjects import SUBJECTS
+    from dcdm.commands.bench import OTHER_SUBJECTS
+    from dcdm.reproduction.experiments import experiments
+    from dcdm.reproduction.scale import cpu
+
+    bench, reproduce = help_of("bench"), help_of("reproduce")
+    assert [name for name in (*SUBJECTS, *OTHER_SUBJECTS) if name not in bench] == []
+    assert [name for name in experiments(cpu()) if name not in reproduce] == []

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import dcdm
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.evaluation import quality
@@ -91,7 +90,7 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
     def generate(model, prompts, **_):
         return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for text in TEXTS]})
 
-    monkeypatch.setattr(dcdm, "generate", generate, raising=False)
+    monkeypatch.setattr("dcdm.decoding.engine.generate", generate)
     monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
     main(["eval", "quality", "run", "--num", "5", "--batch-size", "2", "--scorer", str(folder), "--json"])
     of_model = json.loads(capsys.readouterr().out)

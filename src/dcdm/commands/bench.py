@@ -1,68 +1,119 @@
-"""`dcdm bench`."""
+"""`dcdm bench`: a part of the system measured against its literal version, in the same run."""
 
 from __future__ import annotations
 
 import sys
-from json import dumps as encode
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+from tyro.conf import Positional
 
-from dcdm.bench.harness import Row, measure, print_table, read_earlier, to_json
-from dcdm.bench.subjects import MEMORY_MATTERS, cases_of
-from dcdm.model.costs import H800_BF16, activation_bytes, bill, state_bytes
-from dcdm.presets import preset, presets
+from dcdm.commands.options import print_json, print_rows
+from dcdm.config import ConfigError
+
+if TYPE_CHECKING:
+    from dcdm.bench.harness import Row
+
+EXAMPLES = ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png")
 
 TARGETS = ("attention", "chunking", "step", "routing", "draws")
+OTHER_SUBJECTS = {
+    "targets": "all subjects that have a goal",
+    "estimator": "the Monte-Carlo error of likelihoods",
+    "generate": "the decoders of trained models, speed beside quality",
+    "serving": "eight callers of one server, batched and one at a time",
+    "arithmetic": "nothing is measured: what the presets cost on GPUs",
+}
+"""What can be asked for beside the subjects of `dcdm.bench.subjects`."""
 
 
-def run(
-    subject: str, repeats: int, threads: int, memory: bool | None, compare: str | None, json: bool,
-    out: str | None, plot: Path | None, models: tuple[Path, ...] = (), samples: int = 4, windows: int = 16,
-) -> None:  # fmt: skip
-    """Measure a subject, or with `targets` all those that have a goal; table to the terminal, JSON on request."""
+def details() -> str:
+    """Every subject, for the help."""
+    from dcdm.bench.subjects import SUBJECTS
+
+    others = "; ".join(f"{name}: {meaning}" for name, meaning in OTHER_SUBJECTS.items())
+    return f"Subjects: {', '.join(SUBJECTS)}. Others: {others}."
+
+
+def bench(
+    subject: Annotated[str, Positional],
+    repeats: int = 3,
+    threads: int = 2,
+    memory: bool | None = None,
+    compare: str | None = None,
+    json: bool = False,
+    out: str | None = None,
+    plot: Path | None = None,
+    models: tuple[Path, ...] = (),
+    samples: int = 4,
+    windows: int = 16,
+) -> None:
+    """Measure a part of the system against its literal version, in the same run.
+
+    Args:
+        subject: What to measure.
+        repeats: Timed repetitions of each path, taking turns; for estimator, blocks of 20 scores.
+        threads: PyTorch threads.
+        memory: Measure peak memory too, each path in a process of its own; by default where it matters.
+        compare: An earlier run's JSON file, to show its medians beside the new ones.
+        json: Print one JSON line instead of the table.
+        out: Write that JSON line to this file as well.
+        plot: Draw time and memory against length (generate: quality against speed) into this PNG.
+        models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
+        samples: For generate: texts that are sampled together.
+        windows: For generate: windows of held-out text that are scored.
+    """
+    import torch
+
+    from dcdm.bench.subjects import SUBJECTS
+
+    if subject not in SUBJECTS and subject not in OTHER_SUBJECTS:
+        known = ", ".join((*SUBJECTS, *OTHER_SUBJECTS))
+        raise ConfigError(f"unknown subject {subject!r}; choose one of {known}")
+    torch.set_num_threads(threads)
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
-        return
-    if subject == "generate":
+    elif subject == "generate":
         from dcdm.bench import generation
 
-        torch.set_num_threads(threads)
         generation.run(models, samples, windows, json, out, plot)
-        return
-    if subject == "serving":
+    elif subject == "serving":
         from dcdm.bench import serving
 
-        torch.set_num_threads(threads)
         serving.run(models[0] if models else None, repeats, json, out)
-        return
-    if subject == "estimator":
-        from dcdm.bench.estimator import run as run_estimator
+    elif subject == "estimator":
+        from dcdm.bench import estimator
 
-        torch.set_num_threads(threads)
-        run_estimator(20 * repeats, json, out)
-        return
+        estimator.run(20 * repeats, json, out)
+    else:
+        compare_paths(TARGETS if subject == "targets" else (subject,), repeats, memory, compare, json, out, plot)
+
+
+def compare_paths(
+    subjects: tuple[str, ...], repeats: int, memory: bool | None, compare: str | None, json: bool,
+    out: str | None, plot: Path | None,
+) -> None:  # fmt: skip
+    """Time every path of these subjects; a table on the terminal, JSON on request."""
+    from dcdm.bench.harness import measure, print_table, read_earlier, to_json
+    from dcdm.bench.subjects import MEMORY_MATTERS, cases_of
+
     earlier = read_earlier(compare) if compare else {}
-    torch.set_num_threads(threads)
     rows: list[Row] = []
-
-    def say(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    for name in TARGETS if subject == "targets" else (subject,):
+    show = _status_line()
+    for name in subjects:
         for case in cases_of(name):
             with_memory = name in MEMORY_MATTERS if memory is None else memory
-            rows += measure(name, case, repeats, with_memory, say)
+            rows += measure(name, case, repeats, with_memory, show)
             if not sys.stderr.isatty():
-                said = ", ".join(f"{row.path} {row.median:.3g} s" for row in rows if row.case == case.name)
-                print(f"{name} {case.name}: {said}", file=sys.stderr, flush=True)
-    say("")
-    if not json:
-        print_table(rows, earlier)
+                medians = ", ".join(f"{row.path} {row.median:.3g} s" for row in rows if row.case == case.name)
+                print(f"{name} {case.name}: {medians}", file=sys.stderr, flush=True)
+    show("")
     line = to_json(rows)
     if json:
         print(line)
+    else:
+        print_table(rows, earlier)
     if plot:
         from dcdm.bench.plot import scaling
 
@@ -71,12 +122,26 @@ def run(
         Path(out).write_text(line + "\n")
 
 
+def _status_line() -> Callable[[str], None]:
+    """A line of standard error that is written over; nothing where there is no terminal."""
+    terminal = sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        if terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
 def print_arithmetic(utilisation: float, json: bool) -> None:
     """What every preset costs to train at L = 1024.
 
     Columns: operations of training per token; the share of attention and of the head; gigabytes of weights,
     gradients and moments; gigabytes of activations per sequence; global batch; seconds per step.
     """
+    from dcdm.model.costs import H800_BF16, activation_bytes, bill, state_bytes
+    from dcdm.presets import preset, presets
+
     rows = []
     for name in presets():
         if "debug" in name:
@@ -96,18 +161,10 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
             "64×H800": round(costs.step_seconds(batch, 64, utilisation), 3),
         })  # fmt: skip
     if json:
-        print(encode({"utilisation": utilisation, "peak": H800_BF16, "rows": rows}))
+        print_json({"utilisation": utilisation, "peak": H800_BF16, "rows": rows})
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "preset" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
-    Console().print(
+    print_rows(rows)
+    print(
         f"training at L=1024; state and act/seq in GB; times in seconds per step at {utilisation:.0%} of "
         f"{H800_BF16 / 1e12:.0f} TFLOP/s per device"
     )

@@ -1,21 +1,29 @@
-"""`dcdm chunks`."""
+"""`dcdm chunks`: which chunk every token of a text goes to, in the terminal, as JSON or as a page."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
+
+from dcdm.commands.options import DeviceOption, DtypeOption, ModelArgument, load_for, print_json
+from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import Corpus
 
+EXAMPLES = (
+    'dcdm chunks runs/first "for i in range(10): print(i)"',
+    'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
+)
+
 
 def chunks(
-    model: Annotated[Path, Positional, arg(metavar="MODEL")],
+    model: ModelArgument,
     text: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT]")] = (),
     file: Path | None = None,
     html: Path | None = None,
@@ -26,15 +34,14 @@ def chunks(
     corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
     windows: int = 64,
     seed: int = 0,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
 ) -> None:
     """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
 
     The text is given here, in a file, or on standard input.
 
     Args:
-        model: A run folder, a checkpoint in it, or an exported folder.
         text: The text; without it, --file or standard input.
         file: A text file; - is standard input.
         html: Write a self-contained page: scores of every token, sliders, mask, sizes, kinds of tokens.
@@ -46,17 +53,11 @@ def chunks(
             `dcdm data prepare` reads, or a folder that it wrote.
         windows: How many windows of the corpus.
         seed: Seed of the masks.
-        device: Where to compute.
-        dtype: Number format of the computation.
     """
-    import torch
-
-    from dcdm.distributed import choose_device
-    from dcdm.io.load import load_model
     from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
 
     given = _given_text(" ".join(text) if text else None, file)
-    loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    loaded, tokenizer = load_for(model, device, dtype)
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
@@ -69,9 +70,7 @@ def chunks(
         write_whole(html, page(found).encode())
         print(f"{html}: written; open it in a browser", file=sys.stderr)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(found.to_dict()))
+        print_json(found.to_dict())
     elif html is None:
         from rich.console import Console
 
@@ -87,8 +86,6 @@ def _name(model: Path) -> str:
 
 
 def _given_text(text: str | None, file: Path | None) -> str:
-    from dcdm.config import ConfigError
-
     if text is not None and file is not None:
         raise ConfigError("give the text as an argument or with --file, not both")
     if text is not None:
@@ -107,7 +104,6 @@ def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tok
     """Held-out windows, evenly spread."""
     import torch
 
-    from dcdm.config import ConfigError
     from dcdm.data.prepare import prepare
     from dcdm.data.store import PreparedData
     from dcdm.progress import ConsoleProgress

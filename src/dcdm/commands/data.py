@@ -7,6 +7,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from dcdm.commands.options import print_json
+
+EXAMPLES = (
+    "dcdm data prepare stdlib --tokenizer bytes --out prepared",
+    "dcdm data prepare 'texts/*.jsonl.gz' --tokenizer bpe:8000 --out prepared",
+)
+
 
 def prepare_text(
     sources: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE...")],
@@ -64,8 +71,6 @@ def prepare_text(
             overwrite=overwrite, reporter=reporter,
         )  # fmt: skip
     if json:
-        import json as encoder
-
-        print(encoder.dumps(prepared.manifest))
+        print_json(prepared.manifest)
     else:
         print(f"{prepared.folder}: vocabulary of {prepared.vocab_size:,}\n{prepared.summary()}")

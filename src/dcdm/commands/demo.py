@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import json as encoder
 import math
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-
+from dcdm.commands.options import JsonOption, print_json
 from dcdm.config import ConfigError
-from dcdm.data.prepare import prepare
-from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import generate
-from dcdm.files import write_whole
-from dcdm.io.load import load_model
-from dcdm.likelihood.estimators import Estimator, Score, score
-from dcdm.model.transformer import Model
-from dcdm.training.run import run as train
-from dcdm.training.validation import mean_and_error
-from dcdm.viewing.chunks import view, window_of
-from dcdm.viewing.filling import Filling, filling_of
-from dcdm.viewing.report import CAUTION, Curve, Example, Line, Report, page
-from dcdm.viewing.terminal import show_filling
 
-STEPS = 240
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.likelihood.estimators import Estimator, Score
+    from dcdm.model.transformer import Model
+    from dcdm.viewing.filling import Filling
+    from dcdm.viewing.report import Example, Line, Report
+
+EXAMPLES = ("dcdm demo", "dcdm demo --steps 50 --folder runs/short")
+
 WINDOWS = 128
 SAMPLES = 4  # mask sets of the bound, for each window
 TEMPERATURE = 0.5
@@ -73,63 +68,84 @@ def recipes() -> tuple[Recipe, Recipe]:
     return dcdm, bdlm
 
 
-def run(
-    folder: Path,
-    *,
-    steps: int = STEPS,
+def demo(
+    steps: int = 240,
     seed: int = 0,
+    folder: Path = Path("runs/demo"),
     data: tuple[str, ...] = ("stdlib",),
     fresh: bool = False,
-    json_out: bool = False,
-) -> int:
-    """Train what is not trained yet, then compare, sample and report; 130 if interrupted, with all saved."""
-    console = Console(stderr=json_out)
+    json: JsonOption = False,
+) -> None:
+    """Train a DCDM and a BDLM on this machine, compare them, watch text being filled in, and write a report.
+
+    Ctrl-C saves and stops; the same command resumes.
+
+    Args:
+        steps: Optimizer steps of each model.
+        seed: Seed of the weights, the data order, the noise and the samples.
+        folder: Where the two runs and report.html go.
+        data: Text to train on: stdlib is the source of this Python's standard library.
+        fresh: Delete the two runs of an earlier demo in the folder and start again.
+        json: Print the figures as one JSON object; all else goes to standard error.
+    """
+    from rich.console import Console
+
+    from dcdm.files import write_whole
+    from dcdm.io.load import load_model
+    from dcdm.viewing.report import page
+    from dcdm.viewing.terminal import show_filling
+
+    console = Console(stderr=json)
     if fresh:
-        _forget(folder)
+        _delete_runs(folder)
     for recipe in recipes():
         console.print(f"[bold]{recipe.name}[/bold]: {recipe.says}", highlight=False)
         if code := _train(recipe, folder / recipe.name, steps, seed, data):
-            return code
-    models = {recipe.name: load_model(folder / recipe.name) for recipe in recipes()}
-    tokenizer = models["dcdm"][1]
-    dcdm, bdlm = models["dcdm"][0], models["bdlm"][0]
-    windows = held_out(data, tokenizer, dcdm.config.context_length)
-    lines = compare(dcdm, bdlm, windows, seed)
+            sys.exit(code)
+    loaded = {recipe.name: load_model(folder / recipe.name) for recipe in recipes()}
+    models = {name: model for name, (model, _) in loaded.items()}
+    tokenizer = loaded["dcdm"][1]
+    windows = held_out(data, tokenizer, models["dcdm"].config.context_length)
+    lines = compare(models["dcdm"], models["bdlm"], windows, seed)
     show_comparison(lines, console)
-    fillings = {"infilling": infill(dcdm, tokenizer, seed), "completion": complete(dcdm, tokenizer, seed)}
+    fillings = {
+        "infilling": infill(models["dcdm"], tokenizer, seed),
+        "completion": complete(models["dcdm"], tokenizer, seed),
+    }
     for name, filling in fillings.items():
         console.print(f"[bold]{name}[/bold] by the DCDM, {len(filling.steps)} forwards:", highlight=False)
         show_filling(filling, console)
     console.print("A model this small, trained this briefly, spells badly.", highlight=False)
-    report = _report(folder, {n: m for n, (m, _) in models.items()}, tokenizer, lines, fillings, steps, data)
+    report = _report(folder, models, tokenizer, lines, fillings, steps, data)
     place = folder / "report.html"
     write_whole(place, page(report).encode())
-    if json_out:
-        print(json.dumps({"figures": [line.to_dict() for line in lines], "report": str(place)}))
+    if json:
+        print_json({"figures": [line.to_dict() for line in lines], "report": str(place)})
     console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try", highlight=False)
     for command in report.commands[:3]:
         console.print(f"  {command.text}", markup=False, highlight=False, soft_wrap=True)
-    return 0
 
 
 # --- training ----------------------------------------------------------------------------------------------------
 
 
 def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str, ...]) -> int:
+    from dcdm.training.run import run as start_run
+
     changes = {
         "train.steps": steps, "train.learning_rate": 3e-3, "train.warmup_steps": min(40, steps), "train.seed": seed,
         "data.sources": data, "evaluate_every": steps, "evaluate_sequences": 16, "checkpoint_every": 50,
         "log_every": 25, "tensorboard": False, **recipe.changes,
     }  # fmt: skip
     try:
-        return train(recipe.preset, folder, changes=changes)
+        return start_run(recipe.preset, folder, changes=changes)
     except ConfigError as error:
         if not (folder / "settings.yaml").exists():
             raise
         raise ConfigError(f"{error}; --fresh starts again") from error
 
 
-def _forget(folder: Path) -> None:
+def _delete_runs(folder: Path) -> None:
     """Remove the runs of an earlier demo, and nothing else."""
     for recipe in recipes():
         if (folder / recipe.name / "settings.yaml").exists():
@@ -141,6 +157,10 @@ def _forget(folder: Path) -> None:
 
 def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: int = WINDOWS) -> Tensor:
     """Windows (N, L) of files that were not trained on, evenly spread over them."""
+    import torch
+
+    from dcdm.data.prepare import prepare
+
     windows = prepare(list(data), tokenizer).dataset("validation", length)
     places = torch.linspace(0, len(windows) - 1, min(count, len(windows))).long().tolist()
     return torch.stack([windows[place]["tokens"] for place in places])
@@ -152,6 +172,10 @@ def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[Li
 
 
 def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> Line:
+    from dcdm.likelihood.estimators import score
+    from dcdm.training.validation import mean_and_error
+    from dcdm.viewing.report import Line
+
     ours, theirs = (score(model, windows, estimator, SAMPLES, seed, commit="chunk") for model in (dcdm, bdlm))
     exact = estimator == "trajectory"
     return Line(
@@ -164,12 +188,16 @@ def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed:
     )  # fmt: skip
 
 
-def _rows(found: Score) -> list[tuple[float, int]]:
-    return list(zip(found.nats.tolist(), found.tokens.tolist(), strict=True))
+def _rows(scores: Score) -> list[tuple[float, int]]:
+    return list(zip(scores.nats.tolist(), scores.tokens.tolist(), strict=True))
 
 
 def show_comparison(lines: list[Line], console: Console) -> None:
     """The table, and what it means."""
+    from rich.table import Table
+
+    from dcdm.viewing.report import CAUTION
+
     title = f"nats per byte, {lines[0].windows} held-out windows; lower is better"
     table = Table(title=title, title_justify="left")
     for name in ("", "DCDM", "BDLM", "DCDM − BDLM"):
@@ -202,6 +230,9 @@ def complete(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
 
 
 def _filled(model: Model, text: str, tokenizer: Tokenizer, seed: int) -> Filling:
+    from dcdm.decoding.engine import generate
+    from dcdm.viewing.filling import filling_of
+
     done = generate(model, text, tokenizer=tokenizer, commit="chunk", temperature=TEMPERATURE, seed=seed)
     return filling_of(done, tokenizer)
 
@@ -213,6 +244,9 @@ def _report(
     folder: Path, models: Mapping[str, Model], tokenizer: Tokenizer, lines: list[Line],
     fillings: Mapping[str, Filling], steps: int, data: tuple[str, ...],
 ) -> Report:  # fmt: skip
+    from dcdm.viewing.chunks import view, window_of
+    from dcdm.viewing.report import Curve, Report
+
     size = sum(p.numel() for p in models["dcdm"].parameters())
     window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
     return Report(
@@ -232,11 +266,13 @@ def _corpus(data: tuple[str, ...]) -> str:
 
 def _losses(run: Path) -> list[float]:
     """Training loss of every step, in nats per byte."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = map(encoder.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [row["nll"] for row in rows if "nll" in row]
 
 
 def _commands(model: Path) -> list[Example]:
+    from dcdm.viewing.report import Example
+
     return [
         Example(f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"),
         Example(

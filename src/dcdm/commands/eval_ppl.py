@@ -1,19 +1,24 @@
-"""`dcdm eval`."""
+"""`dcdm eval ppl`."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from dcdm.commands.options import DeviceOption, DtypeOption, Progress, weights_dtype
+
 if TYPE_CHECKING:
     from dcdm.evaluation.report import Plan
     from dcdm.evaluation.suite import Evaluation
+
+EXAMPLES = (
+    "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
+    "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
+)
 
 
 def ppl(
@@ -33,8 +38,8 @@ def ppl(
     split: Literal["train", "validation"] = "validation",
     detokenise: bool = True,
     max_bad: int = 0,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
     json: bool = False,
     csv: Path | None = None,
     markdown: Path | None = None,
@@ -50,7 +55,7 @@ def ppl(
         data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, or folders of
             `dcdm data prepare`. The names ptb, wikitext, lm1b, lambada, ag_news, pubmed and arxiv choose how a
             corpus is detokenised.
-        estimator: auto (the kind's valid one), exact, bound, sequential, surrogate, trajectory.
+        estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them.
         seed: Seed of the draws.
         windows: Windows that share nothing, or ones whose earlier part is visible and does not count.
@@ -64,8 +69,6 @@ def ppl(
         split: Of packed shards.
         detokenise: Put tokenised corpora of these names back into plain text.
         max_bad: Unreadable lines or rows to leave out before giving up.
-        device: Where to compute.
-        dtype: Type of the weights.
         json: Print one JSON object instead of the table.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
@@ -74,8 +77,6 @@ def ppl(
         report_windows: Windows of the first corpus that the report decodes; calibration takes 16 times as many.
     """
     given = dict(locals())
-    import torch
-
     from dcdm.distributed import init_distributed, shutdown
     from dcdm.evaluation.corpora import ReadingSettings, read_corpora
     from dcdm.evaluation.perplexity import Sampling
@@ -86,20 +87,21 @@ def ppl(
     sampling = Sampling(samples, seed, batch_size)
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
-    plan = Plan(corpora[0], window, report_windows, seed, batch_size, dtype=getattr(torch, dtype))
     if report is not None:
         make_folder(report)
     world = init_distributed(device)
     try:
-        with _Progress(shown=world.is_main) as progress:
+        weights = weights_dtype(dtype, world.device)
+        with Progress("windows", shown=world.is_main) as progress:
             result = evaluate(
                 models, corpora, estimator, sampling, window,
-                world=world, dtype=plan.dtype, say=progress.start,
+                world=world, dtype=weights, say=progress.start,
             )  # fmt: skip
         if world.is_main:
             _publish(result, json, csv, markdown, report)
         if world.is_main and report is not None:
-            _draw(report, result, replace(plan, device=world.device), given, world.size)
+            plan = Plan(corpora[0], window, report_windows, seed, batch_size, device=world.device, dtype=weights)
+            _draw(report, result, plan, given, world.size)
     finally:
         shutdown(world)
 
@@ -128,7 +130,7 @@ def _draw(folder: Path, result: Evaluation, plan: Plan, given: dict[str, Any], p
     from dcdm.evaluation.provenance import environment, spelled
     from dcdm.evaluation.report import Repeat, perplexity_page, study_all, write
 
-    with _Progress(shown=True) as progress:
+    with Progress("windows") as progress:
         found = study_all(given["models"], plan, progress.start)
     settings = {**result.settings, "report_windows": plan.windows}
     machine = environment(str(plan.device), processes)
@@ -136,41 +138,3 @@ def _draw(folder: Path, result: Evaluation, plan: Plan, given: dict[str, Any], p
     data = {"repeat": asdict(repeat), "studies": [study.to_dict() for study in found]}
     place = write(folder, perplexity_page(result, found, plan, repeat), data)
     print(f"{place}: written; open it in a browser", file=sys.stderr)
-
-
-class _Progress:
-    """The work under way on standard error: a bar on a terminal, else a line now and then."""
-
-    EVERY = 10.0  # seconds between lines where there is no terminal
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._console = Console(stderr=True, highlight=False)
-        self._bar = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
-        self._plain = shown and not self._console.is_terminal
-
-    def start(self, text: str) -> Callable[[int, int], None]:
-        """Name the next piece of work; what this returns takes the windows done, and in all."""
-        said = [time.monotonic()]
-        for task in self._bar.task_ids:
-            self._bar.remove_task(task)
-        number = self._bar.add_task(text, total=None)
-
-        def advance(done: int, total: int) -> None:
-            self._bar.update(number, completed=done, total=total)
-            now = time.monotonic()
-            if self._plain and (done == total or now - said[0] >= self.EVERY):
-                said[0] = now
-                self._console.print(f"{text}: {done} of {total} windows", markup=False, soft_wrap=True)
-
-        return advance
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

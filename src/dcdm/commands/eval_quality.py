@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
+
+from dcdm.commands.options import DeviceOption, DtypeOption, at_least_one, load_for, print_json
+from dcdm.config import ConfigError, Device, Dtype
+
+EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
 
 
 def quality(
@@ -18,8 +23,8 @@ def quality(
     commit: str = "auto",
     batch_size: int = 8,
     seed: int = 0,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
     json: bool = False,
 ) -> None:
     """Measure generated texts: perplexity under another model, entropy, distinct n-grams, repetition.
@@ -34,48 +39,37 @@ def quality(
         commit: How tokens are filled in, as in dcdm sample.
         batch_size: Sequences of one pass; it changes no result.
         seed: Seed of sampling; text i follows from it and i.
-        device: Where to compute.
-        dtype: Precision of the model's weights.
         json: Print one JSON object.
     """
-    from dcdm.config import ConfigError
     from dcdm.distributed import choose_device
     from dcdm.evaluation.quality import Scorer, measure, read_texts
 
     if (model is None) == (texts is None):
         raise ConfigError("give either a model or --texts")
-    place = choose_device(device)
-    judge = Scorer.load(scorer, place)
+    judge = Scorer.load(scorer, choose_device(device))
     if texts is not None:
         wanted, settings = read_texts(texts), {}
     else:
         settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
-        wanted = _generated(str(model), num, batch_size, str(place), dtype, settings)
+        wanted = _generated(str(model), num, batch_size, device, dtype, settings)
     result = measure(wanted, judge, batch_size)
     if json:
-        import json as encoder
-
         source = {"source": str(model or texts), "scorer": str(scorer)}
-        print(encoder.dumps(source | settings | result.to_dict()))
+        print_json(source | settings | result.to_dict())
     else:
         _print(result)
 
 
 def _generated(
-    path: str, num: int, batch_size: int, device: str, dtype: str, settings: dict[str, Any]
+    path: str, num: int, batch_size: int, device: Device, dtype: Dtype, settings: dict[str, Any]
 ) -> list[str]:
     """Texts from nothing but BOS."""
-    import torch
+    from dcdm.decoding.engine import generate
 
-    import dcdm
-    from dcdm.config import ConfigError
-    from dcdm.io.load import load_model
-
-    if num < 1 or settings["max_new_tokens"] < 1:
-        raise ConfigError(f"--num {num} and --length {settings['max_new_tokens']} must be at least 1")
-    model, tokenizer = load_model(path, device=device, dtype=getattr(torch, dtype))
+    at_least_one(num=num, length=settings["max_new_tokens"])
+    model, tokenizer = load_for(path, device, dtype)
     prompts = [[tokenizer.bos_id]] * num
-    done = dcdm.generate(model, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
+    done = generate(model, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
     return [tokenizer.decode(completion) for completion in done.completions]
 
 

@@ -9,17 +9,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
+from dcdm.commands.options import DeviceOption, DtypeOption, ModelArgument, at_least_one, compute_on
+from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.evaluation.harness import HarnessModel
     from dcdm.evaluation.tasks import Chosen
 
+EXAMPLES = ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",)
+
 
 def tasks(
-    model: Annotated[Path, tyro.conf.Positional],
+    model: ModelArgument,
     tasks: tuple[str, ...] = ("all",),
     data_dir: Path | None = None,
     limit: int | None = None,
@@ -34,8 +37,8 @@ def tasks(
     allow_code_execution: bool = False,
     use_cache: Path | None = None,
     items: Path | None = None,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
     json: bool = False,
     report: Path | None = None,
 ) -> None:
@@ -44,7 +47,6 @@ def tasks(
     Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
 
     Args:
-        model: A run folder, a checkpoint in it, or an exported folder.
         tasks: Names, apart or joined by commas.
         data_dir: A folder with the tasks' files (gsm8k_test.jsonl …); nothing is fetched then.
         limit: Questions per task, and per subject of MMLU and MATH.
@@ -57,20 +59,16 @@ def tasks(
         max_new_tokens: Tokens of an answer where the task sets no limit.
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
-        use_cache: Keep the model's answers in a data base of this name, and go on from it.
+        use_cache: Keep the model's answers in a data base of this name, and resume from it.
         items: Write one JSON line per question, with the Monte-Carlo errors of its choices.
-        device: Where to compute.
-        dtype: Precision of the weights.
         json: Print one JSON object instead of a table.
         report: Write a page into this folder, report.html, and the figures as tasks.json.
     """
     given = dict(locals())
-    from dcdm.config import ConfigError
     from dcdm.evaluation.tasks import choose
     from dcdm.evaluation.tasks_report import show
 
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--limit {limit} must be at least 1")
+    at_least_one(limit=limit)
     if report is not None:
         from dcdm.evaluation.report import make_folder
 
@@ -79,10 +77,12 @@ def tasks(
     chosen = choose(names, data_dir, _shots(num_fewshot))
     if data_dir is not None:  # read by the packages when they are imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    place, kind = compute_on(device, dtype)
+    weights = str(kind).removeprefix("torch.")  # the harness takes PyTorch's names
     with _quiet():
         lm = _model(
             pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
-            max_length=max_length, max_gen_toks=max_new_tokens, commit=commit, device=device, dtype=dtype,
+            max_length=max_length, max_gen_toks=max_new_tokens, commit=commit, device=str(place), dtype=weights,
         )  # fmt: skip
         cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
         reports = []
@@ -92,7 +92,7 @@ def tasks(
                 show(reports[-1], first=len(reports) == 1)
     import json as encoder
 
-    settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": dtype} | _settings(lm)
+    settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights} | _settings(lm)
     encoded = encoder.dumps({"settings": settings, "tasks": reports}, ensure_ascii=False)
     if json:
         print(encoded)
@@ -130,8 +130,6 @@ def _files(folder: Path, reports: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _shots(texts: tuple[str, ...]) -> dict[str, int]:
-    from dcdm.config import ConfigError
-
     shots = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -149,9 +147,7 @@ def _quiet() -> Iterator[None]:
     try:
         import lm_eval.tasks  # noqa: F401
     except ModuleNotFoundError as error:
-        from dcdm.config import ConfigError
-
-        raise ConfigError(f"{error.name} is missing; pip install 'dcdm[eval]'") from error
+        raise ConfigError(f"{error.name} is missing; pip install -e '.[eval]'") from error
     import datasets
 
     datasets.disable_progress_bars()

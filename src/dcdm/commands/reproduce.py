@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from dcdm.reproduction.queue import State
     from dcdm.reproduction.runs import Places
 
+EXAMPLES = (
+    "dcdm reproduce --list",
+    "dcdm reproduce loss-curves --data texts",
+    "dcdm reproduce scaling --scale paper",
+)
+
+
+def details() -> str:
+    """Every experiment, for the help."""
+    from dcdm.reproduction.experiments import experiments
+    from dcdm.reproduction.scale import cpu
+
+    return f"Names: {', '.join(experiments(cpu()))}, or all."
+
 
 def reproduce(
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME...")] = (),
@@ -26,8 +40,7 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments: every table and figure, by name.
 
-    Names: loss-curves, downstream, adaptive, scaling, training-steps, k-ablation, point-vs-subspace, zero-shot,
-    moe, partitions, or all. A finished run is never repeated; Ctrl-C saves and leaves, the same command goes on.
+    A finished run is never repeated; Ctrl-C saves and stops, the same command resumes.
     report, in place of a name, makes the page and the tables of docs/reproduction.md anew from the results.
 
     Args:
@@ -77,7 +90,7 @@ def reproduce(
     for spec in state.failed:
         print(f"{spec.name} failed; {log_of(spec, places)} says why", file=sys.stderr)
     if state.waiting:
-        print(f"{len(state.waiting)} runs are left; the same command goes on", file=sys.stderr)
+        print(f"{len(state.waiting)} runs are left; the same command resumes", file=sys.stderr)
     sys.exit(1 if state.failed else INTERRUPTED if state.waiting else 0)
 
 

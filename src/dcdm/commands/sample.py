@@ -5,17 +5,32 @@ from __future__ import annotations
 import json as encoder
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
+from dcdm.commands.options import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    at_least_one,
+    harmless,
+    load_for,
+    print_json,
+)
+from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.decoding.engine import Event, Generation
 
+EXAMPLES = (
+    'dcdm sample runs/first --prompt "def main(" --length 64',
+    'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
+    "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
+)
+
 
 def sample(
-    model: Annotated[Path, Positional],
+    model: ModelArgument,
     prompt: tuple[str, ...] = (),
     file: Path | None = None,
     jsonl: Path | None = None,
@@ -38,16 +53,15 @@ def sample(
     picture: Path | None = None,
     batch_size: int = 16,
     json: bool = False,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
     In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe.
 
     Args:
-        model: A run folder, a checkpoint in it, or an exported folder.
-        prompt: The text to go on from; several are completed in one batch.
+        prompt: The text to continue; several are completed in one batch.
         file: A text file that is the prompt.
         jsonl: A file with one JSON object per line, each a prompt.
         field: The name of the prompt in those objects.
@@ -69,22 +83,14 @@ def sample(
         picture: Draw how the first text was filled, chunk by chunk, into this PNG or SVG.
         batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
-        device: Where to compute.
-        dtype: Type of the weights.
     """
-    import torch
-
-    from dcdm.config import ConfigError
     from dcdm.decoding.config import adablock_of
     from dcdm.decoding.engine import generate
-    from dcdm.distributed import choose_device
-    from dcdm.io.load import load_model
 
     prompts = _prompts(prompt, file, jsonl, field)
-    if num < 1:
-        raise ConfigError(f"--num {num}: must be at least 1")
+    at_least_one(num=num)
     prompts = [text for text in prompts for _ in range(num)]
-    loaded, tokenizer = load_model(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    loaded, tokenizer = load_for(model, device, dtype)
     adablock = None
     if routing == "adablock":
         ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
@@ -102,15 +108,13 @@ def sample(
         draw(filling_of(result, tokenizer), picture)
     if json:
         for row in range(len(prompts)):
-            print(encoder.dumps(_record(row, prompts[row], result)))
+            print_json(_record(row, prompts[row], result))
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
         _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
 
 
 def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str) -> list[str]:
-    from dcdm.config import ConfigError
-
     if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
         raise ConfigError("--prompt, --file and --jsonl exclude each other")
     if prompt:
@@ -127,8 +131,6 @@ def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, fie
 
 
 def _json_lines(path: Path, field: str) -> list[str]:
-    from dcdm.config import ConfigError
-
     if not path.is_file():
         raise ConfigError(f"--jsonl {path}: no such file")
     prompts = []
@@ -139,10 +141,10 @@ def _json_lines(path: Path, field: str) -> list[str]:
             value = encoder.loads(line)[field]
         except (encoder.JSONDecodeError, KeyError, TypeError):
             raise ConfigError(
-                f"{path}:{number} is no JSON object with a {field!r}; --field names another"
+                f"{path}:{number} is not a JSON object with a {field!r}; --field names another"
             ) from None
         if not isinstance(value, str):
-            raise ConfigError(f"{path}:{number}: {field!r} is no text")
+            raise ConfigError(f"{path}:{number}: {field!r} is not a text")
         prompts.append(value)
     if not prompts:
         raise ConfigError(f"--jsonl {path} holds no prompt")
@@ -168,12 +170,6 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
         whole = whole_text(prompt, text, blanks)
         print(harmless(whole) if sys.stdout.isatty() else whole)
-
-
-def harmless(text: str) -> str:
-    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
-    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
 
 
 def _costs(result: Generation) -> str:
@@ -217,7 +213,7 @@ class _Stream:
     def _show(self, event: Event) -> None:
         if self.live is None:
             text = [self.tokenizer.decode([token]) for token in event.tokens]
-            print(encoder.dumps({**vars(event), "text": text}), flush=True)
+            print_json({**vars(event), "text": text})
         elif event.row == 0:
             self.known.update(zip(event.positions, event.tokens, strict=True))
             self.chunk.update(dict.fromkeys(event.positions, event.chunk))

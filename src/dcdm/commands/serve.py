@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional
+
+from dcdm.commands.options import DeviceOption, DtypeOption, compute_on
+from dcdm.config import ConfigError
+
+EXAMPLES = ("dcdm serve runs/first", "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000")
 
 
 def serve(
@@ -27,8 +32,8 @@ def serve(
     max_body_bytes: int = 1 << 20,
     log_prompts: bool = False,
     threads: int | None = None,
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
 ) -> None:
     """Serve a model: a page to watch it in a browser, and an API that OpenAI's clients understand.
 
@@ -53,18 +58,14 @@ def serve(
         max_body_bytes: Size of a request.
         log_prompts: Write prompts and completions into the log.
         threads: PyTorch threads; by default PyTorch's own choice.
-        device: Where to compute.
-        dtype: Type of the weights.
     """
     import os
 
-    from dcdm.config import ConfigError
     from dcdm.serving.settings import Settings, require_packages
 
     require_packages()
     import torch
 
-    from dcdm.distributed import choose_device
     from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app
     from dcdm.serving.monitoring import start_logging
@@ -82,7 +83,8 @@ def serve(
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = load_safetensors(model, device=choose_device(device), dtype=getattr(torch, dtype))
+    place, weights = compute_on(device, dtype)
+    loaded, tokenizer = load_safetensors(model, device=place, dtype=weights)
     app = create_app(loaded, tokenizer, settings, name or model.resolve().name)
     start_logging()
     address, bound_port = listening.getsockname()[:2]

@@ -1,0 +1,162 @@
+"""What commands share: options of one name and meaning, loading a model, and what they print.
+
+Importing this file costs little: PyTorch and rich load when a function needs them, so that help stays fast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from tyro.conf import Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+from dcdm.config import ConfigError, Device, Dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.model.transformer import Model
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+OTHER_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+"""PyTorch's names of the types, which every --dtype takes as well."""
+
+
+def _read_dtype(words: list[str]) -> Any:
+    name = OTHER_SPELLINGS.get(words[0], words[0])
+    if name not in get_args(Dtype):
+        raise ValueError(f"invalid choice {words[0]!r}: choose one of {', '.join(get_args(Dtype))}")
+    return name
+
+
+NamesOfTypes: Any = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{" + ",".join(get_args(Dtype)) + "}",
+    instance_from_str=_read_dtype,
+    is_instance=lambda value: value is None or value in get_args(Dtype),
+    str_from_instance=lambda value: [str(value)],
+)
+"""For --dtype, which has the same names in every command."""
+
+ModelArgument = Annotated[
+    Path, Positional, arg(metavar="MODEL", help="A run folder, a checkpoint in it, or an exported folder.")
+]
+DeviceOption = Annotated[
+    Device, arg(help="Where to compute; auto is cuda where there is a GPU, else cpu.")
+]  # fmt: skip
+DtypeOption = Annotated[
+    Dtype, NamesOfTypes, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")
+]  # fmt: skip
+JsonOption = Annotated[bool, arg(help="Print JSON instead of text for people.")]
+
+
+# --- loading -----------------------------------------------------------------------------------------------------
+
+
+def weights_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """The type in which a model that is not trained holds its weights."""
+    from dcdm.distributed import precision
+
+    types = precision(dtype, device)
+    return types.compute or types.weights
+
+
+def compute_on(device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]:
+    """What --device and --dtype say, in PyTorch's terms."""
+    from dcdm.distributed import choose_device
+
+    place = choose_device(device)
+    return place, weights_dtype(dtype, place)
+
+
+def load_for(model: str | Path, device: Device, dtype: Dtype) -> tuple[Model, Tokenizer]:
+    """The model that a command was given, ready for evaluation, and its tokenizer."""
+    from dcdm.io.load import load_model
+
+    place, kind = compute_on(device, dtype)
+    return load_model(model, device=place, dtype=kind)
+
+
+def at_least_one(**counts: int | None) -> None:
+    """Refuse counts below 1, by the names of their options; None is no count."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {count}: must be at least 1")
+
+
+# --- printing ----------------------------------------------------------------------------------------------------
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on standard output."""
+    import json
+
+    print(json.dumps(value), flush=True)
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """A plain table of rows that have the same columns; None is shown as a dash."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name, value in rows[0].items():
+        numeric = isinstance(value, int | float)
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*("–" if value is None else str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+def harmless(text: str) -> str:
+    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
+    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
+
+
+class Progress:
+    """The work under way on standard error: a bar on a terminal, else a line now and then."""
+
+    EVERY = 10.0  # seconds between lines where there is no terminal
+
+    def __init__(self, unit: str, shown: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._unit = unit
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Bar(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        self._plain = shown and not self._console.is_terminal
+
+    def start(self, text: str) -> Callable[[int, int], None]:
+        """Name the next piece of work; what this returns takes how much is done, and how much there is in all."""
+        last_line = time.monotonic()
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        number = self._bar.add_task(text, total=None)
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last_line
+            self._bar.update(number, completed=done, total=total)
+            now = time.monotonic()
+            if self._plain and (done == total or now - last_line >= self.EVERY):
+                last_line = now
+                self._console.print(f"{text}: {done} of {total} {self._unit}", markup=False, soft_wrap=True)
+
+        return advance
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,34 @@
+"""`dcdm verify`: whether a run, a checkpoint or an exported folder is whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from dcdm.commands.options import JsonOption, print_json
+
+EXAMPLES = ("dcdm verify runs/first", "dcdm verify exported --json")
+
+
+def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
+    """Check a run, a checkpoint or an exported folder: checksums, finite weights, leaks, reload equality.
+
+    Args:
+        path: The folder.
+    """
+    from dcdm.io.export import verify as run_checks
+
+    problems = {}
+    for check in run_checks(path):
+        problems[check.name] = check.problems
+        if not json:
+            print("FAIL" if check.problems else "ok  ", check.name)
+            for problem in check.problems:
+                print("    ", problem)
+    if json:
+        print_json(problems)
+    if any(problems.values()):
+        sys.exit(1)
