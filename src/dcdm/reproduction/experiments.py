@@ -1,4 +1,7 @@
-"""Every table and figure as a named experiment: what it shows, and the runs it is made of."""
+"""Every table and figure as a named experiment: what it shows, the runs it is made of, and the paper's own scale.
+
+At CPU scale an experiment runs; at the paper's, `paper_commands` writes down what to start and what it costs.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcdm.config import ConfigError
-from dcdm.reproduction.runs import RunSpec
+from dcdm.presets import preset
 from dcdm.reproduction.scale import Scale
-from dcdm.reproduction.variants import MAIN, RATED, RATES, TUNED, variants
+from dcdm.reproduction.variants import MAIN, RATED, RATES, TUNED, RunSpec, variants
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def experiments(scale: Scale) -> dict[str, Experiment]:
     widths = tuple(name for name in known if name.startswith("paper-k"))
     counts = tuple(name for name in known if name.startswith("strided-full-k"))
     tuned = tuple(f"{name}-tuned" for name in TUNED)
-    made = (
+    table = (
         Experiment(
             "loss-curves", "validation loss over training, every kind, ± one standard deviation over seeds",
             "figure: training loss against steps",
@@ -97,7 +100,7 @@ def experiments(scale: Scale) -> dict[str, Experiment]:
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
         ),
     )  # fmt: skip
-    return {one.name: one for one in made}
+    return {one.name: one for one in table}
 
 
 def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
@@ -128,3 +131,99 @@ def specs(scale: Scale, names: list[str], seeds: Sequence[int] = ()) -> list[Run
         for one in part
         if seeds or seed < one.seeds
     ]
+
+
+# --- the paper's scale --------------------------------------------------------------------------------------------
+
+UTILISATION = 0.4
+DEVICE_BYTES = 80e9
+STEPS, STEPS_ELSEWHERE = 500_000, {"point-vs-subspace": 200_000}
+CORPORA = (
+    "ptb=ptb.txt wikitext=wikitext.txt lm1b=lm1b.txt lambada=lambada.jsonl ag_news=ag_news.jsonl "
+    "pubmed=pubmed.jsonl arxiv=arxiv.jsonl"
+)
+
+
+def paper_commands(experiment: Experiment) -> str:
+    """Everything to start the experiment at the paper's scale, and a bill; `--dry-run` of a command says more."""
+    rates = RATES.values() if experiment.name == "learning-rate" else (1.0,)
+    steps = STEPS_ELSEWHERE.get(experiment.name, STEPS)
+    jobs = [_job(name, rate, steps) for name in experiment.presets for rate in rates]
+    lines = [
+        f"{experiment.name}: {experiment.shows} ({experiment.paper})",
+        "",
+        "# once, on one machine (GPT-2's tokenizer, windows of 1,024)",
+        "dcdm data prepare openwebtext --tokenizer gpt2 --out DATA/openwebtext",
+        "",
+        "# training: AdamW (0.9, 0.999, 1e-8), weight decay 0.01, peak 3e-4, cosine to 0, 2,500 warm-up steps",
+        *(command for _, command, *_ in jobs),
+        "",
+    ]
+    runs = [run for run, *_ in jobs]
+    if experiment.name in ("downstream", "adaptive"):
+        lines += ["# fine-tuning on GSM8K; MATH has a training split of its own", *map(_tuning, runs), ""]
+        runs = [f"{run}-gsm8k" for run in runs]
+    lines += ["# evaluation", *_evaluation(experiment.name, runs), ""]
+    lines += [
+        f"# bill: H800 at {UTILISATION:.0%} of 989 TFLOP/s, estimated, not measured",
+        f"{'model':24}{'EFLOP':>9}{'GPU-hours':>11}",
+        *(f"{run:24}{exa:9.0f}{hours:11,.0f}" for run, _, exa, hours in jobs),
+        f"{'together':24}{sum(job[2] for job in jobs):9.0f}{sum(job[3] for job in jobs):11,.0f}",
+    ]
+    return "\n".join(lines)
+
+
+def _job(name: str, rate: float, steps: int) -> tuple[str, str, float, float]:
+    """(run, command, EFLOP, GPU-hours) of a preset with the paper's settings on the paper's number of devices."""
+    from dcdm.model.costs import activation_bytes, bill, state_bytes
+    from dcdm.training.settings import TrainConfig, preset_defaults
+
+    config, costs = preset(name), bill(preset(name))
+    batch, devices = int(preset_defaults(name)["train.batch_size"]), 8 if "0.1b" in name else 64
+    share = batch // devices
+    # windows of one pass that fit beside the state and gathered bf16 copies of the weights; recomputation where
+    # not even one would
+    room = 0.8 * DEVICE_BYTES - state_bytes(config, devices) - 2 * costs.total_parameters
+    fitting = max(0, int(room // activation_bytes(config, 1)))
+    micro = max((n for n in range(1, share + 1) if share % n == 0 and n <= fitting), default=share)
+    nodes = devices // 8
+    meeting = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    run = name if rate == 1 else f"{name}-rate{rate:g}"
+    command = (
+        f"torchrun {meeting} --nproc-per-node 8 -m dcdm train --preset {name} --run-folder runs/{run} "
+        f"--data DATA/openwebtext --steps {steps} --batch-size {batch} --micro-batch {micro} "
+        "--set train.compile=true"
+    )
+    command += "" if fitting else " train.activation_checkpointing=true"
+    command += "" if rate == 1 else f" train.learning_rate={rate * TrainConfig().learning_rate:g}"
+    again = 1 if fitting else 4 / 3  # a second forward pass
+    hours = costs.step_seconds(batch, devices, UTILISATION) * steps * devices * again / 3600
+    return run, command, costs.training * batch * steps * again / 1e18, hours
+
+
+def _tuning(name: str) -> str:
+    return (
+        f"dcdm train --preset {name} --run runs/{name}-gsm8k --init runs/{name} --data gsm8k_train.jsonl "
+        "--steps 1000 --set data.reading.prompt_field=question data.reading.response_field=answer"
+    )
+
+
+def _evaluation(experiment: str, names: Sequence[str]) -> list[str]:
+    """Commands that measure what the experiment compares."""
+    runs = " ".join(f"runs/{name}" for name in names)
+    if experiment == "zero-shot":
+        return [f"dcdm eval ppl {runs} --data {CORPORA} --estimator auto surrogate"]
+    if experiment in ("loss-curves", "training-steps", "point-vs-subspace"):
+        return [f"tensorboard --logdir_spec {','.join(f'{name}:runs/{name}' for name in names)}"]
+    if experiment in ("partitions", "learning-rate"):
+        return [f"dcdm eval ppl {runs} --data wikitext=wikitext.txt --estimator auto trajectory --report out"]
+    asked = "math,gsm8k,humaneval" if experiment == "adaptive" else "all"
+    lines = [f"dcdm eval tasks runs/{name} --tasks {asked} --data-dir TASKS" for name in names]
+    if experiment == "adaptive":
+        lines += [
+            "python -m dcdm.evaluation --model dcdm --tasks minerva_math,gsm8k,humaneval "
+            f"--model_args pretrained=runs/{name},routing=adablock"
+            for name in names
+            if name.startswith("bdlm")
+        ]
+    return lines

@@ -6,10 +6,10 @@ import html
 import re
 from collections.abc import Sequence
 
-from dcdm.reproduction.reading import VALID, Results, curve_points
+from dcdm.reproduction.claims import k_rows
+from dcdm.reproduction.results import VALID, Results, curve_points
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.variants import RATED, RATES, variants
-from dcdm.reproduction.verdicts import k_rows
 from dcdm.viewing import palette
 from dcdm.viewing.plot import DASHES, SHAPES, Series, chart, shape
 
@@ -64,7 +64,7 @@ def standalone(series: Sequence[Series], across: str, up: str, *, log: bool = Fa
 
 
 def _named(results: Results, name: str) -> str:
-    return variants(scale(results.scale))[name].says
+    return variants(scale(results.scale))[name].label
 
 
 def _series(results: Results, name: str, number: int, points: list[tuple[float, float, float]]) -> Series:

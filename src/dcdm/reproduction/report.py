@@ -1,4 +1,4 @@
-"""The page and the document of the results: both come from the JSON files alone, in seconds."""
+"""The page and the tables of the document: both come from stored results alone, in seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from dcdm.files import write_whole
 from dcdm.reproduction.plots import plots
-from dcdm.reproduction.prose import prose, summary
-from dcdm.reproduction.reading import Results, read_results
+from dcdm.reproduction.results import Results
 from dcdm.reproduction.tables import grids
 from dcdm.viewing.page import assemble
 from dcdm.viewing.pieces import section
@@ -25,13 +24,11 @@ DRAWN_WITH = {
 NOTHING = "*(No finished run yet.)*"
 
 
-def write_report(results_folder: Path, scale: str, document: Path | None, images: Path | None) -> Path:
-    """Write the page beside the results and, where given, the document's tables and pictures; returns the page."""
-    results = read_results(results_folder, scale)
-    page = results_folder / f"{scale}.html"
-    results_folder.mkdir(parents=True, exist_ok=True)
+def write_report(results: Results, folder: Path, document: Path | None, images: Path) -> Path:
+    """Write the page into `folder` and, where given, the document's tables and pictures; returns the page."""
+    page = folder / f"{results.scale}.html"
     write_whole(page, page_of(results).encode())
-    if document is not None and images is not None:
+    if document is not None:
         images.mkdir(parents=True, exist_ok=True)
         for name, drawn in plots(results).items():
             write_whole(images / f"{name}.svg", drawn.encode())
@@ -40,38 +37,34 @@ def write_report(results_folder: Path, scale: str, document: Path | None, images
 
 
 def regions(results: Results) -> dict[str, str]:
-    """What may stand between a document's marks: tables, sentences, and `plot-NAME` for pictures."""
-    if not results.runs:
-        return {"summary": summary(results)}
-    found = {name: grid.markdown() for name, grid in grids(results).items()} | prose(results)
-    return found | {f"plot-{name}": f"![{name}](images/reproduction/{name}.svg)" for name in plots(results)}
+    """What may stand between a document's marks: tables, and `plot-NAME` for pictures."""
+    tables = {name: grid.markdown() for name, grid in grids(results).items()}
+    return tables | {f"plot-{name}": f"![{name}](images/reproduction/{name}.svg)" for name in plots(results)}
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
     """The document with every region between `<!-- begin NAME -->` and `<!-- end -->` made anew."""
 
-    def made(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{parts.get(found['name'], NOTHING)}\n\n{found[3]}"
+    def region(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{parts.get(match['name'], NOTHING)}\n\n{match[3]}"
 
-    return REGION.sub(made, text)
+    return REGION.sub(region, text)
 
 
 def page_of(results: Results) -> str:
     """One self-contained HTML file with every table and drawing."""
-    if not results.runs:
-        return assemble("DCDM: reproduction", "<p>No results are stored yet.</p>", {}, ["sections", "evaluation"])
     tables, drawings = grids(results), plots(results)
     parts = []
     for name, grid in tables.items():
         drawn = "".join(f"<figure>{drawings[d]}</figure>" for d in DRAWN_WITH.get(name, ()) if d in drawings)
         parts.append(section(grid.title, grid.html() + drawn, wide=True))
     seeds = sorted({seed for _, seed in results.runs})
-    said = (
+    summary = (
         f"{len(results.runs)} runs at {results.scale} scale, seeds {', '.join(map(str, seeds))}. Intervals are "
         "95 % over seeds. A surrogate is not a bound and never stands in one column with bounds."
     )
     body = (
         '<header><h1>The paper’s experiments, run</h1><p class="summary">'
-        f'{html.escape(said)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
+        f'{html.escape(summary)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
     )
     return assemble("DCDM: reproduction", body, {}, ["sections", "evaluation"])

@@ -1,4 +1,8 @@
-"""The models that are compared: each a name, what it is, and what sets it apart from the scale's base."""
+"""The models that are compared: each a name, what it is, and what sets it apart from the scale's base.
+
+A `Variant` with a seed is a run (`RunSpec`): all of its settings follow from the variant and the scale, and its
+identity is a hash of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dcdm.reproduction.scale import Scale
+from dcdm.config import ModelConfig, MoEConfig, ObjectiveConfig
+from dcdm.files import digest
+from dcdm.reproduction.scale import TRAINING, TUNING, VALIDATION, Scale
 
 K = 8
 CURVED = ("curve", "heldout", "balance")
@@ -20,7 +26,8 @@ class Variant:
     """A model of the comparison; `model` and `objective` are changes to the scale's base and to the defaults."""
 
     name: str
-    says: str
+    label: str
+    """What it is, in a few words."""
     model: Mapping[str, Any] = field(default_factory=dict)
     objective: Mapping[str, Any] = field(default_factory=dict)
     measures: tuple[str, ...] = CURVED
@@ -134,6 +141,66 @@ def _rated(known: Mapping[str, Variant]) -> Iterator[Variant]:
     for ending, rate in RATES.items():
         seeds = DECISIVE if ending in CLOSE_RATES else 3
         for model in (known[name] for name in RATED if ending):
-            says = f"{model.says}, {rate:g} times the learning rate"
+            label = f"{model.label}, {rate:g} times the learning rate"
             name = f"{model.name}{ending}"
-            yield replace(model, name=name, says=says, measures=CURVED, rate=rate, seeds=seeds, extra=True)
+            yield replace(model, name=name, label=label, measures=CURVED, rate=rate, seeds=seeds, extra=True)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A variant with a seed at a scale."""
+
+    scale: Scale
+    variant: Variant
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}-s{self.seed}"
+
+    @property
+    def parent(self) -> RunSpec | None:
+        if self.variant.parent is None:
+            return None
+        return RunSpec(self.scale, variants(self.scale)[self.variant.parent], self.seed)
+
+    @property
+    def model(self) -> ModelConfig:
+        if self.parent is not None:
+            return self.parent.model
+        changes = dict(self.variant.model)
+        if changes.get("moe") is not None:
+            changes["moe"] = MoEConfig(**changes["moe"])
+        return replace(self.scale.base, **changes)
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        if self.parent is not None:
+            return self.parent.objective
+        rate = self.scale.bias_rate if self.model.routes_from_noise else None
+        return ObjectiveConfig(**{"bias_rate": rate, **self.variant.objective})
+
+    @property
+    def steps(self) -> int:
+        return self.train["train.steps"]
+
+    @property
+    def train(self) -> dict[str, Any]:
+        return self.scale.train_settings(self.seed, tuning=self.parent is not None, rate=self.variant.rate)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between points of the validation curve; only at the end where a point would take too long."""
+        costly = self.model.routes_from_noise and (self.model.num_chunks or 0) > 8  # sequential bound, many chunks
+        return self.steps if self.parent is not None or costly else -(-self.steps // self.scale.evaluations)
+
+    def identity(self) -> str:
+        """What weights and curves follow from, as a short hash; measures of the weights do not enter."""
+        parts: dict[str, Any] = {
+            "model": self.model.to_dict(), "objective": vars(self.objective), "train": self.train,
+            "tokenizer": self.scale.tokenizer, "data": [*TRAINING, VALIDATION] if self.parent is None else [TUNING],
+            "curve": [self.evaluate_every, self.scale.curve_windows, self.scale.curve_samples],
+        }  # fmt: skip
+        if self.parent is not None:
+            parts["parent"] = self.parent.identity()
+        return digest(parts)[:16]

@@ -1,0 +1,239 @@
+"""Claims of the paper, each with a verdict that follows from results: an interval over paired seeds decides.
+
+`one < other` is confirmed where the 95 % interval of the difference lies below zero, contradicted where it lies
+above, and undecided where it holds zero; a claim of several parts is as good as its weakest part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+from dcdm.reproduction.results import (
+    VALID,
+    FigurePath,
+    Interval,
+    Results,
+    aligned,
+    curve_of,
+    final_losses,
+    interval,
+)
+from dcdm.reproduction.scale import ZERO_SHOT
+from dcdm.reproduction.variants import RATES
+
+CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
+WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
+SURROGATE: FigurePath = ("heldout", "surrogate")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison: a name for it, the difference, and what it says."""
+
+    name: str
+    difference: Interval | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says, and the comparisons that it rests on."""
+
+    name: str
+    statement: str
+    experiment: str
+    parts: tuple[Part, ...]
+
+    @property
+    def verdict(self) -> str:
+        reached = {part.verdict for part in self.parts}
+        return next((verdict for verdict in WEAKEST_FIRST if verdict in reached), UNDECIDED)
+
+
+def verdict_of(difference: Interval | None) -> str:
+    """What a difference that the claim wants below zero says."""
+    if difference is None or difference.half is None:
+        return UNDECIDED
+    if difference.below_zero:
+        return CONFIRMED
+    return CONTRADICTED if difference.above_zero else UNDECIDED
+
+
+def _part(name: str, difference: Interval | None) -> Part:
+    return Part(name, difference, verdict_of(difference))
+
+
+def claims(results: Results) -> list[Claim]:
+    """Every claim, in the order of the paper."""
+    makers: tuple[Callable[[Results], Claim], ...] = (
+        loss_order, surrogate_order, own_rates, earlier, every_size, subspace_loss, subspace_balance,
+        interior_optimum, mixture, zero_shot, adablock,
+    )  # fmt: skip
+    return [make(results) for make in makers]
+
+
+def loss_order(results: Results) -> Claim:
+    """DCDM below BDLM below MDLM, by valid bounds."""
+    return Claim(
+        "loss", "DCDM has a lower loss than BDLM, and BDLM than MDLM", "loss-curves",
+        _order(results, "paper", "bdlm8", "mdlm"),
+    )  # fmt: skip
+
+
+def _order(results: Results, paper: str, bdlm: str, mdlm: str) -> tuple[Part, ...]:
+    """The three comparisons, between these variants."""
+    return (
+        _part("DCDM (paper) − BDLM", results.difference(paper, bdlm)),
+        _part("BDLM − MDLM", results.difference(bdlm, mdlm)),
+        _part("DCDM (paper) − MDLM", results.difference(paper, mdlm)),
+    )
+
+
+def surrogate_order(results: Results) -> Claim:
+    """The same by the number that the paper reports."""
+    return Claim(
+        "loss, as the paper counts it", "the same order by the surrogate, the number that the paper reports",
+        "loss-curves",
+        (
+            _part("surrogate of DCDM − bound of BDLM", results.difference("paper", "bdlm8", SURROGATE, VALID)),
+            _part("BDLM − MDLM", results.difference("bdlm8", "mdlm")),
+        ),
+    )  # fmt: skip
+
+
+def best_rate(results: Results, model: str) -> str:
+    """The variant of `model` whose learning rate has the lowest final validation loss; "" while any is missing."""
+    names = [f"{model}{ending}" for ending in RATES]
+    ends = {name: final_losses(results, name, results.seeds(*names)) for name in names}
+    return min(names, key=lambda name: fmean(ends[name])) if all(ends.values()) else ""
+
+
+def own_rates(results: Results) -> Claim:
+    """The order with every model at the learning rate that suits it best, by validation loss."""
+    return Claim(
+        "loss, each at its own rate", "the order holds with each model at the best of four learning rates",
+        "learning-rate", _order(results, *(best_rate(results, model) for model in ("paper", "bdlm8", "mdlm"))),
+    )  # fmt: skip
+
+
+def earlier(results: Results) -> Claim:
+    """The order holds from early in training on: at every validation point after the first third."""
+    parts = []
+    for one, other, name in (("paper", "bdlm8", "DCDM − BDLM"), ("bdlm8", "mdlm", "BDLM − MDLM")):
+        seeds = results.seeds(one, other)
+        curves = [curve_of(results, variant, seed) for seed in seeds for variant in (one, other)]
+        rows = aligned(curves)
+        for tokens, values in rows:
+            share = tokens / rows[-1][0]
+            if share > 1 / 3:
+                difference = interval([a - b for a, b in zip(values[::2], values[1::2], strict=True)])
+                parts.append(_part(f"{name} at {share:.0%} of training", difference))
+    return Claim(
+        "earlier in training", "the order DCDM, BDLM, MDLM emerges early in training and stays", "training-steps",
+        tuple(parts),
+    )  # fmt: skip
+
+
+def every_size(results: Results) -> Claim:
+    parts = []
+    for size in ("-small", "", "-large"):
+        label = size.removeprefix("-") or "main"
+        parts.append(_part(f"DCDM − BDLM, {label}", results.difference(f"paper{size}", f"bdlm8{size}")))
+        parts.append(_part(f"BDLM − MDLM, {label}", results.difference(f"bdlm8{size}", f"mdlm{size}")))
+    return Claim("every scale", "the order holds at every model size", "scaling", tuple(parts))
+
+
+def subspace_loss(results: Results) -> Claim:
+    return Claim(
+        "subspace: loss", "a subspace gives a lower loss than a point (h=1)", "point-vs-subspace",
+        (
+            _part("subspace − point, valid bound", results.difference("paper", "paper-point")),
+            _part("subspace − point, surrogate", results.difference("paper", "paper-point", SURROGATE)),
+        ),
+    )  # fmt: skip
+
+
+def subspace_balance(results: Results) -> Claim:
+    """MaxVio over the last tenth of training."""
+    values = []
+    for seed in results.seeds("paper", "paper-point"):
+        ends = [_end(results, variant, seed) for variant in ("paper", "paper-point")]
+        if ends[0] is not None and ends[1] is not None:
+            values.append(ends[0] - ends[1])
+    return Claim(
+        "subspace: balance", "a subspace keeps chunks balanced where a point does not", "point-vs-subspace",
+        (_part("MaxVio of subspace − of point, end of training", interval(values)),),
+    )  # fmt: skip
+
+
+def _end(results: Results, variant: str, seed: int) -> float | None:
+    curve = results.figure(variant, seed, ("curve", "violation"))
+    if not curve:
+        return None
+    last = [value for _, value in curve[-max(1, len(curve) // 10) :]]
+    return sum(last) / len(last)
+
+
+def k_rows(results: Results, fixed: bool) -> list[tuple[int, str]]:
+    """(K, variant) with h as in the paper's table, or with the same h for all."""
+    names = {name for name, _ in results.runs if name == "paper" or name.startswith("paper-k")}
+    rows = []
+    for name in names:
+        config = next(run["settings"]["model"] for (own, _), run in results.runs.items() if own == name)
+        rows.append((config["num_chunks"], config["chunk_dim"], name))
+    main = next((dim for _, dim, name in rows if name == "paper"), None)
+    if fixed:
+        return sorted((k, name) for k, dim, name in rows if dim == main)
+    other = {k: name for k, dim, name in rows if dim != main}
+    return sorted({k: other.get(k, name) for k, dim, name in rows if dim == main or k in other}.items())
+
+
+def interior_optimum(results: Results) -> Claim:
+    """A K between the ends is better than both ends."""
+    rows = k_rows(results, fixed=False)
+    names = [name for _, name in rows]
+    means = {name: mean.mean for name in names if (mean := results.mean(name, VALID, seeds=results.seeds(*names)))}
+    parts: tuple[Part, ...] = ()
+    if len(means) == len(rows) >= 3:
+        inner = min((name for _, name in rows[1:-1]), key=lambda name: means[name])
+        best = next(k for k, name in rows if name == inner)
+        parts = tuple(
+            _part(f"K={best} − K={k}", results.difference(inner, name)) for k, name in (rows[0], rows[-1])
+        )
+    return Claim(
+        "interior K", "the best K lies inside the range, not at an end", "k-ablation", parts,
+    )  # fmt: skip
+
+
+def mixture(results: Results) -> Claim:
+    return Claim(
+        "MoE", "chunks compose with a mixture of experts: it improves DCDM at about equal active parameters", "moe",
+        (_part("DCDM-MoE − DCDM", results.difference("paper-moe", "paper")),),
+    )  # fmt: skip
+
+
+def zero_shot(results: Results) -> Claim:
+    parts = []
+    for corpus in ZERO_SHOT:
+        path = ("zeroshot", corpus, "valid")
+        parts.append(_part(f"DCDM − BDLM, {corpus}", results.difference("paper", "bdlm8", path)))
+        parts.append(_part(f"DCDM − MDLM, {corpus}", results.difference("paper", "mdlm", path)))
+    return Claim(
+        "zero-shot", "DCDM has the lowest perplexity of the diffusion models on texts of other kinds", "zero-shot",
+        tuple(parts),
+    )  # fmt: skip
+
+
+def adablock(results: Results) -> Claim:
+    """Likelihood of true answers: DCDM by its own decoder, BDLM by AdaBlock, at one position a forward."""
+    parts = []
+    for task in ("gsm8k", "math", "humaneval"):
+        own: FigurePath = ("tasks", "answers", task, "decoders", "position")
+        ada: FigurePath = ("tasks", "answers", task, "decoders", "adablock position")
+        difference = results.difference("paper-tuned", "bdlm8-tuned", own, ada)
+        parts.append(_part(f"DCDM − AdaBlock, {task}", difference))
+    return Claim(
+        "AdaBlock", "DCDM beats blocks that are chosen at decoding time", "adaptive", tuple(parts),
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""The stored results of CPU scale, and the document that quotes them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dcdm.cli import main
+from dcdm.reproduction.claims import CONFIRMED, CONTRADICTED, UNDECIDED, claims
+from dcdm.reproduction.experiments import experiments, specs
+from dcdm.reproduction.plots import plots
+from dcdm.reproduction.report import REGION, filled, regions
+from dcdm.reproduction.results import VALID, Results, is_current, read_results, write_results
+from dcdm.reproduction.scale import cpu
+from dcdm.reproduction.tables import shown
+from dcdm.reproduction.variants import variants
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def stored() -> Results:
+    return read_results(ROOT / "results", "cpu")
+
+
+def test_stored_results_are_those_of_the_runs_defined_here(stored: Results) -> None:
+    defined = {(one.variant.name, one.seed): one for one in specs(cpu(), ["all"])}
+    assert defined.keys() == stored.runs.keys() == stored.machines.keys()
+    for key, result in stored.runs.items():
+        assert is_current(result, defined[key]), key
+
+
+def test_stored_files_follow_from_what_they_hold(stored: Results, tmp_path: Path) -> None:
+    write_results(tmp_path, stored)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (ROOT / "results" / path.name).read_bytes()
+
+
+def test_tables_and_plots_of_the_document_are_those_of_the_results(stored: Results) -> None:
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert filled(text, regions(stored)) == text, "run `dcdm reproduce report`"
+    for name, drawn in plots(stored).items():
+        assert (ROOT / "docs" / "images" / "reproduction" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_a_report_of_a_mistyped_folder_leaves_all_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "docs" / "reproduction.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin kinds -->\n| kept |\n<!-- end -->\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["reproduce", "report", "--results", "result"])
+    assert "no finished run at cpu scale" in capsys.readouterr().err
+    assert "kept" in document.read_text()
+    assert not (tmp_path / "result").exists()
+
+
+FIGURE = re.compile(r"[+−]?\d+\.\d+ ± \d+\.\d+")
+QUOTED = {
+    "DCDM − BDLM is {}": ("paper", "bdlm8"),
+    "by valid bounds and {} by the paper's own number": ("paper", "bdlm8", ("heldout", "surrogate"), VALID),
+    "with half of it for both, it is {}": ("paper-half-rate", "bdlm8-half-rate"),
+    "BDLM − MDLM is {}": ("bdlm8", "mdlm"),
+    "strided − BDLM is {}": ("strided-full", "bdlm8"),
+    "helps strided ones ({})": ("strided-full", "strided"),
+    "harms contiguous ones ({})": ("contiguous-full", "contiguous"),
+    "shows against BDLM ({})": ("contiguous", "bdlm32"),
+    "Surrogate − bound of the same DCDM weights is {}": ("paper", "paper", ("heldout", "surrogate"), VALID),
+    "Taking the latter, DCDM − BDLM would be {}": ("paper-half-rate", "bdlm8"),
+    "{} between them at 1/16": ("strided-full", "causal-strided-full", ("frontier", "0.0625")),
+    "{} at 1/8": ("strided-full", "causal-strided-full", ("frontier", "0.125")),
+}
+"""Sentences of the document → the difference that each of them quotes."""
+
+
+def sentences() -> str:
+    """The document without what is made from results, on one line."""
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    return " ".join(REGION.sub("", text).split())
+
+
+def test_figures_in_sentences_are_those_of_the_results(stored: Results) -> None:
+    text, quoted = sentences(), set()
+    for sentence, difference in QUOTED.items():
+        figure = shown(stored.difference(*difference), sign=True)
+        assert sentence.format(figure) in text
+        quoted.add(figure)
+    best = stored.mean("strided-full-k16", VALID)
+    assert f"16 best on average ({shown(best)}," in text
+    assert set(FIGURE.findall(text)) == {*quoted, shown(best)}, "a figure that no test ties to the results"
+    means = [stored.mean(name, VALID) for name in variants(cpu()) if name != "ar"]
+    assert best is not None
+    assert best.mean == min(mean.mean for mean in means if mean is not None)
+
+
+def test_counts_in_sentences_are_those_of_the_results(stored: Results) -> None:
+    text, stuck = sentences(), stored.at_frequencies()
+    scored = [run for run in stored.runs if stored.figure(*run, VALID) is not None]
+    assert f"All {len(stored.runs)} runs" in text
+    assert f"{len(stuck)} of the {len(scored)} runs that were not fine-tuned" in text
+    assert sum(name == "mdlm" for name, _ in stuck) == 3
+    assert len(stored.seeds("mdlm")) == 6
+    assert f"on {cpu().heldout_windows} windows" in text
+    assert f"on {cpu().frontier_windows} of the test windows" in text
+    assert f"on {cpu().zeroshot_windows} windows of each text" in text
+
+
+def test_the_document_names_every_experiment() -> None:
+    text = sentences()
+    assert all(f"| `{name}` |" in text for name in experiments(cpu()))
+
+
+def test_the_first_sentences_follow_from_the_verdicts(stored: Results) -> None:
+    """The document begins with what was found; other results would need another beginning."""
+    order = claims(stored)[0]
+    assert [part.verdict for part in order.parts] == [CONTRADICTED, CONFIRMED, UNDECIDED]
+    assert not any(claim.verdict == CONFIRMED for claim in claims(stored))
