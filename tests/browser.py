@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-sync", "--no-first-run", "--disable-dev-shm-usage", "--window-size=1280,900",
 )  # fmt: skip
 CELLS = """
-const box = document.querySelectorAll("#lanes .tokens")[arguments[0]];
+const box = document.querySelectorAll("#runs .tokens")[arguments[0]];
 return JSON.stringify([...box.querySelectorAll(".token")].map((cell) => ({
   look: [...cell.classList], text: cell.textContent,
   chunk: Number(cell.dataset.chunk), forward: Number(cell.dataset.forward),
@@ -132,7 +132,7 @@ class Page:
         self.finished()
 
     def finished(self) -> None:
-        self.until("document.getElementById('lanes').ariaBusy !== 'true'", "the run to end")
+        self.until("document.getElementById('runs').ariaBusy !== 'true'", "the run to end")
 
     def scrub(self, step: int) -> None:
         self.driver.execute_script(
@@ -141,13 +141,13 @@ class Page:
             step,
         )
 
-    def cells(self, lane: int = 0) -> list[dict[str, Any]]:
+    def cells(self, run: int = 0) -> list[dict[str, Any]]:
         """Every position as it is shown: its classes, its chunk and forward where it is filled."""
-        return json.loads(self.driver.execute_script(CELLS, lane))
+        return json.loads(self.driver.execute_script(CELLS, run))
 
-    def masked(self, lane: int = 0) -> int:
+    def masked(self, run: int = 0) -> int:
         return self.js(
-            "document.querySelectorAll('#lanes .tokens')[arguments[0]].querySelectorAll('.masked').length", lane
+            "document.querySelectorAll('#runs .tokens')[arguments[0]].querySelectorAll('.masked').length", run
         )
 
     def overflow(self) -> int:

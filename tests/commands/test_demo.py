@@ -142,8 +142,9 @@ for (const name of Object.keys(data.fillings)) {
     slider.dispatchEvent(new Event("input"));
     return byId(name).querySelectorAll(".token.masked").length;
   });
-  byId(name).querySelector("button").click();
-  seen[name].push(byId(name).querySelector("button").textContent);
+  const button = byId(name).querySelector(".play");
+  button.click();
+  seen[name].push(button.title);
 }
 seen.wide = document.documentElement.scrollWidth > innerWidth;
 byId("answers").textContent = JSON.stringify(seen);

@@ -12,7 +12,6 @@ import shlex
 
 import pytest
 import torch
-from test_viewing_chunks import exported
 
 import tiny
 from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
@@ -89,8 +88,8 @@ def filled(cells) -> dict[int, tuple[int, int]]:
 WATCH = """
 window.seen = [];
 const look = () => {
-  const cells = document.querySelectorAll("#lanes .token");
-  if (cells.length) seen.push(document.querySelectorAll("#lanes .token.masked").length);
+  const cells = document.querySelectorAll("#runs .token");
+  if (cells.length) seen.push(document.querySelectorAll("#runs .token.masked").length);
   requestAnimationFrame(look);
 };
 look();
@@ -138,7 +137,7 @@ def test_pausing_holds_the_canvas_while_the_text_comes_and_stopping_ends_it(page
     before = server.figure(cancelled)
     page.open(address, **LONG)
     page.click("#generate")
-    page.until("document.querySelectorAll('#lanes .token').length > 100", "the canvas")
+    page.until("document.querySelectorAll('#runs .token').length > 100", "the canvas")
     page.click(".play")
     assert page.js("document.querySelector('.play').title") == "Play"
     held, come = page.masked(), page.js("Number(document.querySelector('#player input').max)")
@@ -151,7 +150,7 @@ def test_pausing_holds_the_canvas_while_the_text_comes_and_stopping_ends_it(page
     until(lambda: server.figure(cancelled) == before + 1)
     assert page.masked() == held
     page.click(".play")
-    page.until(f"document.querySelectorAll('#lanes .token.masked').length < {held}", "the replay to go on")
+    page.until(f"document.querySelectorAll('#runs .token.masked').length < {held}", "the replay to go on")
     page.click(".play")
 
 
@@ -164,14 +163,14 @@ def test_two_decoders_stand_side_by_side_with_their_figures(page, app, address):
     page.fill("b-commit", "chunk")
     page.generate()
     page.click(".play")
-    for lane, commit in enumerate(("position", "chunk")):
+    for run, commit in enumerate(("position", "chunk")):
         result = expected(app, commit=commit)
         page.scrub(BLANKS)
         filled = {
-            at: (cell["chunk"], cell["forward"]) for at, cell in enumerate(page.cells(lane)) if cell["forward"]
+            at: (cell["chunk"], cell["forward"]) for at, cell in enumerate(page.cells(run)) if cell["forward"]
         }
         assert filled == forwards_of(result)
-        told = page.js("document.querySelectorAll('.figures')[arguments[0]].textContent", lane)
+        told = page.js("document.querySelectorAll('.figures')[arguments[0]].textContent", run)
         assert f"forwards{int(result.forwards[0])}" in told
         for name in ("tokens/s", "tokens/forward", "computed", "reused", "seconds"):
             assert name in told
@@ -190,7 +189,7 @@ def test_two_decoders_stand_side_by_side_with_their_figures(page, app, address):
 def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt, tmp_path):
     folder = tmp_path / app.state.served.name
     served = app.state.served
-    exported("causal", folder, scale=4.0)
+    tiny.exported("causal", folder, scale=4.0)
     settings = {"temperature": "0.7", "top_k": "20", "top_p": "0.9", "cache": "none"}
     page.open(address, prompt=prompt, seed=5, length=6, a_commit="steps:2",
               **{f"a_{name.replace('_', '.')}": value for name, value in settings.items()})  # fmt: skip
@@ -270,7 +269,7 @@ def test_colours_tell_chunk_confidence_or_order_and_a_token_tells_where_it_came_
     assert len(orders) == BLANKS
     assert max(orders) == 8
     at, (chunk, forward) = next(iter(forwards_of(result).items()))
-    page.driver.find_elements("css selector", "#lanes .token")[at].click()
+    page.driver.find_elements("css selector", "#runs .token")[at].click()
     told = page.text("token")
     assert f"position {at} · chunk {chunk} · forward {forward} · probability" in told
 
@@ -470,7 +469,7 @@ def test_the_keyboard_alone_is_enough(page, address, monkeypatch):
     page.keys(Keys.TAB, Keys.TAB)
     slow_down(monkeypatch)
     page.chord(Keys.CONTROL, Keys.ENTER)
-    page.until("document.getElementById('lanes').ariaBusy === 'true'", "the run to begin")
+    page.until("document.getElementById('runs').ariaBusy === 'true'", "the run to begin")
     page.keys(Keys.ESCAPE)
     page.finished()
 

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -354,16 +353,6 @@ def test_the_page_is_not_wider_than_its_screen(width, tmp_path):
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def exported(name: str, folder, **changes):
-    """A folder that `dcdm.load` takes for an exported model over bytes."""
-    model = byte_model(name, **changes).float()
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
-    save_file({f"model.{key}": value for key, value in model.state_dict().items()}, folder / "model.safetensors")
-    byte_tokenizer().save(folder)
-    return folder
-
-
 def refused(arguments: list[str], capsys) -> str:
     with pytest.raises(SystemExit) as stop:
         main(["chunks", *arguments])
@@ -372,7 +361,7 @@ def refused(arguments: list[str], capsys) -> str:
 
 
 def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys, monkeypatch):
-    folder = str(exported("causal", tmp_path / "model"))
+    folder = str(tiny.exported("causal", tmp_path / "model"))
     text = "def f(x):\n    return x\n"
     (tmp_path / "text.py").write_text(text)
     told = []
@@ -391,7 +380,7 @@ def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys
 
 def test_the_command_writes_a_page_prints_a_view_and_counts_over_a_corpus(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
-    folder = str(exported("paper", tmp_path / "model"))
+    folder = str(tiny.exported("paper", tmp_path / "model"))
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("for i in range(10):\n    print(i)\n" * 200)
     html = tmp_path / "deep" / "page.html"
@@ -404,8 +393,8 @@ def test_the_command_writes_a_page_prints_a_view_and_counts_over_a_corpus(tmp_pa
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
-    folder = str(exported("causal", tmp_path / "model"))
-    assert "has no chunks" in refused([str(exported("ar", tmp_path / "ar")), "text"], capsys)
+    folder = str(tiny.exported("causal", tmp_path / "model"))
+    assert "has no chunks" in refused([str(tiny.exported("ar", tmp_path / "ar")), "text"], capsys)
     assert "empty" in refused([folder, ""], capsys)
     assert "not both" in refused([folder, "a", "--file", "b"], capsys)
     assert "No such file" in refused([folder, "--file", str(tmp_path / "none")], capsys)

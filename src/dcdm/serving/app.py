@@ -61,6 +61,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
+SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
+"""Files of `viewing/assets` that reports and the playground have in common."""
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -142,7 +144,7 @@ def _pages(app: FastAPI) -> None:
 def load_assets() -> dict[str, tuple[bytes, str]]:
     """Every file of the page by name: its bytes and its content type. Whatever is not in here does not exist."""
     texts = {file.name: file.read_text(encoding="utf-8") for file in ASSETS.iterdir() if file.is_file()}
-    texts["base.css"] = report_asset("base.css")
+    texts |= {name: report_asset(name) for name in SHARED}
     texts["palette.css"] = palette_style() + "\n"
     return {
         name: (text.encode(), TYPES[suffix])

@@ -1,12 +1,14 @@
 """Self-contained pages: one file, nothing from outside, to be opened from a disk or sent by mail.
 
-A page is a body, its data as JSON, and pieces of style and script from `assets/`; `base` comes first in each.
+A page is a body, its data as JSON, and pieces of style and script from `assets/`. Scripts there are modules, which
+the server's page loads as such; here all that a page needs are joined to one script.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -25,11 +27,14 @@ def asset(name: str) -> str:
 def assemble(title: str, body: str, data: Any, pieces: Sequence[str] = ()) -> str:
     """The page. `body` is trusted HTML; whatever is not goes into `data`, which scripts show as text.
 
-    `pieces` names the parts of `assets/` that are used beside `base`: NAME.css and NAME.js.
+    `pieces` names parts of `assets/` that are used beside `base`, NAME.css and NAME.js as far as there are such
+    files; whatever a script imports comes with it, styles too.
     """
-    names = ("base", *pieces)
-    style = "\n".join([palette_style(), *(asset(f"{name}.css") for name in names)])
-    script = "\n".join(asset(f"{name}.js") for name in names)
+    names = ["base"]
+    for name in pieces:
+        _add_with_imports(name, names)
+    style = "\n".join([palette_style(), *(asset(f"{name}.css") for name in names if _exists(f"{name}.css"))])
+    script = "\n".join(_as_plain_script(f"{name}.js") for name in names if _exists(f"{name}.js"))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -50,6 +55,27 @@ def assemble(title: str, body: str, data: Any, pieces: Sequence[str] = ()) -> st
 </body>
 </html>
 """
+
+
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+
+
+def _exists(name: str) -> bool:
+    return (ASSETS / name).is_file()
+
+
+def _add_with_imports(name: str, names: list[str]) -> None:
+    """Append a piece behind all that its script imports."""
+    if name in names:
+        return
+    for imported in _IMPORT.findall(asset(f"{name}.js")) if _exists(f"{name}.js") else ():
+        _add_with_imports(imported, names)
+    names.append(name)
+
+
+def _as_plain_script(name: str) -> str:
+    """A module without its imports and exports, for a script that holds all modules; their names are distinct."""
+    return re.sub(r"^export ", "", _IMPORT.sub("", asset(name)), flags=re.MULTILINE)
 
 
 def inlined(data: Any) -> str:

@@ -1,18 +1,18 @@
-/** The playground: a form, one or two lanes, a player for both. */
+/** The playground: a form, one or two runs, a player for both. */
 
 import { CONFIDENCE_NAMES, ORDERS } from "./canvas.js";
 import { FORMS, written } from "./code.js";
-import { byId, choice, chunkClass, make, many, stillness } from "./dom.js";
-import { FIGURES, Lane, verdict } from "./lane.js";
+import { byId, make, many, stillness, swatch } from "./dom.js";
 import { Player } from "./player.js";
 import { clearProblems, showProblem } from "./problems.js";
-import { Decoder, Shared } from "./settings.js";
+import { FIGURES, RunView, verdict } from "./run_view.js";
+import { choice, Decoder, Shared } from "./settings.js";
 import { models } from "./stream.js";
 
 const EXAMPLES = {
   method: "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
   line: "def [[6]](self):[[20]]return self",
-  "go on": "import os\n\ndef ",
+  continue: "import os\n\ndef ",
   empty: "",
 };
 const BLANK = /\[\[(\d+)\]\]/g;
@@ -42,17 +42,17 @@ class Playground {
     this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
     byId("decoders").append(...this.decoders.map((each) => each.element));
     const tell = (sentence) => (byId("token").textContent = sentence);
-    this.lanes = ["A", "B"].map((letter) => new Lane(letter, info.special_tokens ?? {}, tell));
-    byId("lanes").append(...this.lanes.map((lane) => lane.element));
-    byId("figures").append(...this.lanes.map((lane) => lane.costs));
+    this.runs = ["A", "B"].map((letter) => new RunView(letter, info.special_tokens ?? {}, tell));
+    byId("runs").append(...this.runs.map((run) => run.element));
+    byId("figures").append(...this.runs.map((run) => run.costs));
     this.abort = null;
     this.requests = null; // of the run that is shown
 
     this.player = new Player(byId("player"), {
-      length: () => Math.max(...this.shown().map((lane) => lane.steps.length)),
-      time: (step) => Math.max(...this.shown().map((lane) => lane.steps[step - 1]?.seconds ?? 0)),
+      length: () => Math.max(...this.shown().map((run) => run.steps.length)),
+      time: (step) => Math.max(...this.shown().map((run) => run.steps[step - 1]?.seconds ?? 0)),
       live: () => this.abort !== null,
-      show: (at, moving) => this.lanes.forEach((lane) => lane.draw(at, moving)),
+      show: (at, moving) => this.runs.forEach((run) => run.draw(at, moving)),
     });
     this.colours = choice(byId("colours"), "colours", { chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
     this.numbers = choice(byId("numbers"), "numbers", { forward: "forward", chunk: "chunk", off: "none" }, () => this.look());
@@ -68,7 +68,7 @@ class Playground {
   }
 
   shown() {
-    return this.comparing ? this.lanes : [this.lanes[0]];
+    return this.comparing ? this.runs : [this.runs[0]];
   }
 
   wire() {
@@ -92,7 +92,7 @@ class Playground {
     byId("stop").addEventListener("click", () => this.abort?.abort());
     byId("compare").addEventListener("change", () => this.layout());
     byId("copy").addEventListener("click", () => this.copy());
-    byId("lanes").addEventListener("keydown", (event) => this.player.key(event, false));
+    byId("runs").addEventListener("keydown", (event) => this.player.key(event, false));
     document.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !this.abort) this.generate();
       if (event.key === "Escape") this.abort?.abort();
@@ -107,23 +107,23 @@ class Playground {
 
   settingsChanged() {
     clearProblems(this);
-    const blanks = Array.from(byId("prompt").value.matchAll(BLANK), (found) => Number(found[1]));
+    const blanks = Array.from(byId("prompt").value.matchAll(BLANK), (match) => Number(match[1]));
     const total = blanks.reduce((sum, size) => sum + size, 0);
-    byId("blanks").textContent = blanks.length ? `Now: ${many(blanks.length, "blank")}, ${many(total, "token")}.` : "Now: none, so the text goes on behind.";
+    byId("blanks").textContent = blanks.length ? `Now: ${many(blanks.length, "blank")}, ${many(total, "token")}.` : "Now: none, so the text continues behind the prompt.";
     this.keep();
     this.code();
   }
 
-  /** One lane or two. */
+  /** One run or two. */
   layout() {
     const two = this.comparing;
     this.decoders[0].title.textContent = two ? "Decoder A" : "Decoder";
     this.decoders[1].title.textContent = "Decoder B";
-    for (const part of [this.decoders[1].element, this.lanes[1].element, this.lanes[1].costs, byId("which")]) part.hidden = !two;
-    this.lanes[0].costs.firstChild.hidden = !two;
-    this.lanes[0].name.textContent = two ? "A" : "Canvas";
-    this.lanes[1].name.textContent = "B";
-    for (const id of ["lanes", "figures"]) byId(id).classList.toggle("two", two);
+    for (const part of [this.decoders[1].element, this.runs[1].element, this.runs[1].costs, byId("which")]) part.hidden = !two;
+    this.runs[0].costs.firstChild.hidden = !two;
+    this.runs[0].name.textContent = two ? "A" : "Canvas";
+    this.runs[1].name.textContent = "B";
+    for (const id of ["runs", "figures"]) byId(id).classList.toggle("two", two);
     if (!two) this.which.set("0");
     this.figures();
     this.player.draw();
@@ -133,21 +133,21 @@ class Playground {
   /** Colours, numbers and their legend. */
   look() {
     const colours = this.colours.value();
-    for (const lane of this.lanes) {
-      lane.canvas.colours = colours;
-      lane.box.dataset.numbers = this.numbers.value();
+    for (const run of this.runs) {
+      run.canvas.colours = colours;
+      run.box.dataset.numbers = this.numbers.value();
     }
     this.player.draw();
-    const swatch = (look, text) => make("span", { className: "key" }, make("span", { className: `token ${look}`, ariaHidden: "true" }, "\u00a0"), text);
-    const keys = [swatch("given", "given"), swatch("masked", "masked")];
+    const key = (look, text) => make("span", { className: "key" }, make("span", { className: `token ${look}`, ariaHidden: "true" }, "\u00a0"), text);
+    const keys = [key("given", "given"), key("masked", "masked")];
     if (colours === "chunk") {
-      const most = Math.max(0, ...this.shown().flatMap((lane) => lane.steps.map((step) => step.chunk)));
+      const most = Math.max(0, ...this.shown().flatMap((run) => run.steps.map((step) => step.chunk)));
       for (let chunk = 1; chunk <= Math.min(8, most || this.chunks || 8); chunk++) {
-        keys.push(make("span", { className: `swatch ${chunkClass(chunk)}` }, String(chunk)));
+        keys.push(swatch(chunk));
       }
       keys.push(make("span", { className: "quiet" }, most > 8 ? "chunk; the colours repeat after eight" : "chunk, in the order of filling"));
     } else if (colours === "confidence") {
-      CONFIDENCE_NAMES.forEach((name, at) => keys.push(swatch(`sure-${at + 1}`, name)));
+      CONFIDENCE_NAMES.forEach((name, at) => keys.push(key(`sure-${at + 1}`, name)));
     } else {
       const ramp = Array.from({ length: ORDERS }, (_, at) => make("span", { className: `token order-${at + 1}` }, "\u00a0"));
       keys.push(make("span", { className: "key" }, "first", make("span", { className: "ramp", ariaHidden: "true" }, ...ramp), "last filled"));
@@ -178,13 +178,13 @@ class Playground {
     this.say("Generating …");
     this.busy(true);
     byId("verdict").hidden = true;
-    this.shown().forEach((lane, at) => lane.clear(at ? "Waits for A, so that neither slows the other." : "Waiting for the server …"));
+    this.shown().forEach((run, at) => run.clear(at ? "Waits for A, so that neither slows the other." : "Waiting for the server …"));
     this.player.open();
     this.reveal();
     let problem = null;
     let at = 0;
     try {
-      for (; at < requests.length; at++) await this.run(at);
+      for (; at < requests.length; at++) await this.runDecoder(at);
     } catch (reason) {
       problem = reason;
     }
@@ -193,17 +193,17 @@ class Playground {
     this.finished(problem, at);
   }
 
-  run(at) {
-    const lane = this.lanes[at];
+  runDecoder(at) {
+    const run = this.runs[at];
     let waiting = false;
     const update = () => {
       waiting = false;
       if (!this.abort) return; // the run has ended since
       this.player.grown();
-      this.say(`${this.comparing ? `${lane.letter}: ` : ""}${lane.progress}`);
+      this.say(`${this.comparing ? `${run.letter}: ` : ""}${run.progress}`);
     };
-    this.say(lane.progress);
-    return lane.run(this.requests[at], this.abort.signal, (what) => {
+    this.say(run.progress);
+    return run.start(this.requests[at], this.abort.signal, (what) => {
       if (what === "start") this.look();
       if (what !== "commit") update();
       else if (!waiting) {
@@ -217,14 +217,14 @@ class Playground {
     this.figures();
     this.look();
     if (problem) {
-      this.shown().forEach((lane) => lane.recording || lane.clear());
+      this.shown().forEach((run) => run.recording || run.clear());
       const stopped = problem.name === "AbortError";
-      this.say(stopped ? "Stopped." : this.lanes[at].recording ? "Not finished." : "Nothing was generated.");
+      this.say(stopped ? "Stopped." : this.runs[at].recording ? "Not finished." : "Nothing was generated.");
       this.player.grown();
       if (!stopped) showProblem(problem, () => this.generate(), this, at);
       return;
     }
-    this.say(this.shown().map((lane) => `${this.comparing ? `${lane.letter}: ` : ""}${lane.progress}`).join(" "));
+    this.say(this.shown().map((run) => `${this.comparing ? `${run.letter}: ` : ""}${run.progress}`).join(" "));
     if (this.comparing && !this.player.touched && !stillness.matches) {
       this.player.at = 0; // both together now
       this.player.play();
@@ -233,13 +233,13 @@ class Playground {
   }
 
   figures() {
-    const [a, b] = this.lanes.map((lane) => lane.recording?.done ?? null);
-    this.lanes[0].showFigures(this.comparing ? b : null);
-    this.lanes[1].showFigures(a);
+    const [a, b] = this.runs.map((run) => run.recording?.done ?? null);
+    this.runs[0].showFigures(this.comparing ? b : null);
+    this.runs[1].showFigures(a);
     byId("figures").hidden = !a && !b;
-    const told = this.comparing ? verdict(...this.lanes) : "";
-    byId("verdict").textContent = told;
-    byId("verdict").hidden = !told;
+    const sentence = this.comparing ? verdict(...this.runs) : "";
+    byId("verdict").textContent = sentence;
+    byId("verdict").hidden = !sentence;
   }
 
   say(sentence) {
@@ -250,7 +250,7 @@ class Playground {
   busy(yes) {
     byId("generate").ariaDisabled = String(yes); // not disabled: whoever pressed it keeps the focus
     byId("stop").ariaDisabled = String(!yes);
-    byId("lanes").ariaBusy = String(yes);
+    byId("runs").ariaBusy = String(yes);
     byId("status").ariaLive = yes ? "off" : "polite"; // every token would be too much to listen to
   }
 
@@ -262,7 +262,7 @@ class Playground {
 
   code() {
     const at = Number(this.which.value());
-    const text = this.lanes[at].recording?.done?.text;
+    const text = this.runs[at].recording?.done?.text;
     byId("code").textContent = written(this.languages.value(), this.request(this.decoders[at]), this.model, text);
     byId("copied").textContent = "";
   }

@@ -2,7 +2,7 @@ import { make } from "./dom.js";
 
 const ROUTINGS = {
   auto: "As this kind of model was trained.",
-  "paper-chunk": "Chunks are formed from the tokens of now, anew whenever one is full.",
+  "paper-chunk": "Chunks are formed from the tokens filled so far, anew whenever one is full.",
   "paper-step": "Chunks are formed anew after every forward.",
   "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
   blocks: "Blocks of equal length, from left to right.",
@@ -66,6 +66,19 @@ const number = (properties) => make("input", { type: "number", step: "any", inpu
 const whole = (properties) => make("input", { type: "number", step: "1", inputMode: "numeric", ...properties });
 const select = (values) => make("select", {}, ...values.map((value) => make("option", { value }, value)));
 
+/** Radio buttons in a fieldset; returns value() and set(value). `onChange` hears what the user chooses. */
+export function choice(fieldset, name, options, onChange) {
+  const inputs = Object.entries(options).map(([value, title]) => {
+    const input = make("input", { type: "radio", name, value });
+    input.addEventListener("change", () => onChange(value));
+    fieldset.append(make("label", {}, input, make("span", {}, title)));
+    return input;
+  });
+  const set = (value) => inputs.forEach((input) => (input.checked = input.value === value));
+  set(inputs[0].value);
+  return { value: () => inputs.find((input) => input.checked).value, set };
+}
+
 /** What both decoders share beside the prompt: length, seed, where to end. */
 export class Shared {
   constructor(container, info) {
@@ -73,7 +86,7 @@ export class Shared {
     const length = whole({ min: 1, max: most ?? "", placeholder: "auto" });
     this.fields = {
       max_tokens: new Field("max_tokens", "Length", length, `Tokens behind the prompt${most ? `, at most ${most}` : ""}. Empty: none if there are blanks, else one window.`),
-      seed: new Field("seed", "Seed", whole({ min: 0, max: 2 ** 53 - 1, value: 0, required: true }), "Same seed and settings, same text; two decoders share its luck."),
+      seed: new Field("seed", "Seed", whole({ min: 0, max: 2 ** 53 - 1, value: 0, required: true }), "Same seed and settings, same text; two decoders share the random numbers."),
       stop_at_eos: new Field("stop_at_eos", "End at the end-of-text token", make("input", { type: "checkbox", checked: true }), "Otherwise the whole length is filled."),
     };
     container.append(...Object.values(this.fields).map((field) => field.element));
@@ -194,7 +207,7 @@ export class Decoder {
   /** The request's part. */
   read() {
     const { temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
-    const told = {
+    const request = {
       commit: this.commit(),
       routing: this.routing(),
       temperature: valueOf(temperature.control),
@@ -202,12 +215,12 @@ export class Decoder {
       top_p: valueOf(p.control),
       cache: cache.control.value,
     };
-    if (told.routing === "adablock") {
+    if (request.routing === "adablock") {
       const ends = delimiters.control.value.split(" ").filter(Boolean);
-      told.delimiters = ends.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
-      told.delimiter_threshold = valueOf(threshold.control);
+      request.delimiters = ends.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
+      request.delimiter_threshold = valueOf(threshold.control);
     }
-    return told;
+    return request;
   }
 
   static PLAIN = { temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };

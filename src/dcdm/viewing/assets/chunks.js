@@ -1,18 +1,23 @@
+import { data } from "./data.js";
+import { byId, chunkClass, colourNumber, make, swatch } from "./dom.js";
+import { ChunkText } from "./tokens.js";
+
 const { tokens, frames } = data;
 const byNoise = data.axis === "noise";
 const routed = frames.some((frame) => frame.scores);
 const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM" };
 const numFree = tokens.filter((token) => token.free).length;
-tokens.forEach((token, position) => (token.special = position === 0));
 
 let frame = frames[data.shown];
 let position = 0;
 let alone = null;
 
-const text = tokenText(byId("tokens"), tokens, (chosen) => {
+const text = new ChunkText(byId("tokens"), "Text", tokens.map((token) => token.text), (chosen) => {
   position = chosen;
   showToken();
 });
+
+const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 100 ? 1 : 0)}%` : "–");
 
 // --- the slider and what it means --------------------------------------------------------------------------------
 

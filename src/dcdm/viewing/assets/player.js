@@ -1,60 +1,144 @@
-const PAUSE = 900; // milliseconds between forwards
+import { make, many, stillness } from "./dom.js";
 
-/** A text being filled in, forward by forward: a slider, and a button that moves it. */
-function player(container, filling, name) {
-  const { tokens, chunks, steps } = filling;
-  const forward = tokens.map(() => 0); // which forward filled a position, 0 where it was given
-  steps.forEach((positions, number) => positions.forEach((position) => (forward[position] = number + 1)));
+/** Forwards per second; "live" goes as the model went. */
+const SPEEDS = { 1: "1 forward/s", 3: "3 forwards/s", 10: "10 forwards/s", 30: "30 forwards/s", live: "as it came" };
 
-  const button = make("button", { type: "button" });
-  const slider = make("input", { type: "range", min: 0, max: steps.length, step: 1, ariaLabel: `forwards of the ${name}` });
-  const count = make("output");
-  const said = make("p", { className: "small quiet said", ariaLive: "polite" });
-  const box = make("div", { className: "tokens numbers covered", role: "listbox", ariaLabel: name });
-  container.classList.add("player");
-  container.append(make("div", { className: "controls" }, button, slider, count), box, said);
+/**
+ * Moves through the steps of recordings, live or later. `length()` is how many steps there are by now, `time(step)`
+ * when a step came, if that is known, `live()` whether more may come, and `show(at, moving)` draws.
+ */
+export class Player {
+  constructor(container, { length, show, time = null, live = () => false, speed = "10" }) {
+    Object.assign(this, { length, time, live, show });
+    this.at = 0;
+    this.playing = false;
+    this.touched = false; // whether the user has taken over since the run began
+    this.timer = null;
 
-  const shown = tokens.map((text, position) => ({ text, special: position === 0 }));
-  const text = tokenText(box, shown, (position) => {
-    if (!forward[position]) said.textContent = `${JSON.stringify(tokens[position])} at ${position} was given.`;
-    else if (forward[position] > at) said.textContent = `A blank at ${position}, of chunk ${chunks[position]}.`;
-    else said.textContent = `${JSON.stringify(tokens[position])} at ${position}, chunk ${chunks[position]}, came with forward ${forward[position]}.`;
-  });
-  let at = steps.length;
-  let timer = null;
-
-  function show(number) {
-    at = number;
-    slider.value = at;
-    count.textContent = `${at} of ${steps.length} forwards`;
-    slider.setAttribute("aria-valuetext", count.textContent);
-    text.draw(chunks, forward.map((when) => when > at));
-    Array.from(box.querySelectorAll(".token")).forEach((place, position) =>
-      place.classList.toggle("fresh", at > 0 && timer !== null && forward[position] === at));
-    const filled = at ? steps[at - 1].length : 0;
-    said.textContent = at ? `Forward ${at} filled ${filled} byte${filled === 1 ? "" : "s"}.` : "Nothing is filled in yet.";
+    const button = (title, letter, act) => {
+      const element = make("button", { type: "button", ariaLabel: title, title }, letter);
+      element.addEventListener("click", act);
+      return element;
+    };
+    this.button = button("Play", "▶", () => this.toggle());
+    this.button.classList.add("play");
+    this.slider = make("input", { type: "range", min: 0, max: 0, step: 1, value: 0, ariaLabel: "Forwards shown" });
+    this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
+    this.count = make("output");
+    const speeds = Object.entries(SPEEDS).filter(([value]) => time || value !== "live");
+    const options = speeds.map(([value, title]) => make("option", { value }, title));
+    this.speed = make("select", { ariaLabel: "Speed of the replay" }, ...options);
+    this.speed.value = time && stillness.matches ? "live" : speed;
+    this.speed.addEventListener("change", () => this.playing && this.play());
+    const back = button("One forward back", "‹", () => this.go(this.at - 1));
+    const on = button("One forward on", "›", () => this.go(this.at + 1));
+    const buttons = make("span", { className: "buttons" }, back, this.button, on);
+    container.append(buttons, this.slider, this.count, this.speed);
+    container.addEventListener("keydown", (event) => this.key(event, event.target !== this.speed));
+    this.draw();
   }
 
-  function stop() {
-    clearInterval(timer);
-    timer = null;
-    button.textContent = "▶ Play";
+  /** Keys of the replay and the canvas; `arrows` also take the arrow keys, where nothing else wants them. */
+  key(event, arrows) {
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    const onButton = event.target.tagName === "BUTTON" || event.target.tagName === "SELECT";
+    const act = {
+      ",": () => this.go(this.at - 1),
+      ".": () => this.go(this.at + 1),
+      " ": onButton ? null : () => this.toggle(),
+      ArrowLeft: arrows ? () => this.go(this.at - 1) : null,
+      ArrowRight: arrows ? () => this.go(this.at + 1) : null,
+      Home: arrows ? () => this.go(0) : null,
+      End: arrows ? () => this.go(this.length()) : null,
+    }[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
   }
 
-  function play() {
-    button.textContent = "❚❚ Pause";
-    timer = setInterval(() => {
-      show(at + 1);
-      if (at === steps.length) stop();
-    }, PAUSE);
-    show(at === steps.length ? 0 : at);
+  /** Begin with a new run. */
+  open() {
+    this.halt();
+    this.at = 0;
+    this.touched = false;
+    this.play();
   }
 
-  button.addEventListener("click", () => (timer === null ? play() : stop()));
-  slider.addEventListener("input", () => {
-    stop();
-    show(Number(slider.value));
-  });
-  stop();
-  show(at);
+  /** More steps may be there. */
+  grown() {
+    if (this.playing && this.following()) this.at = this.length();
+    this.draw(this.playing);
+    if (this.playing && !this.timer && !this.following()) this.tick();
+    if (this.playing && !this.live() && this.at >= this.length()) this.pause();
+  }
+
+  /** While the text still comes, showing it "as it came" is showing it as it comes. */
+  following() {
+    return this.speed.value === "live" && this.live();
+  }
+
+  go(step) {
+    this.touched = true;
+    this.pause();
+    this.at = Math.max(0, Math.min(this.length(), step));
+    this.draw();
+  }
+
+  toggle() {
+    this.touched = true;
+    if (this.playing) this.pause();
+    else {
+      if (this.at >= this.length() && !this.live()) this.at = 0;
+      this.play();
+    }
+  }
+
+  play() {
+    this.halt();
+    this.playing = true;
+    this.draw();
+    if (!this.following()) this.tick();
+  }
+
+  pause() {
+    this.halt();
+    this.playing = false;
+    this.draw();
+  }
+
+  halt() {
+    clearTimeout(this.timer);
+    this.timer = null;
+  }
+
+  tick() {
+    this.timer = null;
+    if (this.at >= this.length()) {
+      if (!this.live()) this.pause();
+      return; // grown() resumes
+    }
+    const rate = Number(this.speed.value);
+    const wait = rate ? 1000 / rate : 1000 * (this.time(this.at + 1) - (this.at ? this.time(this.at) : 0));
+    this.timer = setTimeout(() => {
+      this.at++;
+      this.draw(true);
+      this.tick();
+    }, Math.max(0, wait));
+  }
+
+  draw(moving = false) {
+    const length = this.length();
+    this.slider.max = length;
+    this.slider.value = this.at;
+    this.slider.disabled = !length && !this.live();
+    this.count.textContent = `${this.at} of ${many(length, "forward")}`;
+    this.slider.setAttribute("aria-valuetext", this.count.textContent);
+    const title = this.playing ? "Pause" : "Play";
+    if (this.button.title !== title) {
+      this.button.title = title;
+      this.button.ariaLabel = title;
+      this.button.textContent = this.playing ? "❚❚" : "▶";
+    }
+    this.show(this.at, moving || this.playing || this.at < length);
+  }
 }

@@ -1,42 +1,111 @@
-const SIGNS = { "\n": "↵", "\t": "→", "\r": "␍", " ": "·" };
+import { chunkClass, make } from "./dom.js";
+
+const SIGNS = { "\n": "↵", "\t": "→", "\r": "␍", " ": "·", "\u00a0": "⍽", "\u007f": "␡" };
+const UNSEEN = /^[\p{C}\p{Z}\p{M}]$/u; // controls, odd spaces and marks without a letter
+
+/** What is shown in place of a letter that cannot be seen; null for all others. */
+function signOf(letter) {
+  if (SIGNS[letter]) return SIGNS[letter];
+  if (letter < " ") return String.fromCodePoint(0x2400 + letter.codePointAt(0));
+  if (UNSEEN.test(letter)) return `U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+  return null;
+}
+
+function visible(text) {
+  return Array.from(text, (letter) => {
+    const sign = signOf(letter);
+    return sign ? make("span", { className: "sign" }, sign) : letter;
+  });
+}
 
 /**
- * A text whose tokens are coloured by chunk: one stop of the Tab key, arrows go from token to token.
- * `onChoose(position)` hears what is pointed at or focused. Returns draw(ids, hidden) and single(chunk).
+ * A text as cells, one for each token. It is one stop of the Tab key; arrows move from cell to cell.
+ * `onChoose(position)` hears what is pointed at or focused.
  */
-function tokenText(container, tokens, onChoose) {
-  const places = tokens.map((token, position) => {
-    const letters = make("span", { className: "letters" });
-    for (const letter of token.text) {
-      const sign = SIGNS[letter] ?? (letter < " " ? String.fromCodePoint(0x2400 + letter.codePointAt(0)) : null);
-      letters.append(sign ? make("span", { className: "sign" }, sign) : letter);
+export class TokenCells {
+  constructor(container, name, onChoose) {
+    this.container = container;
+    this.onChoose = onChoose;
+    this.clear();
+    container.classList.add("tokens");
+    container.setAttribute("role", "listbox");
+    container.setAttribute("aria-label", name);
+    container.addEventListener("keydown", (event) => this.move(event));
+    for (const kind of ["pointerover", "focusin", "click"]) {
+      container.addEventListener(kind, (event) => {
+        const place = event.target.closest(".token");
+        if (!place) return;
+        if (kind === "click") place.focus();
+        this.choose(this.places.indexOf(place));
+      });
     }
-    const place = make("span", { role: "option", tabIndex: position ? -1 : 0 }, letters);
-    container.append(place);
-    if (token.text.endsWith("\n")) container.append(make("br"));
-    return place;
-  });
-  let ids = [];
-  let current = 0;
-
-  function choose(position) {
-    places[current].classList.remove("at");
-    places[current].setAttribute("aria-selected", "false");
-    places[current].tabIndex = -1;
-    current = position;
-    places[current].classList.add("at");
-    places[current].setAttribute("aria-selected", "true");
-    places[current].tabIndex = 0;
-    onChoose(position);
   }
 
-  /** The nearest token in the line above (−1) or below (1). */
-  function across(direction) {
-    const from = places[current].getBoundingClientRect();
+  clear() {
+    this.places = [];
+    this.current = 0;
+    this.container.replaceChildren();
+  }
+
+  /** The text at a position, which may be the first behind the last; null is not known yet, `special` a name for it. */
+  write(position, text, special = null) {
+    if (position === this.places.length) {
+      this.places.push(make("span", { role: "option", tabIndex: position ? -1 : 0, ariaSelected: "false" }));
+      this.container.append(this.places[position]);
+    }
+    const place = this.places[position];
+    place.dataset.special = special ? "1" : "";
+    const shown = special ? [special] : text === null ? ["\u00a0"] : visible(text);
+    place.replaceChildren(make("span", { className: "letters" }, ...shown));
+    if (text?.endsWith("\n") && place.nextSibling?.tagName !== "BR") place.after(make("br"));
+  }
+
+  /** The classes of a cell, and the numbers that may stand below it. */
+  paint(position, classes, numbers) {
+    const place = this.places[position];
+    const look = ["token", ...classes];
+    if (place.dataset.special) look.push("special");
+    if (place.classList.contains("at")) look.push("at");
+    const name = look.join(" ");
+    if (place.className !== name) place.className = name;
+    Object.assign(place.dataset, numbers);
+  }
+
+  choose(position) {
+    const old = this.places[this.current];
+    old.classList.remove("at");
+    old.setAttribute("aria-selected", "false");
+    old.tabIndex = -1;
+    this.current = position;
+    const place = this.places[position];
+    place.classList.add("at");
+    place.setAttribute("aria-selected", "true");
+    place.tabIndex = 0;
+    this.onChoose(position);
+  }
+
+  move(event) {
+    const last = this.places.length - 1;
+    const goal = {
+      ArrowRight: () => Math.min(last, this.current + 1),
+      ArrowLeft: () => Math.max(0, this.current - 1),
+      ArrowDown: () => this.across(1),
+      ArrowUp: () => this.across(-1),
+      Home: () => 0,
+      End: () => last,
+    }[event.key];
+    if (!goal || last < 0 || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    this.places[goal()].focus();
+  }
+
+  /** The nearest cell in the line above (−1) or below (1). */
+  across(direction) {
+    const from = this.places[this.current].getBoundingClientRect();
     const middle = from.left + from.width / 2;
-    let best = current;
+    let best = this.current;
     let least = Infinity;
-    places.forEach((place, position) => {
+    this.places.forEach((place, position) => {
       const box = place.getBoundingClientRect();
       const down = direction * (box.top - from.top);
       if (down < from.height / 2) return;
@@ -45,46 +114,32 @@ function tokenText(container, tokens, onChoose) {
     });
     return best;
   }
+}
 
-  container.addEventListener("keydown", (event) => {
-    const last = places.length - 1;
-    const goal = {
-      ArrowRight: () => Math.min(last, current + 1),
-      ArrowLeft: () => Math.max(0, current - 1),
-      ArrowDown: () => across(1),
-      ArrowUp: () => across(-1),
-      Home: () => 0,
-      End: () => last,
-    }[event.key];
-    if (!goal) return;
-    event.preventDefault();
-    places[goal()].focus();
-  });
-  places.forEach((place, position) => {
-    place.addEventListener("pointerenter", () => choose(position));
-    place.addEventListener("focus", () => choose(position));
-    place.addEventListener("click", () => place.focus());
-  });
+/** A text whose tokens, BOS first, are coloured by chunk. */
+export class ChunkText extends TokenCells {
+  constructor(container, name, texts, onChoose = () => {}) {
+    super(container, name, onChoose);
+    this.texts = texts;
+    texts.forEach((text, position) => this.write(position, text, position ? null : text));
+  }
 
-  return {
-    choose,
-    draw(newIds, hidden) {
-      ids = newIds;
-      places.forEach((place, position) => {
-        const chunk = ids[position];
-        const special = tokens[position].special ? " special" : "";
-        const state = chunk < 0 ? " unrouted masked" : hidden[position] ? " masked" : "";
-        const at = position === current && place.classList.contains("at") ? " at" : "";
-        place.className = `token ${chunkClass(chunk)}${special}${state}${at}`;
-        place.dataset.chunk = chunk < 0 ? "·" : chunk;
-        const where = chunk < 0 ? "in no chunk yet" : `chunk ${chunk}`;
-        place.setAttribute("aria-label", `${tokens[position].text}, ${where}${hidden[position] ? ", masked" : ""}`);
-      });
-    },
-    /** Fade everything outside one chunk; null shows all. */
-    single(chunk) {
-      container.classList.toggle("single", chunk !== null);
-      places.forEach((place, position) => place.classList.toggle("chosen", ids[position] === chunk));
-    },
-  };
+  /** Chunks of all positions (−1: none yet), which of them are masked, and which were filled just now. */
+  draw(ids, hidden, isFresh = () => false) {
+    this.ids = ids;
+    this.texts.forEach((text, position) => {
+      const chunk = ids[position];
+      const state = chunk < 0 ? ["unrouted", "masked"] : hidden[position] ? ["masked"] : [];
+      if (isFresh(position)) state.push("fresh");
+      this.paint(position, [chunkClass(chunk), ...state], { chunk: chunk < 0 ? "·" : chunk });
+      const where = chunk < 0 ? "in no chunk yet" : `chunk ${chunk}`;
+      this.places[position].setAttribute("aria-label", `${text}, ${where}${hidden[position] ? ", masked" : ""}`);
+    });
+  }
+
+  /** Fade everything outside one chunk; null shows all. */
+  single(chunk) {
+    this.container.classList.toggle("single", chunk !== null);
+    this.places.forEach((place, position) => place.classList.toggle("chosen", this.ids[position] === chunk));
+  }
 }

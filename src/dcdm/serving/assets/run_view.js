@@ -20,8 +20,8 @@ export const FIGURES = [
   ["seconds", (done) => done.seconds, figure, "from the start to the last token, measured by the server"],
 ];
 
-/** One decoder's canvas with its figures. */
-export class Lane {
+/** One decoder's run: its canvas and its figures. */
+export class RunView {
   constructor(letter, special, tell) {
     this.letter = letter;
     this.special = special;
@@ -31,8 +31,8 @@ export class Lane {
     this.name = make("h3", {});
     this.tag = make("span", { className: "quiet small" });
     this.figures = make("dl", { className: "figures" });
-    this.costs = make("div", { className: "lane-figures" }, make("h3", {}, letter), this.figures);
-    this.element = make("div", { className: "lane" }, make("div", { className: "lane-head" }, this.name, this.tag), box);
+    this.costs = make("div", { className: "run-figures" }, make("h3", {}, letter), this.figures);
+    this.element = make("div", { className: "run" }, make("div", { className: "run-head" }, this.name, this.tag), box);
     this.canvas = new Canvas(box, `Canvas ${letter}`, tell);
     this.box = box;
     this.clear();
@@ -43,7 +43,7 @@ export class Lane {
     this.recording = null;
     this.running = false;
     this.canvas.recording = null;
-    this.canvas.places = [];
+    this.canvas.clear();
     this.tag.textContent = "";
     this.box.replaceChildren(make("p", { className: "quiet hint" }, why));
     this.figures.replaceChildren();
@@ -57,8 +57,8 @@ export class Lane {
     if (this.recording) this.canvas.draw(Math.min(at, this.steps.length), fresh && at <= this.steps.length);
   }
 
-  /** Run a request; `changed(what)` hears "start", "commit" and "done". */
-  async run(request, signal, changed) {
+  /** Send a request; `changed(what)` hears "start", "commit" and "done". */
+  async start(request, signal, changed) {
     this.running = true;
     try {
       await denoise(request, signal, (name, data) => {

@@ -1,1 +1,0 @@
-if (byId("texts")) chunkTexts(byId("texts"), data.texts);

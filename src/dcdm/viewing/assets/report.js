@@ -1,3 +1,0 @@
-chunkTexts(byId("chunks"), data.chunks);
-
-for (const name of Object.keys(data.fillings)) player(byId(name), data.fillings[name], name);

@@ -1,0 +1,48 @@
+"""Scripts that reports and the playground share: modules there, one plain script here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dcdm.serving.app import SHARED
+from dcdm.viewing.page import ASSETS, assemble
+
+ROOTS = ("chunks", "sections")  # what pages name; everything else comes with it
+
+
+def script_of(page: str) -> str:
+    return re.findall(r"(?s)<script>(.*?)</script>", page)[0]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_report_holds_every_module_once_without_imports_and_exports(root):
+    script = script_of(assemble("a page", "", {}, [root, "tokens"]))
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", script, re.MULTILINE)
+    assert {"make", "TokenCells", "data"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_module_stands_behind_those_that_it_imports(root):
+    script = script_of(assemble("a page", "", {}, [root]))
+    order = ["const byId", "class TokenCells", "class ChunkText"]
+    assert sorted(order, key=script.index) == order
+    assert script.index("const data") < script.index("data.")
+
+
+def test_every_import_names_what_the_module_exports():
+    scripts = {file.name: file.read_text() for file in ASSETS.iterdir() if file.name.endswith(".js")}
+    for name, text in scripts.items():
+        for names, source in re.findall(r'^import \{([^}]*)\} from "\./([\w.]+)";', text, re.MULTILINE):
+            for imported in names.split(","):
+                exported = rf"^export (?:const|function|class) {imported.strip()}\b"
+                assert re.search(exported, scripts[source], re.MULTILINE), (name, imported)
+
+
+def test_the_playground_serves_all_that_shared_modules_import():
+    for name in SHARED:
+        if name.endswith(".js"):
+            assert set(re.findall(r'from "\./([\w.]+)"', (ASSETS / name).read_text())) <= set(SHARED)
