@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,14 @@ return JSON.stringify([...box.querySelectorAll(".token")].map((cell) => ({
 """
 PATIENCE = 60.0
 """Seconds to wait for what must come; the machine may be busy."""
+
+
+def dumped(page: Path, profile: Path, *flags: str) -> str:
+    """A page's elements after its scripts have run."""
+    command = [str(CHROMIUM), *FLAGS, "--dump-dom", *flags, f"--user-data-dir={profile}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr[-2000:]
+    return done.stdout
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import dcdm
-from browser import CHROMIUM, FLAGS
+from browser import CHROMIUM, dumped
 from dcdm.cli import main
 from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
 from dcdm.model.transformer import parameter_counts
@@ -156,15 +156,8 @@ byId("answers").textContent = JSON.stringify(seen);
 def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
     page = (finished[0] / "report.html").read_text().replace("</body>", PRESS)
     (tmp_path / "page.html").write_text(page)
-    command = [
-        CHROMIUM,
-        *FLAGS,
-        "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        (tmp_path / "page.html").as_uri(),
-    ]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    seen = json.loads(re.search(r'<pre id="answers">(.*?)</pre>', told, re.DOTALL)[1])
+    shown = dumped(tmp_path / "page.html", tmp_path / "profile")
+    seen = json.loads(re.search(r'<pre id="answers">(.*?)</pre>', shown, re.DOTALL)[1])
     for name in ("infilling", "completion"):
         *blanks, button = seen[name]
         assert blanks == sorted(set(blanks), reverse=True)

@@ -1,8 +1,6 @@
 import io
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -14,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import dcdm
 import tiny
+from browser import CHROMIUM, dumped
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
@@ -254,11 +253,6 @@ def test_the_page_asks_for_nothing_from_outside():
     assert "default-src 'none'" in text
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run", "--window-size=1400,1000", "--dump-dom",
-]  # fmt: skip
 ASK = """
 <pre id="answers"></pre><script>
 const answers = { frames: [], errors: [] };
@@ -299,10 +293,8 @@ def ask_browser(html: str, folder) -> dict:
     """What the page shows at every stop of its slider, asked by a script at its end."""
     path = folder / "page.html"
     path.write_text(html.replace("</body>", ASK + "</body>"), encoding="utf-8")
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}"]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
-    told = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert told, done.stderr[-2000:]
+    told = re.search(r'<pre id="answers">(.*?)</pre>', dumped(path, folder / "profile"), re.DOTALL)
+    assert told
     return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
@@ -344,10 +336,8 @@ def test_the_page_is_not_wider_than_its_screen(width, tmp_path):
         "<script>addEventListener('message', (event) => (document.title = event.data.join()))</script>"
         f"<iframe src=page.html style='border:0;width:{width}px;height:800px'></iframe>"
     )
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-    uri = (tmp_path / "frame.html").as_uri()
-    done = subprocess.run([*command, uri], capture_output=True, text=True, timeout=120)
-    assert f"<title>{width},0</title>" in done.stdout
+    shown = dumped(tmp_path / "frame.html", tmp_path / "profile", "--virtual-time-budget=5000")
+    assert f"<title>{width},0</title>" in shown
 
 
 # --- the command -------------------------------------------------------------------------------------------------
