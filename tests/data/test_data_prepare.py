@@ -21,7 +21,7 @@ from dcdm.data.settings import DataConfig
 from dcdm.data.sources import resolve
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.files import file_digest
+from dcdm.files import digest, file_digest
 
 
 class Said(Silent):
@@ -66,6 +66,19 @@ def test_shards_hold_every_token_of_every_document_in_order(corpus, tmp_path, sm
         assert prepared.text_bytes("train") == len((prose(200) + "".join(documents(60))).encode())
         assert prepared.documents("train") == 61
         assert prepared.tokenizer.fingerprint == tokenizer.fingerprint == prepared.manifest["tokenizer_fingerprint"]
+
+
+def test_names_counts_and_bytes_of_prepared_folders_are_those_of_format_1(corpus, tmp_path):
+    """Folders prepared by earlier versions stay up to date. If this must change, so must `FORMAT`."""
+    rows = [{"q": f"What is {n} and 0?", "a": f"It is {n}."} for n in range(50)]
+    sums = write_jsonl(tmp_path / "sums.jsonl", rows)
+    tuning = DataConfig(prompt_field="q", response_field="a")
+    for prepared, fingerprint, splits in (
+        (prepare(str(corpus), "bytes", tmp_path / "plain"), "0d4ff08fbcb4f997", "9a235a8d80d95d57"),
+        (prepare(str(sums), "bytes", tmp_path / "tuning", settings=tuning), "d7387bbae02f6ab3", "02a14729cb747f15"),
+    ):
+        assert prepared.fingerprint.startswith(fingerprint)
+        assert digest(prepared.manifest["splits"]).startswith(splits)
 
 
 def test_large_vocabularies_take_four_bytes_and_small_ones_two(tmp_path):

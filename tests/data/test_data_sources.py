@@ -184,7 +184,7 @@ def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
 
 def test_prompt_and_response_become_an_example_that_ends_with_eos():
     maker = ExampleMaker(DataConfig(prompt_field="q", response_field="a"), BYTES)
-    _, examples = maker.of({"q": "1+1?", "a": "2", "extra": None})
+    _, examples = maker.examples_of({"q": "1+1?", "a": "2", "extra": None})
     ((prompt, response),) = maker.encode(examples)
     assert bytes(prompt.tolist()) == b"1+1?\n"
     assert response.tolist() == [ord("2"), BYTES.eos_id]
@@ -200,7 +200,7 @@ OPENING = "System:\nBe brief.\n\nUser:\n1+1?\n\nAssistant:\n"
 
 def test_a_chat_learns_its_last_answer_or_each_in_a_plain_format_of_its_own():
     def examples(turns):
-        return ExampleMaker(DataConfig(messages_field="m", turns=turns), BYTES).of({"m": CHAT})[1]
+        return ExampleMaker(DataConfig(messages_field="m", turns=turns), BYTES).examples_of({"m": CHAT})[1]
 
     (last,) = examples("last")
     assert (last.prompt, last.response) == (OPENING + "2\n\nUser:\n+1?\n\nAssistant:\n", "3")
@@ -227,7 +227,7 @@ def test_a_chat_follows_the_tokenizers_template_and_ends_with_eos_once():
     start, mask = (tokenizer.backend.token_to_id(t) for t in ("<|im_start|>", "<|mask_1|>"))
     maker = ExampleMaker(DataConfig(messages_field="m"), tokenizer)
     chat = [{"role": "user", "content": "say <|mask_1|>"}, {"role": "assistant", "content": "the tree"}]
-    _, examples = maker.of({"m": chat})
+    _, examples = maker.examples_of({"m": chat})
     ((prompt, response),) = maker.encode(examples)
     assert prompt.tolist().count(start) == 2
     assert mask is not None
@@ -240,7 +240,7 @@ def test_a_chat_follows_the_tokenizers_template_and_ends_with_eos_once():
 def test_a_template_that_hides_where_the_response_begins_is_refused():
     maker = ExampleMaker(DataConfig(messages_field="m"), chat_tokenizer("{{ messages | length }}"))
     with pytest.raises(DataError, match="told apart"):
-        maker.of({"m": CHAT})
+        maker.examples_of({"m": CHAT})
 
 
 def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):

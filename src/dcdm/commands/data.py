@@ -53,7 +53,7 @@ def prepare_text(
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.
         workers: Processes; the result does not depend on it (default: one per core).
-        overwrite: Replace a folder that was prepared otherwise.
+        overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
     """
     from dcdm.data.prepare import prepare

@@ -35,7 +35,7 @@ class ExampleMaker:
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
 
-    def of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
+    def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
         """The examples of a row, and the name by which its split is chosen (one prompt, one split)."""
         settings = self.settings
         if settings.messages_field is not None:

@@ -193,8 +193,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _called(tokenizer: dict[str, Any]) -> str:
-    mark = tokenizer.get("fingerprint", "")[:12]
-    return f"{tokenizer.get('spec')} ({mark})" if mark else str(tokenizer.get("spec"))
+    return tokenizer.get("spec") or f"one with fingerprint {tokenizer.get('fingerprint', '')[:12]}"
 
 
 def _source_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
@@ -248,7 +247,7 @@ def _reusable(
             prepared = _opened(out, settings)
             reporter.say(f"{out} is up to date")
             return prepared
-        reason = f"{out} was prepared otherwise: {differences(manifest['plan'], plan)}"
+        reason = f"{out} was prepared differently: {differences(manifest['plan'], plan)}"
     except DataError as error:
         reason = str(error)
     if not overwrite:
@@ -422,7 +421,7 @@ def _named_texts(
         return
     for _, row in read_rows(part, settings.columns, bad):
         try:
-            name, examples = maker.of(row)
+            name, examples = maker.examples_of(row)
         except BadRow:  # counted when its unit is tokenised
             continue
         for example in examples:

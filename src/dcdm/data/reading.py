@@ -110,10 +110,10 @@ def examine(
         stamps: Stamps = dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
     for source in paths.values():
         if source.format != "text":
-            fields = first_fields(source.path, source.format)
+            fields = _first_fields(source.path, source.format)
             if fields is not None and (missing := [c for c in settings.columns if c not in fields]):
                 raise DataError(
-                    f"{source.path}: {missing_fields(missing, fields)}. Name the right one with field (--field), "
+                    f"{source.path}: {_missing_fields(missing, fields)}. Name the right one with field (--field), "
                     "prompt_field and response_field, or messages_field"
                 )
     files = []
@@ -155,10 +155,10 @@ def cut_into_parts(
         if source.format == "jsonl.gz":
             yield part
         elif source.format == "parquet":
-            for number, weight in enumerate(parquet_groups(source.path)):
+            for number, weight in enumerate(_parquet_groups(source.path)):
                 yield replace(part, start=number, stop=number + 1, weight=weight)
         elif source.format == "arrow":
-            rows = read_arrow(source.path).num_rows
+            rows = _read_arrow(source.path).num_rows
             step = max(1, rows * part_bytes // max(1, size))
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
@@ -259,7 +259,7 @@ def read_rows(part: Part, columns: tuple[str, ...], bad: BadRows) -> Iterator[tu
             raise DataError(f"{part.name} has no rows: it is plain text")
         for line, row in rows:
             if missing := [column for column in columns if column not in row]:
-                bad.add(part, line, missing_fields(missing, list(row)))
+                bad.add(part, line, _missing_fields(missing, list(row)))
             else:
                 yield line, row
     except (OSError, EOFError, zlib.error) as error:
@@ -267,7 +267,7 @@ def read_rows(part: Part, columns: tuple[str, ...], bad: BadRows) -> Iterator[tu
     _check_unchanged(part)
 
 
-def first_fields(path: Path, form: Format) -> list[str] | None:
+def _first_fields(path: Path, form: Format) -> list[str] | None:
     """Names of the fields in a file's first row; None where there is no readable row."""
     part = Part(str(path), path.name, form, 0, -1, 0, (0, 0))
     try:
@@ -285,8 +285,8 @@ def first_fields(path: Path, form: Format) -> list[str] | None:
     return None
 
 
-def missing_fields(missing: list[str], there: list[str]) -> str:
-    return f"no field {' and no field '.join(map(repr, missing))}; fields there: {', '.join(there) or 'none'}"
+def _missing_fields(missing: list[str], present: list[str]) -> str:
+    return f"no field {' and no field '.join(map(repr, missing))}; fields there: {', '.join(present) or 'none'}"
 
 
 def _text(part: Part, bad: BadRows) -> str:
@@ -345,7 +345,7 @@ def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dic
             batches = file.iter_batches(batch_size=TABLE_ROWS, row_groups=list(groups), columns=wanted)
         else:
             number = part.start
-            table = read_arrow(part.path).slice(part.start, part.stop - part.start).select(wanted)
+            table = _read_arrow(part.path).slice(part.start, part.stop - part.start).select(wanted)
             batches = iter(table.to_batches(max_chunksize=TABLE_ROWS))
         for batch in batches:
             for row in batch.to_pylist():
@@ -355,7 +355,7 @@ def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dic
         raise DataError(f"cannot read {part.path}: {_line(error)}") from error
 
 
-def read_arrow(path: str | Path) -> pa.Table:
+def _read_arrow(path: str | Path) -> pa.Table:
     """An Arrow file or stream as a table that lies on the disk, not in memory."""
     import pyarrow as pa
 
@@ -369,7 +369,7 @@ def read_arrow(path: str | Path) -> pa.Table:
         raise DataError(f"cannot read {path}: {_line(error)}") from error
 
 
-def parquet_groups(path: str | Path) -> list[int]:
+def _parquet_groups(path: str | Path) -> list[int]:
     """Bytes of every row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -386,7 +386,7 @@ def _schema_names(part: Part) -> list[str]:
     import pyarrow.parquet as pq
 
     try:
-        return (pq.read_schema(part.path) if part.format == "parquet" else read_arrow(part.path).schema).names
+        return (pq.read_schema(part.path) if part.format == "parquet" else _read_arrow(part.path).schema).names
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {part.path}: {_line(error)}") from error
 

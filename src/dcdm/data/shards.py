@@ -216,7 +216,7 @@ def _write_examples(
     for part in unit.parts:
         for line, row in read_rows(part, settings.columns, bad):
             try:
-                name, examples = maker.of(row)
+                name, examples = maker.examples_of(row)
             except BadRow as error:
                 bad.add(part, line, str(error))
                 continue

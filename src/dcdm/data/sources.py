@@ -78,8 +78,8 @@ def _stdlib(settings: DataConfig) -> list[SourceFile]:
     files = []
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        out = held_out(name.encode(), settings.validation_share)
-        files.append(SourceFile(path, name, "text", "validation" if out else "train", lenient=True))
+        split: Split = "validation" if held_out(name.encode(), settings.validation_share) else "train"
+        files.append(SourceFile(path, name, "text", split, lenient=True))
     if not files:
         raise DataError(f"stdlib: no Python source files under {root}: is the standard library packed in a zip?")
     return files
@@ -141,9 +141,9 @@ def _folder(folder: Path) -> list[SourceFile]:
 
 
 def _saved_dict(folder: Path, split: str) -> list[SourceFile]:
-    there = sorted(p.parent.name for p in folder.glob("*/state.json"))
-    if split not in there:
-        raise DataError(f"{folder}: there is no split {split!r}; saved here: {', '.join(there) or 'none'}")
+    saved = sorted(p.parent.name for p in folder.glob("*/state.json"))
+    if split not in saved:
+        raise DataError(f"{folder}: there is no split {split!r}; saved here: {', '.join(saved) or 'none'}")
     return _saved(folder / split)
 
 
@@ -165,7 +165,7 @@ def _hub(spec: str) -> list[SourceFile]:
     """The files of a data set once `datasets` has fetched it into its cache."""
     match = re.fullmatch(r"(?P<name>[^:]+)(?::(?P<split>[\w.-]+))?", spec)
     if match is None:
-        raise DataError(f"{spec!r} is no file here and no data set's name; write name/config:split")
+        raise DataError(f"{spec!r} is neither a file here nor the name of a data set; write name/config:split")
     import datasets
 
     name, split = match["name"], match["split"] or "train"
@@ -181,7 +181,7 @@ def _hub(spec: str) -> list[SourceFile]:
             raise DataError(f"{spec}: datasets keeps no files of this data set; save it with save_to_disk first")
         label = "/".join(arguments) if not Path(name).is_dir() else Path(name).name
         return [SourceFile(p, f"{label}:{split}/{p.name}", "arrow") for p in paths]
-    raise DataError(f"{spec!r} is no file or folder here, and datasets cannot load it: {'; '.join(failures)}")
+    raise DataError(f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}")
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:

@@ -1,4 +1,8 @@
-"""Text to ids and back. Every vocabulary ends with BOS, PAD and MASK."""
+"""Text to ids and back, and chats to text. Every vocabulary ends with BOS, PAD and MASK.
+
+First the `Tokenizer`, then the ways to get one (`load_tokenizer` knows them all), chat templates, and last what it
+takes to make any `tokenizer.json` fit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from dcdm.files import digest, write_whole
 
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # text may be cut where a match ends
-PROBES = (
+PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
     ("one", " two"),
     ("I", " A"),
     ("word.\n", "Next"),
@@ -181,40 +185,7 @@ class Tokenizer:
         return Backend.from_str(json.dumps(spec))
 
 
-def byte_tokenizer() -> Tokenizer:
-    """UTF-8 bytes 0…255, EOS 256, then BOS 257, PAD 258 and MASK 259."""
-    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    return Tokenizer.over(_byte_level(models.BPE(vocab, [])))
-
-
-def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
-    """Byte-level BPE learned from `documents`; `size` counts every id, EOS and specials among them."""
-    if size < MIN_BPE:
-        raise DataError(f"bpe:{size} is too small; all bytes, EOS, the specials and one merge need {MIN_BPE}")
-    backend = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=size - 1 - NUM_SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],
-        show_progress=False,
-    )
-    backend.train_from_iterator(documents, trainer)
-    tokenizer = Tokenizer.over(backend)
-    if tokenizer.vocab_size != size:
-        raise DataError(
-            f"bpe:{size}: this text yields no more than {tokenizer.vocab_size} tokens; "
-            f"ask for bpe:{tokenizer.vocab_size} or give more text"
-        )
-    return tokenizer
-
-
-def bpe_size(spec: str) -> int | None:
-    """N of `bpe:N`; None for any other tokenizer."""
-    if not spec.startswith("bpe:"):
-        return None
-    if not re.fullmatch(r"bpe:[0-9]+", spec):
-        raise DataError(f"tokenizer {spec!r}: after bpe: comes the vocabulary's size, as in bpe:8192")
-    return int(spec.removeprefix("bpe:"))
+# --- the ways to get one -----------------------------------------------------------------------------------------
 
 
 def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokenizer:
@@ -240,10 +211,46 @@ def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokeniz
     return _through_transformers(spec)
 
 
+def byte_tokenizer() -> Tokenizer:
+    """UTF-8 bytes 0…255, EOS 256, then BOS 257, PAD 258 and MASK 259."""
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    return Tokenizer.over(_byte_level(models.BPE(vocab, [])))
+
+
+def bpe_size(spec: str) -> int | None:
+    """N of `bpe:N`; None for any other tokenizer."""
+    if not spec.startswith("bpe:"):
+        return None
+    if not re.fullmatch(r"bpe:[0-9]+", spec):
+        raise DataError(f"tokenizer {spec!r}: after bpe: comes the vocabulary's size, as in bpe:8192")
+    return int(spec.removeprefix("bpe:"))
+
+
+def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
+    """Byte-level BPE learned from `documents`; `size` counts every id, EOS and specials among them."""
+    if size < MIN_BPE:
+        raise DataError(f"bpe:{size} is too small; all bytes, EOS, the specials and one merge need {MIN_BPE}")
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1 - NUM_SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    tokenizer = Tokenizer.over(backend)
+    if tokenizer.vocab_size != size:
+        raise DataError(
+            f"bpe:{size}: this text yields no more than {tokenizer.vocab_size} tokens; "
+            f"ask for bpe:{tokenizer.vocab_size} or give more text"
+        )
+    return tokenizer
+
+
 def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
     try:
         base = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    except Exception as error:  # as above: bare Exception
+    except Exception as error:  # the library raises bare Exception here, too
         raise DataError(f"cannot read vocab.json and merges.txt in {folder}: {error}") from error
     eos = _content(config.get("eos_token")) or "<|endoftext|>"
     return Tokenizer.over(base, eos, _chat_template(folder, config))
@@ -275,6 +282,39 @@ def _byte_level(model: models.BPE) -> Backend:
     return backend
 
 
+# --- chats -------------------------------------------------------------------------------------------------------
+
+
+class ChatError(Exception):
+    """The chat template refuses a chat; the message says why."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer that has one. Its text is encoded with `templated=True`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._renderer: Any = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
+        )
+
+    def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
+        """The chat as text; `answering` ends it where an answer begins."""
+        try:
+            return self._renderer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=answering,
+                bos_token="",  # every window begins with BOS anyway
+            )
+        except Exception as error:  # templates raise what they like about roles they do not know
+            raise ChatError(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error
+
+
+# --- spelling bytes ----------------------------------------------------------------------------------------------
+
+
 def _byte_letters() -> list[str]:
     """The letter by which byte-level tokenizers write each byte: itself if it shows, else one from U+0100 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -304,6 +344,38 @@ def _byte_counts(text: str, ends: list[int]) -> np.ndarray:
     if len(reached):
         reached[-1] = upto[-1]
     return np.diff(reached, prepend=0)
+
+
+# --- what a tokenizer's files hold -------------------------------------------------------------------------------
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return _json_file(path) if path.exists() else {}
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold a JSON object")
+    return content
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: configs spell it as a string or as an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
 
 
 def _without_holes(spec: dict[str, Any]) -> Backend:
@@ -347,62 +419,3 @@ def _pruned(value: Any) -> Any:
             pruned["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in merges]
         return {k: v for k, v in pruned.items() if v is not None and v is not False and v not in ("", [], {})}
     return [_pruned(item) for item in value] if isinstance(value, list) else value
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return _json_file(path) if path.exists() else {}
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a JSON object")
-    return content
-
-
-def _content(token: Any) -> str | None:
-    """A special token's text: configs spell it as a string or as an object."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
-
-
-# --- chat ------------------------------------------------------------
-
-
-class ChatError(Exception):
-    """The template refuses a chat; the message says why."""
-
-
-class ChatTemplate:
-    """Of a tokenizer that has one. Its text is encoded with `templated=True`."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        from transformers import PreTrainedTokenizerFast
-
-        self._renderer: Any = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
-        )
-
-    def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
-        """The chat as text; `answering` ends it where an answer begins."""
-        try:
-            return self._renderer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=answering,
-                bos_token="",  # every window begins with BOS anyway
-            )
-        except Exception as error:  # templates raise what they like about roles they do not know
-            raise ChatError(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,44 @@
+import dcdm.progress
+from dcdm.data.prepare import Reporter
+from dcdm.progress import ConsoleProgress
+
+
+def test_without_a_terminal_progress_is_a_plain_line_now_and_then(capsys, monkeypatch):
+    monkeypatch.setattr(dcdm.progress, "PLAIN_EVERY", 0.0)
+    with ConsoleProgress() as progress:
+        progress.say("a [bold] sentence")
+        progress.progress("tokenising", 2_500_000, 10_000_000, "bytes", "1.20M tokens/s")
+        progress.progress("scoring [wiki]", 3, 1_200, "windows")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "a [bold] sentence",
+        "tokenising: 2.5 of 10.0 MB, 1.20M tokens/s",
+        "scoring [wiki]: 3 of 1,200 windows",
+    ]
+
+
+def test_lines_do_not_come_faster_than_people_read(capsys):
+    with ConsoleProgress() as progress:
+        for done in range(1000):
+            progress.progress("tokenising", done, 1000, "bytes")
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_the_bar_names_task_count_and_note(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with ConsoleProgress() as progress:
+        progress.progress("tokenising", 500_000, 1_000_000, "bytes", "fast")
+        progress.progress("scoring", 1, 2, "windows")
+    shown = capsys.readouterr().err
+    assert "scoring" in shown
+    assert "1 of 2 windows" in shown
+
+
+def test_what_is_not_shown_says_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(dcdm.progress, "PLAIN_EVERY", 0.0)
+    reporter: Reporter = ConsoleProgress(shown=False)
+    reporter.say("nothing")
+    reporter.progress("tokenising", 1, 2, "bytes")
+    assert capsys.readouterr() == ("", "")
