@@ -18,8 +18,8 @@ from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
 from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset
 from dcdm.training.settings import resolve
-from dcdm.viewing.plot import Curve, averaged, line_plot
-from dcdm.viewing.report import Line, with_error
+from dcdm.viewing.demo_report import Line, with_error
+from dcdm.viewing.plots import Curve, averaged, line_plot
 
 STEPS = 5
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(120))

@@ -247,7 +247,7 @@ def test_wandb_without_its_package_is_refused_with_the_way_to_get_it(corpus, tmp
 
 
 def test_tensorboard_holds_losses_chunks_and_pictures(corpus, tmp_path):
-    from dcdm.viewing.pictures import chunk_picture
+    from dcdm.viewing.palette import chunk_picture
 
     changes = {**SMALL, "tensorboard": True, "train.steps": 2, "evaluate_every": 2, "log_every": 1,
                "data.sources": (str(corpus),)}  # fmt: skip

@@ -12,9 +12,20 @@ from dcdm.config import ConfigError, DataError
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.evaluation import detokenisers
-from dcdm.evaluation.corpora import PAPER, ReadingSettings, Tokens, read_corpora, read_corpus, split_name, tokenise
-from dcdm.evaluation.windows import Windows, WindowSettings
+from dcdm.evaluation.corpora import (
+    PAPER,
+    ReadingSettings,
+    Tokens,
+    detokenise_lambada,
+    detokenise_ptb,
+    detokenise_wikitext,
+    read_corpora,
+    read_corpus,
+    respaced,
+    split_name,
+    tokenise,
+)
+from dcdm.evaluation.windows import CorpusWindows, WindowSettings
 
 BYTES = byte_tokenizer()
 
@@ -47,13 +58,13 @@ def test_every_token_counts_exactly_once(sizes, length, stride, sliding, apart, 
     settings = WindowSettings(
         "sliding" if sliding else "disjoint", min(stride, length - 1) if sliding else None, apart
     )
-    windows = Windows(stream(sizes), BYTES, length, settings)
+    windows = CorpusWindows(stream(sizes), BYTES, length, settings)
     assert counted(windows, world=world) == list(range(sum(sizes)))
     assert windows.left_out() == 0
 
 
 def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
-    windows = Windows(stream([20]), BYTES, 9, WindowSettings("sliding", 3))
+    windows = CorpusWindows(stream([20]), BYTES, 9, WindowSettings("sliding", 3))
     assert windows.spans.tolist() == [[0, 0, 8], [3, 8, 11], [6, 11, 14], [9, 14, 17], [12, 17, 20]]
     batch = next(windows.batches(8))
     assert (batch.tokens[:, 0] == BYTES.bos_id).all()
@@ -62,7 +73,7 @@ def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
 
 
 def test_documents_on_their_own_never_share_a_window_and_short_ones_are_padded():
-    windows = Windows(stream([5, 12, 3]), BYTES, 9, WindowSettings(apart=True))
+    windows = CorpusWindows(stream([5, 12, 3]), BYTES, 9, WindowSettings(apart=True))
     assert windows.spans[:, [0, 2]].tolist() == [[0, 5], [5, 13], [13, 17], [17, 20]]
     for batch in windows.batches(8):
         assert ((batch.tokens == BYTES.pad_id) == ((batch.place < 0) & ~batch.prompt)).all()
@@ -70,23 +81,23 @@ def test_documents_on_their_own_never_share_a_window_and_short_ones_are_padded()
 
 
 def test_the_size_to_which_a_window_is_padded_depends_on_itself_alone():
-    windows = Windows(stream([5, 100, 40]), BYTES, 128, WindowSettings(apart=True))
+    windows = CorpusWindows(stream([5, 100, 40]), BYTES, 128, WindowSettings(apart=True))
     shapes = {int(i): b.tokens.shape[1] for size in (1, 2, 8) for b in windows.batches(size) for i in b.index}
     assert shapes == {0: 32, 1: 128, 2: 64}
 
 
 def test_a_limit_spreads_over_the_corpus_and_says_what_it_leaves_out():
-    whole = Windows(stream([100]), BYTES, 11, WindowSettings())
-    some = Windows(stream([100]), BYTES, 11, WindowSettings(limit=4))
+    whole = CorpusWindows(stream([100]), BYTES, 11, WindowSettings())
+    some = CorpusWindows(stream([100]), BYTES, 11, WindowSettings(limit=4))
     assert some.chosen.tolist() == [0, 2, 5, 7]
     assert some.left_out() == 60
     assert set(counted(some)) < set(counted(whole))
-    assert Windows(stream([100]), BYTES, 11, WindowSettings(limit=400)).left_out() == 0
+    assert CorpusWindows(stream([100]), BYTES, 11, WindowSettings(limit=400)).left_out() == 0
 
 
 def test_prompts_of_fine_tuning_examples_are_shown_and_not_counted():
     prompt = np.array([True] * 3 + [False] * 4 + [True] * 9 + [False] * 2)
-    windows = Windows(stream([7, 11], prompt), BYTES, 9, WindowSettings())
+    windows = CorpusWindows(stream([7, 11], prompt), BYTES, 9, WindowSettings())
     assert counted(windows) == [3, 4, 5, 6, 16, 17]
     assert len(windows.spans) == 2, "a window of nothing but a prompt is no window"
     assert windows.left_out() == 0
@@ -120,11 +131,11 @@ def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(make, text):
 
 def test_detokenisers_put_tokens_back_and_leave_placeholders():
     ptb = "mr. <unk> said it was n't `` a good day '' for the firm 's N\\/N stock -LRB- $ N -RRB- , it 's ."
-    assert detokenisers.ptb(ptb) == "mr. <unk> said it wasn't \"a good day\" for the firm's N/N stock ($N), it's."
+    assert detokenise_ptb(ptb) == "mr. <unk> said it wasn't \"a good day\" for the firm's N/N stock ($N), it's."
     wiki = ' = Title = \n \n = = Part = = \n A guest @-@ star paid 1 @,@ 000 @.@ 5 for " Art " ( 1990 ) . \n'
-    assert detokenisers.wikitext(wiki) == '= Title =\n\n== Part ==\nA guest-star paid 1,000.5 for "Art" (1990).\n'
-    assert detokenisers.respaced('He said , " done . " and left : 5 % !') == 'He said, "done." and left: 5%!'
-    assert detokenisers.lambada("“ no ” , she ’s gone") == '"no", she\'s gone'
+    assert detokenise_wikitext(wiki) == '= Title =\n\n== Part ==\nA guest-star paid 1,000.5 for "Art" (1990).\n'
+    assert respaced('He said , " done . " and left : 5 % !') == 'He said, "done." and left: 5%!'
+    assert detokenise_lambada("“ no ” , she ’s gone") == '"no", she\'s gone'
 
 
 def test_text_that_is_not_tokenised_is_left_as_it_is(tmp_path):
@@ -205,7 +216,7 @@ def test_shards_of_examples_show_their_prompts(tmp_path):
     settings = DataConfig(prompt_field="q", response_field="a", validation_share=0.0)
     prepare(str(write_jsonl(tmp_path / "r.jsonl", rows)), "bytes", tmp_path / "s", settings=settings, workers=1)
     corpus = tokenise(read_corpus(str(tmp_path / "s"), ReadingSettings(split="train")), BYTES)
-    windows = Windows(corpus, BYTES, 32, WindowSettings())
+    windows = CorpusWindows(corpus, BYTES, 32, WindowSettings())
     learned = "".join(row["a"] for row in rows)
     assert len(counted(windows)) == len(learned) + len(rows)
     assert corpus.size.sum() == pytest.approx(len(learned))

@@ -10,7 +10,7 @@ from dcdm.evaluation import execution
 
 
 def test_a_program_passes_if_it_runs_to_its_end():
-    outcome = execution.run("print('noise')\nassert sorted([2, 1]) == [1, 2]")
+    outcome = execution.run_program("print('noise')\nassert sorted([2, 1]) == [1, 2]")
     assert outcome.passed
     assert outcome.reason == "passed"
 
@@ -28,21 +28,23 @@ def test_a_program_passes_if_it_runs_to_its_end():
     ],
 )
 def test_whatever_ends_a_program_early_is_named(program, reason):
-    outcome = execution.run(program)
+    outcome = execution.run_program(program)
     assert outcome.reason == reason
     assert outcome.passed == (reason == "passed")
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_program_that_does_not_end_is_stopped(program):
-    outcome = execution.run(program, seconds=1)
+    outcome = execution.run_program(program, seconds=1)
     assert outcome.reason in ("timeout", "killed")
 
 
 def test_the_network_is_cut():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        outcome = execution.run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)")
+        outcome = execution.run_program(
+            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"
+        )
     assert not outcome.passed
     assert outcome.network in ("namespace", "audit hook")
 
@@ -51,10 +53,12 @@ def test_without_a_namespace_sockets_are_refused(monkeypatch):
     denied = execution.CHILD.replace(".unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0", " is None")
     assert denied != execution.CHILD
     monkeypatch.setattr(execution, "CHILD", denied)
-    outcome = execution.run("import socket\nsocket.socket()")
+    outcome = execution.run_program("import socket\nsocket.socket()")
     assert (outcome.reason, outcome.network) == ("PermissionError", "audit hook")
 
 
 def test_a_program_sees_a_fresh_folder_and_none_of_our_environment(monkeypatch):
     monkeypatch.setenv("SOME_SECRET", "1")
-    assert execution.run("import os\nassert os.listdir('.') == []\nassert 'SOME_SECRET' not in os.environ").passed
+    assert execution.run_program(
+        "import os\nassert os.listdir('.') == []\nassert 'SOME_SECRET' not in os.environ"
+    ).passed

@@ -23,9 +23,8 @@ from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.distributed import World
 from dcdm.evaluation.corpora import Corpus, ReadingSettings, Tokens, read_corpus, tokenise
-from dcdm.evaluation.perplexity import Sampling, chosen_estimators, measure
-from dcdm.evaluation.suite import evaluate
-from dcdm.evaluation.windows import Windows, WindowSettings
+from dcdm.evaluation.perplexity import EstimatorSettings, chosen_estimators, evaluate, measure_perplexity
+from dcdm.evaluation.windows import CorpusWindows, WindowSettings
 from dcdm.io.importing import config_from_qwen3, load_qwen3
 from dcdm.likelihood.estimators import estimators_of
 from ranks import on_ranks
@@ -42,13 +41,13 @@ def letters(sizes=(30, 4, 17), seed=0):
 
 
 def windows_of(tokens, length=12, **settings):
-    return Windows(tokens, SPECIALS, length, WindowSettings(**settings))
+    return CorpusWindows(tokens, SPECIALS, length, WindowSettings(**settings))
 
 
 def figures(model, windows, estimator=None, world=None, **sampling):
     estimator = estimator or estimators_of(model.config)[0]
-    settings = Sampling(**{"samples": 3, **sampling})
-    tally = measure(model, windows, estimator, settings, world or World())
+    settings = EstimatorSettings(**{"samples": 3, **sampling})
+    tally = measure_perplexity(model, windows, estimator, settings, world or World())
     return tally.figures("m", CORPUS, windows, estimator, settings)
 
 
@@ -113,7 +112,7 @@ def test_ar_perplexity_equals_that_of_transformers(tmp_path):
     (tmp_path / "text.txt").write_text(prose(60))
     tokens = tokenise(read_corpus(str(tmp_path / "text.txt"), ReadingSettings()), tokenizer)
     for settings in (WindowSettings(), WindowSettings("sliding", 10)):
-        windows = Windows(tokens, tokenizer, length, settings)
+        windows = CorpusWindows(tokens, tokenizer, length, settings)
         row = figures(model, windows)
         total = 0.0
         for batch in windows.batches(1):
@@ -132,12 +131,18 @@ def test_neither_the_batch_size_nor_the_limit_changes_what_a_window_scores(kind)
     for estimator in estimators_of(model.config):
         for settings in ({}, {"apart": True}, {"mode": "sliding", "stride": 4}):
             windows = windows_of(letters(), **settings)
-            one, many = (measure(model, windows, estimator, Sampling(3, 0, size), World()).rows for size in (1, 16))
+            one, many = (
+                measure_perplexity(model, windows, estimator, EstimatorSettings(3, 0, size), World()).rows
+                for size in (1, 16)
+            )
             np.testing.assert_allclose([row[1] for row in one], [row[1] for row in many], atol=1e-12)
             assert [row[2] for row in one] == [row[2] for row in many]
             np.testing.assert_allclose(np.concatenate([r[3] for r in one]), np.concatenate([r[3] for r in many]))
             some = windows_of(letters(), **settings, limit=3)
-            few = {row[0]: row[3] for row in measure(model, some, estimator, Sampling(3), World()).rows}
+            few = {
+                row[0]: row[3]
+                for row in measure_perplexity(model, some, estimator, EstimatorSettings(3), World()).rows
+            }
             assert len(few) == 3
             for row in many:
                 if row[0] in few:
@@ -165,7 +170,7 @@ def test_errors_over_documents_and_of_the_draws_are_reported_apart():
     model = tiny.model("mdlm")
     windows = windows_of(letters())
     row = figures(model, windows, samples=4)
-    tally = measure(model, windows, "bound", Sampling(4), World())
+    tally = measure_perplexity(model, windows, "bound", EstimatorSettings(4), World())
     spread = {}
     for *_, shares in tally.rows:
         for document, nats, tokens, _ in shares:

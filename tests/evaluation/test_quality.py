@@ -33,30 +33,30 @@ def folder(tmp_path_factory):
 
 
 def test_perplexity_is_that_of_transformers_text_by_text(folder):
-    scorer = quality.Scorer.load(folder)
+    scorer = quality.TextScorer.load(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     nats = tokens = 0.0
     for text in filter(None, ("the cat sat", "a", "")):
         ids = torch.tensor([[byte_tokenizer().bos_id, *byte_tokenizer().encode(text)]])
         nats += float(model(ids, labels=ids).loss.detach()) * (ids.shape[1] - 1)
         tokens += ids.shape[1] - 1
-    result = quality.measure(["the cat sat", "a", ""], scorer)
+    result = quality.measure_quality(["the cat sat", "a", ""], scorer)
     assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert (result.texts, result.tokens, result.left_out) == (2, 12, 1)
 
 
 def test_the_scorer_sees_no_padding_and_the_batch_size_changes_nothing(folder):
-    scorer = quality.Scorer.load(folder)
+    scorer = quality.TextScorer.load(folder)
     seen = []
     scorer.model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
-    results = [quality.measure(TEXTS, scorer, batch_size) for batch_size in (1, 2, 8)]
+    results = [quality.measure_quality(TEXTS, scorer, batch_size) for batch_size in (1, 2, 8)]
     assert results[0].perplexity == pytest.approx(results[1].perplexity, rel=1e-6)
     assert results[0].perplexity == pytest.approx(results[2].perplexity, rel=1e-6)
     assert all(int((rows == byte_tokenizer().pad_id).sum()) == 0 for rows in seen)
 
 
 def test_every_token_of_a_long_text_is_scored_once_within_the_window(folder):
-    scorer = quality.Scorer.load(folder)
+    scorer = quality.TextScorer.load(folder)
     ids = list(range(100))
     windows = scorer._windows(ids)
     assert all(len(row) <= 32 for _, row in windows)
@@ -65,8 +65,8 @@ def test_every_token_of_a_long_text_is_scored_once_within_the_window(folder):
 
 
 def test_a_scorer_without_a_first_token_starts_at_the_second(folder):
-    scorer = quality.Scorer.load(folder)
-    bare = quality.Scorer(scorer.model, scorer.tokenizer, scorer.window, None, scorer.device)
+    scorer = quality.TextScorer.load(folder)
+    bare = quality.TextScorer(scorer.model, scorer.tokenizer, scorer.window, None, scorer.device)
     assert [count for _, count in bare.nats([[1, 2, 3], [1], []])] == [2, 0, 0]
 
 
@@ -105,7 +105,7 @@ def test_wrong_use_is_refused(folder, tmp_path, capsys):
         (["--scorer", str(folder)], "either a model or --texts"),
         (["--texts", "none.txt", "--scorer", str(folder)], "cannot be read"),
         (["--texts", str(tmp_path / "bad.jsonl"), "--scorer", str(folder)], "line 1"),
-        (["--texts", "none.txt", "--scorer", str(tmp_path / "nowhere")], "is no folder"),
+        (["--texts", "none.txt", "--scorer", str(tmp_path / "nowhere")], "is not a folder"),
         (["--texts", "none.txt", "--scorer", str(tmp_path)], "no causal model"),
     ):
         with pytest.raises(SystemExit) as caught:

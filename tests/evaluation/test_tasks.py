@@ -13,14 +13,12 @@ import tiny
 
 pytest.importorskip("lm_eval", reason="needs dcdm[eval]")
 
-import dcdm
 from dcdm.cli import main
 from dcdm.commands import eval_tasks as tasks_command
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.evaluation.harness import Estimate, HarnessModel
-from dcdm.evaluation.tasks import BENCHMARKS, Loader, choose, evaluate, read_rows
-from dcdm.evaluation.tasks_report import _leads_by_chance
+from dcdm.evaluation.tasks import BENCHMARKS, Loader, _leads_by_chance, choose, evaluate, read_rows
 
 TEST = "def check(f):\n    assert f() == 1\n"
 PROGRAM = {"task_id": "t/0", "prompt": "def one():\n", "test": TEST, "entry_point": "one"}
@@ -70,7 +68,7 @@ def answering(monkeypatch, text: str) -> None:
     def generate(model, prompts, **_):
         return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for _ in prompts]})
 
-    monkeypatch.setattr(dcdm, "generate", generate, raising=False)
+    monkeypatch.setattr("dcdm.evaluation.harness.generate", generate)
 
 
 def model() -> HarnessModel:
@@ -118,7 +116,7 @@ def test_all_nine_run_end_to_end_from_local_files(monkeypatch, capsys, folder):
 
 def test_programs_are_not_executed_unasked(monkeypatch, capsys, folder):
     answering(monkeypatch, "    return 1\n")
-    monkeypatch.setattr("dcdm.evaluation.execution.run", None)
+    monkeypatch.setattr("dcdm.evaluation.execution.run_program", None)
     done = report(monkeypatch, capsys, folder, "--tasks", "humaneval")
     assert [line["metric"] for line in done["humaneval"]["figures"]] == ["not executed"]
     assert done["humaneval"]["notes"] == ["not executed"]
@@ -218,7 +216,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(capsys, folder):
             main(["eval", "tasks", "nowhere", "--data-dir", str(folder), *arguments])
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         choose(["piqa"], folder / "none", {})
 
 

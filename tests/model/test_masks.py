@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcdm.model import masks
-from dcdm.viewing.masks import draw
+from dcdm.viewing.plots import draw_masks
 
 patterns = st.lists(st.tuples(st.integers(-1, 4), st.booleans()), min_size=1, max_size=9)
 
@@ -75,6 +75,6 @@ def test_clean_never_reads_noisy_and_blocks_of_one_have_the_conditioning_sets_of
 
 
 def test_every_mask_draws_itself(tmp_path):
-    paths = draw(str(tmp_path))
+    paths = draw_masks(str(tmp_path))
     assert len(paths) == 5
     assert all(Path(path).read_bytes()[:4] == b"\x89PNG" for path in paths)

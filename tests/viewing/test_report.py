@@ -17,13 +17,15 @@ from corpora import prose
 from dcdm.cli import main
 from dcdm.commands.eval_ppl import ppl
 from dcdm.evaluation import studies
-from dcdm.evaluation.provenance import spelled
-from dcdm.evaluation.report import Repeat, Study, tasks_page
-from dcdm.evaluation.windows import Batch
+from dcdm.evaluation.provenance import Provenance, spelled
+from dcdm.evaluation.studies import Study
+from dcdm.evaluation.windows import WindowBatch
 from dcdm.files import file_digest
 from dcdm.io.export import export
 from dcdm.training.run import run
-from dcdm.viewing.plot import Series, bars, chart, legend, reliability, short
+from dcdm.viewing.evaluation_report import tasks_page
+from dcdm.viewing.page import legend
+from dcdm.viewing.plots import Series, bars, chart, reliability, short
 
 SMALL = {
     "model.num_layers": 2, "model.hidden_size": 32, "model.context_length": 32, "train.batch_size": 4,
@@ -164,14 +166,14 @@ def knowing(kind: str, probabilities: torch.Tensor):
 TRUE = torch.tensor([[0.55, 0.25, 0.2], [0.04, 0.03, 0.93]], dtype=torch.float64)
 
 
-def drawn(rows: int = 60, length: int = 41) -> Batch:
+def drawn(rows: int = 60, length: int = 41) -> WindowBatch:
     """Windows whose tokens have the probabilities `TRUE`."""
     generator = torch.Generator().manual_seed(0)
     places = TRUE[torch.arange(length) % 2].expand(rows, -1, -1).reshape(-1, 3)
     tokens = torch.multinomial(places, 1, generator=generator).view(rows, length)
     tokens[:, 0] = tiny.LETTERS
     prompt = torch.zeros(rows, length, dtype=torch.bool)
-    return Batch(tokens, prompt, torch.arange(rows), torch.arange(length).expand(rows, -1))
+    return WindowBatch(tokens, prompt, torch.arange(rows), torch.arange(length).expand(rows, -1))
 
 
 @pytest.mark.parametrize("kind", ["ar", "mdlm", "bdlm", "paper", "causal"])
@@ -240,7 +242,7 @@ def test_the_page_of_tasks_has_figures_and_notes_and_says_what_is_absent():
     }  # fmt: skip
     counts = {"cut_contexts": 2, "split_continuations": 0, "windowed_generations": 0}
     report = {"title": "A<C", "shots": 0, "figures": [line], "counts": counts, "notes": ["a note"], "seconds": 1.0}
-    repeat = Repeat("dcdm eval tasks run", {"torch": "2"}, {"seed": 5}, {"run": {"sha256": "abc"}}, {})
+    repeat = Provenance("dcdm eval tasks run", {"torch": "2"}, {"seed": 5}, {"run": {"sha256": "abc"}}, {})
     page = tasks_page([report], Study("run", "AR", missing={"balance": "AR has no chunks"}), repeat)
     said = text_of(page)
     wanted = ("A<C", "25.0 ± 10.0", "0.30 (50 %)", "a note", "2 contexts cut", "need held-out text", "no chunks")
@@ -276,4 +278,4 @@ def test_a_report_of_no_window_is_refused_before_anything_is_measured(place, cap
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "ppl", str(place / "ar-debug"), "--data", str(place / "mine.txt"), "--report-windows", "0"])
     assert stopped.value.code == 2
-    assert "--report-windows 0 must be at least 1" in capsys.readouterr().err
+    assert "--report-windows 0: must be at least 1" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 import pytest
 
-from dcdm.viewing.token_kinds import KINDS, counted, kinds_of
+from dcdm.viewing.chunks import KINDS, counted, kinds_of
 
 
 def by_byte(text: str) -> list[str]:

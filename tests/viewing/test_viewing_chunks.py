@@ -17,22 +17,32 @@ from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.viewing import palette
-from dcdm.viewing.chunks import LEVELS, ChunkView, Corpus, Window, labels, view, window_of
-from dcdm.viewing.chunks_page import page, page_data
+from dcdm.viewing.chunks import (
+    LEVELS,
+    ChunkView,
+    TextWindow,
+    TokenWindows,
+    chunks_page,
+    counted,
+    kinds_of,
+    labels,
+    page_data,
+    view,
+    window_of,
+)
 from dcdm.viewing.terminal import coloured_text, numbered_lines, show
-from dcdm.viewing.token_kinds import counted, kinds_of
 
 LENGTH = 14
 NASTY = "</script><script>alert('&')</script> <b>x</b> \u2028"
 
 
-def window(length: int = LENGTH, seed: int = 0) -> Window:
+def window(length: int = LENGTH, seed: int = 0) -> TextWindow:
     tokens = tiny.tokens(1, length, seed=seed)[0]
     pieces = [b"" if token == tiny.LETTERS else bytes([ord("a") + token]) for token in tokens.tolist()]
-    return Window(tokens, pieces, ["<bos>"] + [None] * (length - 1))
+    return TextWindow(tokens, pieces, ["<bos>"] + [None] * (length - 1))
 
 
-def byte_window(text: str) -> Window:
+def byte_window(text: str) -> TextWindow:
     return window_of(text, byte_tokenizer(), 128)[0]
 
 
@@ -119,7 +129,9 @@ def test_kinds_over_a_corpus_are_those_of_its_windows_together(name):
     model, rows = tiny.model(name), [window(seed=seed) for seed in range(11)]
     tokens = torch.stack([row.tokens for row in rows])
     index = torch.arange(len(rows))
-    corpus = Corpus("rows", tokens, torch.zeros_like(tokens, dtype=torch.bool), index, [row.pieces for row in rows])
+    corpus = TokenWindows(
+        "rows", tokens, torch.zeros_like(tokens, dtype=torch.bool), index, [row.pieces for row in rows]
+    )
     counts = view(model, rows[0], corpus=corpus).kind_counts
     assert counts.tokens == 11 * (LENGTH - 1)
     assert all(sum(map(sum, table)) == counts.tokens for table in counts.table)
@@ -231,7 +243,7 @@ class Elements(HTMLParser):
 def test_the_page_holds_the_views_data_whatever_the_text(name):
     found = view(byte_model(name), byte_window(NASTY), name="<img src=x onerror=alert(1)>")
     elements = Elements()
-    elements.feed(page(found))
+    elements.feed(chunks_page(found))
     assert json.loads(elements.data) == json.loads(json.dumps(page_data(found)))
     assert [tag for tag, _ in elements.found].count("script") == 2
     assert not {"img", "b"} & {tag for tag, _ in elements.found}
@@ -248,7 +260,7 @@ def test_scores_on_the_page_are_the_views_to_five_digits():
 
 
 def test_the_page_asks_for_nothing_from_outside():
-    text = page(view(byte_model("paper"), byte_window("x = 1")))
+    text = chunks_page(view(byte_model("paper"), byte_window("x = 1")))
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bfetch\(|XMLHttpRequest|<link|\bsrc=", text)
     assert "default-src 'none'" in text
 
@@ -303,7 +315,7 @@ def ask_browser(html: str, folder) -> dict:
 def test_a_browser_shows_ids_masks_and_sizes_of_every_frame(name, tmp_path):
     text = "if x: <b>\n"
     found = view(byte_model(name), byte_window(text))
-    told = ask_browser(page(found), tmp_path)
+    told = ask_browser(chunks_page(found), tmp_path)
     assert told["errors"] == []
     assert told["letters"] == "<|bos|>if·x:·<b>↵"
     for frame, shown in zip(found.frames, told["frames"], strict=True):
@@ -326,7 +338,9 @@ def test_a_browser_shows_ids_masks_and_sizes_of_every_frame(name, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_the_page_is_not_wider_than_its_screen(width, tmp_path):
-    text = page(view(byte_model("paper", num_chunks=12), byte_window("def f(x):\n    return x\n" + "y" * 80)))
+    text = chunks_page(
+        view(byte_model("paper", num_chunks=12), byte_window("def f(x):\n    return x\n" + "y" * 80))
+    )
     tell = (
         "<script>const root = document.documentElement;"
         "parent.postMessage([innerWidth, root.scrollWidth - root.clientWidth], '*')</script></body>"

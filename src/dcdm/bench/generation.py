@@ -7,12 +7,10 @@ decoder (or, where it fills in random order, a bound of it). A saving in forward
 from __future__ import annotations
 
 import json as encoder
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
@@ -22,10 +20,10 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig, adablock_of
 from dcdm.decoding.engine import generate
-from dcdm.decoding.routes import AdaBlock
+from dcdm.evaluation.decoders import score_under_decoder
+from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
-from dcdm.likelihood.estimators import Scorer
 from dcdm.model.transformer import Model
 
 COMMITS = (
@@ -35,7 +33,7 @@ COMMITS = (
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecoderTiming:
     model: str
     kind: str
     routing: str
@@ -58,54 +56,51 @@ class Decoded:
     sample_bits_stderr: float | None = None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    routing: str
-    commit: str
-    cache: str
-    adablock: AdaBlock | None = None
-
-
-def choices(model: Model, tokenizer: Tokenizer) -> list[_Choice]:
+def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
     """Every decoder that makes sense for the model."""
     config = model.config
     if config.kind == "ar":
-        return [_Choice("auto", "position", "exact"), _Choice("auto", "position", "none")]
+        return [DecodingConfig("position", cache=cache) for cache in ("exact", "none")]
     caches = ("none", "frozen") if config.routes_from_noise else ("exact", "none")
-    found = [_Choice("auto", commit, cache) for cache in caches for commit in COMMITS]
+    decoders = [DecodingConfig(commit, cache=cache) for cache in caches for commit in COMMITS]
     if config.routes_from_noise:
-        found += [_Choice(routing, "threshold:0.9", "none") for routing in ("paper-step", "appendix-b")]
+        routings = ("paper-step", "appendix-b")
+        decoders += [DecodingConfig("threshold:0.9", routing, cache="none") for routing in routings]
     if config.kind in ("bdlm", "mdlm"):
-        found.append(_Choice("adablock", "threshold:0.9", "exact", adablock_of(model.config, tokenizer)))
+        adablock = adablock_of(config, tokenizer)
+        decoders.append(DecodingConfig("threshold:0.9", "adablock", adablock, cache="exact"))
     if config.kind == "mdlm":
-        found.append(_Choice("blocks:16", "threshold:0.9", "exact"))
-    return found
+        decoders.append(DecodingConfig("threshold:0.9", "blocks:16", cache="exact"))
+    return decoders
 
 
-def measure(path: str, samples: int, windows: int, seed: int, say: Callable[[str], None]) -> list[Decoded]:
+def measure_decoders(
+    path: str, samples: int, windows: int, seed: int, say: Callable[[str], None]
+) -> list[DecoderTiming]:
     """All decoders of one model: `samples` texts of a window each, `windows` of held-out text."""
     model, tokenizer = load_model(path)
     held_out = _held_out(model, tokenizer, windows)
     rows = []
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
-    for choice in choices(model, tokenizer):
-        say(f"{path}: {choice.routing} {choice.commit} cache={choice.cache}")
+    for decoder in decoders_of(model, tokenizer):
+        say(f"{path}: {decoder.routing} {decoder.commit} cache={decoder.cache}")
         drawn = generate(
-            model, [[]] * samples, routing=choice.routing, commit=choice.commit, cache=choice.cache,
-            adablock=choice.adablock, seed=seed, batch_size=samples,
+            model, [[]] * samples, routing=decoder.routing, commit=decoder.commit, cache=decoder.cache,
+            adablock=decoder.adablock, seed=seed, batch_size=samples,
         )  # fmt: skip
         costs = drawn.statistics
-        bits, stderr, what = _quality(model, held_out, choice, seed)
-        own: tuple[float | None, float | None] = (None, None)
+        bits, stderr, what = _quality(model, held_out, decoder, seed)
+        of_samples: tuple[float | None, float | None] = (None, None)
         if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
-            own = _quality(model, drawn.tokens, replace(choice, cache="none"), seed)[:2]
+            of_samples = _quality(model, drawn.tokens, replace(decoder, cache="none"), seed)[:2]
         config = model.config
+        kind = f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind
         rows.append(
-            Decoded(
-                Path(path).name, f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind, choice.routing,
-                choice.commit, choice.cache, costs.tokens_per_second, float(costs.forwards.double().mean()),
+            DecoderTiming(
+                Path(path).name, kind, decoder.routing, decoder.commit, decoder.cache, costs.tokens_per_second,
+                float(costs.forwards.double().mean()),
                 costs.tokens_per_forward, float(costs.computed.sum() / costs.new_tokens.sum()), bits, stderr, what,
-                *own,
+                *of_samples,
             )
         )  # fmt: skip
     return rows
@@ -117,21 +112,15 @@ def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
     return packed[Key(0).permutation(len(packed))[:windows]]
 
 
-def _quality(model: Model, held_out: Tensor, choice: _Choice, seed: int) -> tuple[float, float, str]:
-    """Bits per token, their standard error over windows, and what they are.
-
-    A decoder of random order is scored along one order drawn for each window: on average a bound of −log of the
-    sum over orders.
-    """
-    decoder = DecodingConfig(choice.commit, choice.routing, choice.adablock, cache=choice.cache)
-    scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
-    part = scorer.trajectory(held_out, model.sets(held_out), torch.arange(len(held_out)))
-    per_window = part.by_position.sum(dim=-1) / part.tokens / math.log(2)
-    what = "bound" if commit_policy(choice.commit).random else "trajectory"
-    return float(per_window.mean()), float(per_window.std() / math.sqrt(len(per_window))), what
+def _quality(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> tuple[float, float, str]:
+    """Bits per token, their standard error over windows, and what they are."""
+    bits, stderr = score_under_decoder(model, [WindowBatch.of(tokens)], decoder, seed).bits_per_token
+    return bits, stderr, "bound" if commit_policy(decoder.commit).random else "trajectory"
 
 
-def run(models: Sequence[Path], samples: int, windows: int, json: bool, out: str | None, plot: Path | None) -> None:
+def run_generation(
+    models: Sequence[Path], samples: int, windows: int, json: bool, out: str | None, plot: Path | None
+) -> None:
     """Table to the terminal, JSON on request, the plot into a PNG."""
     if not models:
         raise ConfigError("dcdm bench generate needs trained models: --models runs/a runs/b …")
@@ -140,7 +129,7 @@ def run(models: Sequence[Path], samples: int, windows: int, json: bool, out: str
     from dcdm.bench.harness import environment
 
     console = Console(stderr=True)
-    rows = [row for path in models for row in measure(str(path), samples, windows, 0, console.print)]
+    rows = [row for path in models for row in measure_decoders(str(path), samples, windows, 0, console.print)]
     line = encoder.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]})
     if json:
         print(line)
@@ -152,7 +141,7 @@ def run(models: Sequence[Path], samples: int, windows: int, json: bool, out: str
         draw(rows, plot)
 
 
-def print_table(rows: list[Decoded]) -> None:
+def print_table(rows: list[DecoderTiming]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -169,7 +158,7 @@ def print_table(rows: list[Decoded]) -> None:
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def draw(rows: list[Decoded], path: Path) -> None:
+def draw(rows: list[DecoderTiming], path: Path) -> None:
     """Bits per token against tokens per forward, one colour per kind."""
     import matplotlib
 
@@ -178,7 +167,7 @@ def draw(rows: list[Decoded], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5))
     marks = {"ar": "s", "mdlm": "v", "bdlm": "^", "dcdm-paper": "o", "dcdm-causal": "D"}
-    named: dict[tuple[str, str], Decoded] = {}
+    named: dict[tuple[str, str], DecoderTiming] = {}
     for row in rows:
         if row.cache in ("exact", "none") and row.routing == "auto" and (row.kind, row.commit) not in named:
             named[row.kind, row.commit] = row

@@ -77,7 +77,7 @@ def bench(
     elif subject == "generate":
         from dcdm.bench import generation
 
-        generation.run(models, samples, windows, json, out, plot)
+        generation.run_generation(models, samples, windows, json, out, plot)
     elif subject == "serving":
         from dcdm.bench import serving
 

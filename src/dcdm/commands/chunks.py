@@ -14,7 +14,7 @@ from dcdm.config import ConfigError
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
-    from dcdm.viewing.chunks import Corpus
+    from dcdm.viewing.chunks import TokenWindows
 
 EXAMPLES = (
     'dcdm chunks runs/first "for i in range(10): print(i)"',
@@ -64,10 +64,10 @@ def chunks(
     found = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
     if html is not None:
         from dcdm.files import write_whole
-        from dcdm.viewing.chunks_page import page
+        from dcdm.viewing.chunks import chunks_page
 
         html.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(html, page(found).encode())
+        write_whole(html, chunks_page(found).encode())
         print(f"{html}: written; open it in a browser", file=sys.stderr)
     if json:
         print_json(found.to_dict())
@@ -100,14 +100,14 @@ def _given_text(text: str | None, file: Path | None) -> str:
     return sys.stdin.buffer.read().decode(errors="replace")
 
 
-def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> Corpus:
+def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:
     """Held-out windows, evenly spread."""
     import torch
 
     from dcdm.data.prepare import prepare
     from dcdm.data.store import PreparedData
     from dcdm.progress import ConsoleProgress
-    from dcdm.viewing.chunks import Corpus
+    from dcdm.viewing.chunks import TokenWindows
 
     if windows < 1:
         raise ConfigError(f"--windows {windows}: at least 1 is needed")
@@ -121,7 +121,7 @@ def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tok
     held_out = data.dataset("validation", model.config.context_length)
     count = min(windows, len(held_out))
     items = [held_out[number * len(held_out) // count] for number in range(count)]
-    return Corpus(
+    return TokenWindows(
         f"{count} held-out windows of {', '.join(sources)}",
         torch.stack([item["tokens"] for item in items]),
         torch.stack([item["prompt"] for item in items]),

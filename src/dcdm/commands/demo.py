@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.likelihood.estimators import Estimator, Score
     from dcdm.model.transformer import Model
-    from dcdm.viewing.filling import Filling
-    from dcdm.viewing.report import Example, Line, Report
+    from dcdm.viewing.chunks import Filling
+    from dcdm.viewing.demo_report import Example, Line, Report
 
 EXAMPLES = ("dcdm demo", "dcdm demo --steps 50 --folder runs/short")
 
@@ -92,7 +92,7 @@ def demo(
 
     from dcdm.files import write_whole
     from dcdm.io.load import load_model
-    from dcdm.viewing.report import page
+    from dcdm.viewing.demo_report import page
     from dcdm.viewing.terminal import show_filling
 
     console = Console(stderr=json)
@@ -173,8 +173,8 @@ def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[Li
 
 def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> Line:
     from dcdm.likelihood.estimators import score
-    from dcdm.training.validation import mean_and_error
-    from dcdm.viewing.report import Line
+    from dcdm.likelihood.statistics import mean_and_stderr
+    from dcdm.viewing.demo_report import Line
 
     ours, theirs = (score(model, windows, estimator, SAMPLES, seed, commit="chunk") for model in (dcdm, bdlm))
     exact = estimator == "trajectory"
@@ -182,8 +182,8 @@ def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed:
         name=f"exact, {int(ours.forwards.max())} forwards" if exact else "bound",
         meaning="−log p of the decoder that fills a chunk with each forward" if exact
         else f"an upper bound of −log p, {SAMPLES} draws of masks for each window",
-        dcdm=mean_and_error(_rows(ours)), bdlm=mean_and_error(_rows(theirs)),
-        difference=mean_and_error([(a - b, n) for (a, n), (b, _) in zip(_rows(ours), _rows(theirs), strict=True)]),
+        dcdm=mean_and_stderr(_rows(ours)), bdlm=mean_and_stderr(_rows(theirs)),
+        difference=mean_and_stderr([(a - b, n) for (a, n), (b, _) in zip(_rows(ours), _rows(theirs), strict=True)]),
         windows=len(windows), exact=exact,
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def show_comparison(lines: list[Line], console: Console) -> None:
     """The table, and what it means."""
     from rich.table import Table
 
-    from dcdm.viewing.report import CAUTION
+    from dcdm.viewing.demo_report import CAUTION
 
     title = f"nats per byte, {lines[0].windows} held-out windows; lower is better"
     table = Table(title=title, title_justify="left")
@@ -231,7 +231,7 @@ def complete(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
 
 def _filled(model: Model, text: str, tokenizer: Tokenizer, seed: int) -> Filling:
     from dcdm.decoding.engine import generate
-    from dcdm.viewing.filling import filling_of
+    from dcdm.viewing.chunks import filling_of
 
     done = generate(model, text, tokenizer=tokenizer, commit="chunk", temperature=TEMPERATURE, seed=seed)
     return filling_of(done, tokenizer)
@@ -245,7 +245,7 @@ def _report(
     fillings: Mapping[str, Filling], steps: int, data: tuple[str, ...],
 ) -> Report:  # fmt: skip
     from dcdm.viewing.chunks import view, window_of
-    from dcdm.viewing.report import Curve, Report
+    from dcdm.viewing.demo_report import Curve, Report
 
     size = sum(p.numel() for p in models["dcdm"].parameters())
     window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
@@ -271,7 +271,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def _commands(model: Path) -> list[Example]:
-    from dcdm.viewing.report import Example
+    from dcdm.viewing.demo_report import Example
 
     return [
         Example(f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dcdm.commands.options import DeviceOption, DtypeOption, Progress, weights_dtype
+from dcdm.commands.options import DeviceOption, DtypeOption, Progress, at_least_one, weights_dtype
 
 if TYPE_CHECKING:
-    from dcdm.evaluation.report import Plan
-    from dcdm.evaluation.suite import Evaluation
+    from dcdm.evaluation.perplexity import Evaluation
+    from dcdm.evaluation.studies import ReportPlan
 
 EXAMPLES = (
     "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
@@ -79,12 +79,13 @@ def ppl(
     given = dict(locals())
     from dcdm.distributed import init_distributed, shutdown
     from dcdm.evaluation.corpora import ReadingSettings, read_corpora
-    from dcdm.evaluation.perplexity import Sampling
-    from dcdm.evaluation.report import Plan, make_folder
-    from dcdm.evaluation.suite import evaluate
+    from dcdm.evaluation.perplexity import EstimatorSettings, evaluate
+    from dcdm.evaluation.studies import ReportPlan
     from dcdm.evaluation.windows import WindowSettings
+    from dcdm.viewing.evaluation_report import make_folder
 
-    sampling = Sampling(samples, seed, batch_size)
+    at_least_one(report_windows=report_windows)
+    sampling = EstimatorSettings(samples, seed, batch_size)
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
     if report is not None:
@@ -100,7 +101,9 @@ def ppl(
         if world.is_main:
             _publish(result, json, csv, markdown, report)
         if world.is_main and report is not None:
-            plan = Plan(corpora[0], window, report_windows, seed, batch_size, device=world.device, dtype=weights)
+            plan = ReportPlan(
+                corpora[0], window, report_windows, seed, batch_size, device=world.device, dtype=weights
+            )
             _draw(report, result, plan, given, world.size)
     finally:
         shutdown(world)
@@ -109,32 +112,32 @@ def ppl(
 def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | None, report: Path | None) -> None:
     from json import dumps
 
-    from dcdm.evaluation import table
     from dcdm.files import write_whole
+    from dcdm.viewing import tables
 
     encoded = dumps(result.to_dict(), ensure_ascii=False)
     if csv is not None:
-        write_whole(csv, table.to_csv(result).encode())
+        write_whole(csv, tables.to_csv(result).encode())
     if markdown is not None:
-        write_whole(markdown, table.to_markdown(result).encode())
+        write_whole(markdown, tables.to_markdown(result).encode())
     if report is not None:
         write_whole(report / "perplexity.json", encoded.encode())
     if json:
         print(encoded)
     else:
-        table.print_table(result)
+        tables.print_table(result)
 
 
-def _draw(folder: Path, result: Evaluation, plan: Plan, given: dict[str, Any], processes: int) -> None:
+def _draw(folder: Path, result: Evaluation, plan: ReportPlan, given: dict[str, Any], processes: int) -> None:
     """The page of a report, once the figures are safe."""
-    from dcdm.evaluation.provenance import environment, spelled
-    from dcdm.evaluation.report import Repeat, perplexity_page, study_all, write
+    from dcdm.evaluation.provenance import Provenance, environment, spelled
+    from dcdm.viewing.evaluation_report import perplexity_page, study_and_view, study_record, write
 
     with Progress("windows") as progress:
-        found = study_all(given["models"], plan, progress.start)
+        studies, views = study_and_view(given["models"], plan, progress.start)
     settings = {**result.settings, "report_windows": plan.windows}
     machine = environment(str(plan.device), processes)
-    repeat = Repeat(spelled("eval ppl", ppl, given), machine, settings, result.models, result.corpora)
-    data = {"repeat": asdict(repeat), "studies": [study.to_dict() for study in found]}
-    place = write(folder, perplexity_page(result, found, plan, repeat), data)
+    repeat = Provenance(spelled("eval ppl", ppl, given), machine, settings, result.models, result.corpora)
+    data = {"repeat": asdict(repeat), "studies": [study_record(study, views[study.name]) for study in studies]}
+    place = write(folder, perplexity_page(result, studies, views, plan, repeat), data)
     print(f"{place}: written; open it in a browser", file=sys.stderr)

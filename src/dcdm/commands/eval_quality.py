@@ -42,17 +42,17 @@ def quality(
         json: Print one JSON object.
     """
     from dcdm.distributed import choose_device
-    from dcdm.evaluation.quality import Scorer, measure, read_texts
+    from dcdm.evaluation.quality import TextScorer, measure_quality, read_texts
 
     if (model is None) == (texts is None):
         raise ConfigError("give either a model or --texts")
-    judge = Scorer.load(scorer, choose_device(device))
+    judge = TextScorer.load(scorer, choose_device(device))
     if texts is not None:
         wanted, settings = read_texts(texts), {}
     else:
         settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
         wanted = _generated(str(model), num, batch_size, device, dtype, settings)
-    result = measure(wanted, judge, batch_size)
+    result = measure_quality(wanted, judge, batch_size)
     if json:
         source = {"source": str(model or texts), "scorer": str(scorer)}
         print_json(source | settings | result.to_dict())

@@ -66,11 +66,11 @@ def tasks(
     """
     given = dict(locals())
     from dcdm.evaluation.tasks import choose
-    from dcdm.evaluation.tasks_report import show
+    from dcdm.viewing.tables import print_task
 
     at_least_one(limit=limit)
     if report is not None:
-        from dcdm.evaluation.report import make_folder
+        from dcdm.viewing.evaluation_report import make_folder
 
         make_folder(report)
     names = [name for text in tasks for name in text.split(",") if name]
@@ -89,7 +89,7 @@ def tasks(
         for one in chosen:
             reports.append(_run(lm, one, limit, allow_code_execution, cache, items))
             if not json:
-                show(reports[-1], first=len(reports) == 1)
+                print_task(reports[-1], first=len(reports) == 1)
     import json as encoder
 
     settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights} | _settings(lm)
@@ -105,18 +105,21 @@ def _draw(
     given: dict[str, Any],
 ) -> None:  # fmt: skip
     """The page of a report, beside its figures."""
-    from dcdm.evaluation.provenance import environment, spelled
-    from dcdm.evaluation.report import Repeat, begun, tasks_page, write
+    from dcdm.evaluation.provenance import Provenance, environment, spelled
+    from dcdm.evaluation.studies import described_study
     from dcdm.files import write_whole
     from dcdm.io.load import find_model
+    from dcdm.viewing.evaluation_report import study_record, tasks_page, write
 
-    there = find_model(given["model"])
-    study = begun(Path(given["model"]).name, there)
-    models = {study.name: {"kind": study.kind, "tokenizer": there.tokenizer.fingerprint, **there.identity()}}
+    source = find_model(given["model"])
+    study = described_study(Path(given["model"]).name, source)
+    models = {study.name: {"kind": study.kind, "tokenizer": source.tokenizer.fingerprint, **source.identity()}}
     data = {} if given["data_dir"] is None else {"files": _files(given["data_dir"], reports)}
-    repeat = Repeat(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
+    repeat = Provenance(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
     write_whole(folder / "tasks.json", encoded.encode())
-    place = write(folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study.to_dict()})
+    place = write(
+        folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study_record(study)}
+    )
     print(f"{place}: written; open it in a browser", file=sys.stderr)
 
 
@@ -185,12 +188,11 @@ def _run(
     lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, items: Path | None
 ) -> dict[str, Any]:
     """One benchmark's report."""
-    from dcdm.evaluation.harness import Counts
-    from dcdm.evaluation.tasks import Loader, evaluate
-    from dcdm.evaluation.tasks_report import figures, write_items
+    from dcdm.evaluation.harness import RequestCounts
+    from dcdm.evaluation.tasks import Loader, evaluate, task_figures, write_items
 
     started = time.perf_counter()
-    lm.counts = Counts()
+    lm.counts = RequestCounts()
     loader = Loader(chosen, execute)
     results = evaluate(lm, loader.load(), limit, cache)
     notes = list(chosen.notes)
@@ -204,7 +206,7 @@ def _run(
         "title": chosen.benchmark.title,
         "shots": chosen.shots,
         "split": chosen.split,
-        "figures": [line for name in chosen.benchmark.tasks for line in figures(name, results)],
+        "figures": [line for name in chosen.benchmark.tasks for line in task_figures(name, results)],
         "counts": asdict(lm.counts),
         "notes": notes,
         "seconds": round(time.perf_counter() - started, 1),

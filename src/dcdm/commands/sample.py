@@ -103,9 +103,10 @@ def sample(
             on_event=on_event, blanks=blanks,
         )  # fmt: skip
     if picture is not None:
-        from dcdm.viewing.filling import draw, filling_of
+        from dcdm.viewing.chunks import filling_of
+        from dcdm.viewing.plots import draw_filling
 
-        draw(filling_of(result, tokenizer), picture)
+        draw_filling(filling_of(result, tokenizer), picture)
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))

@@ -64,7 +64,7 @@ def train(
         dry_run: Print what the run would cost, without starting it.
     """
     from dcdm.training.run import run as start_run
-    from dcdm.viewing.pictures import chunk_picture
+    from dcdm.viewing.palette import chunk_picture
 
     flags = {
         "data.sources": data, "data.tokenizer": tokenizer, "data.validation": validation, "train.steps": steps,

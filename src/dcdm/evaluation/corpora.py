@@ -1,10 +1,16 @@
-"""Text to measure on: named corpora, their documents, and the tokens of a model's tokenizer."""
+"""Text to measure on: named corpora, their documents as plain text, and the tokens of a model's tokenizer.
+
+Some corpora are distributed as tokens between spaces. They are put back into the text that a tokenizer expects:
+only spacing, quotation marks and escapes change. Words that a corpus has replaced (`<unk>`, PTB's `N`) stay: a
+made-up word in their place would be another corpus.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +21,85 @@ from dcdm.data.settings import DataConfig, Documents, Split
 from dcdm.data.sources import resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.evaluation import detokenisers
-from dcdm.evaluation.detokenisers import Detokeniser
 from dcdm.files import digest
 
 BATCH = 1 << 20  # characters that are tokenised at one time
 
 
+# --- detokenisers ------------------------------------------------------------------------------------------------
+
+
+Detokeniser = Callable[[str], str]
+
+_MARKS = r"[,.;:?!]|n't\b|'(?:s|m|d|re|ve|ll)\b"
+_APART = re.compile(rf"(?<=\w) (?:{_MARKS})(?=\s|$)", re.IGNORECASE | re.MULTILINE)
+_ATTACHED = re.compile(rf"(?<=\w)(?:{_MARKS})(?=\s|$)", re.IGNORECASE | re.MULTILINE)
+
+_BEFORE = re.compile(rf" +(?=(?:{_MARKS}|[%)\]}}]|\.\.\.)(?:[\s,.;:?!)\]\"']|$))", re.IGNORECASE | re.MULTILINE)
+_AFTER = re.compile(r"(?<=[(\[{$£#]) +")
+_QUOTE = re.compile(r"(?<!\S)\"(?!\S)")
+_ARTICLE = re.compile(r"^ ?= [^=\n]+ = ?$", re.MULTILINE)
+
+
+def is_tokenised(texts: Sequence[str]) -> bool:
+    """Whether punctuation and contractions mostly stand apart from the words before them."""
+    apart = sum(len(_APART.findall(text)) for text in texts)
+    return apart > sum(len(_ATTACHED.findall(text)) for text in texts)
+
+
+def respaced(text: str) -> str:
+    """Punctuation, brackets, contractions and quotation marks back at their words."""
+    text = re.sub(r"`` ?", '"', text)
+    text = re.sub(r" ?''", '"', text)
+    text = "\n".join(_paired_quotes(line) for line in text.split("\n"))
+    return _AFTER.sub("", _BEFORE.sub("", text))
+
+
+def _paired_quotes(line: str) -> str:
+    """Of the double quotes that stand alone in a line, the odd ones open and the even ones close."""
+    sides = cycle(("open", "close"))
+    marked = _QUOTE.sub(lambda _: "\0" if next(sides) == "open" else "\1", line)
+    return marked.replace("\0 ", '"').replace(" \1", '"').replace("\0", '"').replace("\1", '"')
+
+
+def detokenise_ptb(text: str) -> str:
+    """Penn Treebank: brackets by name, escaped slashes, spacing."""
+    for name, bracket in (("-LRB-", "("), ("-RRB-", ")"), ("-LCB-", "{"), ("-RCB-", "}")):
+        text = text.replace(name, bracket).replace(name.lower(), bracket)
+    return respaced(re.sub(r"\\([/*])", r"\1", text).strip())
+
+
+def detokenise_wikitext(text: str) -> str:
+    """WikiText: `@-@`, `@,@` and `@.@` inside words and numbers, headings, spacing, spaces at the ends of lines."""
+    text = re.sub(r" @([-,.])@ ", r"\1", text)
+    text = re.sub(r"^ +| +$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?:= )+|(?: =)+$", lambda m: _heading(m[0]), text, flags=re.MULTILINE)
+    return respaced(text)
+
+
+def _heading(signs: str) -> str:
+    joined = "=" * signs.count("=")
+    return joined + " " if signs.startswith("=") else " " + joined
+
+
+def detokenise_lambada(text: str) -> str:
+    """LAMBADA: straight quotation marks for curly ones, spacing."""
+    return respaced(text.translate(str.maketrans("“”‘’", "\"\"''")))
+
+
+def split_articles(texts: Sequence[str]) -> list[str]:
+    """WikiText, whether it comes as one text or line by line, cut before every heading of the first level."""
+    joined = "".join(text if text.endswith("\n") else text + "\n" for text in texts)
+    cuts = [match.start() for match in _ARTICLE.finditer(joined)]
+    pieces = [joined[a:b] for a, b in zip([0, *cuts], [*cuts, len(joined)], strict=True)]
+    return pieces if pieces[0].strip() else pieces[1:]
+
+
+# --- corpora -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Known:
+class CorpusRecipe:
     """How a corpus of the paper is read."""
 
     detokenise: Detokeniser | None = None
@@ -33,13 +109,13 @@ class Known:
 
 
 PAPER = {
-    "ptb": Known(detokenisers.ptb, "lines"),
-    "wikitext": Known(detokenisers.wikitext, cut=detokenisers.articles),
-    "lm1b": Known(detokenisers.respaced, "lines"),
-    "lambada": Known(detokenisers.lambada),
-    "ag_news": Known(),
-    "pubmed": Known(detokenisers.respaced),
-    "arxiv": Known(detokenisers.respaced),
+    "ptb": CorpusRecipe(detokenise_ptb, "lines"),
+    "wikitext": CorpusRecipe(detokenise_wikitext, cut=split_articles),
+    "lm1b": CorpusRecipe(respaced, "lines"),
+    "lambada": CorpusRecipe(detokenise_lambada),
+    "ag_news": CorpusRecipe(),
+    "pubmed": CorpusRecipe(respaced),
+    "arxiv": CorpusRecipe(respaced),
 }
 """The corpora of the paper's zero-shot table, in its order."""
 
@@ -108,17 +184,17 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
             raise DataError(f"{source}: its {settings.split} split is empty; choose the other one with --split")
         mark = digest([prepared.fingerprint, settings.split])
         return Corpus(name, source, prepared=prepared, split=settings.split, fingerprint=mark)
-    known = PAPER.get(name, Known())
+    recipe = PAPER.get(name, CorpusRecipe())
     wanted = DataConfig(
-        documents=settings.documents or known.documents, field=settings.field,
+        documents=settings.documents or recipe.documents, field=settings.field,
         validation_share=0.0, max_bad=settings.max_bad,
     )  # fmt: skip
     planned, _ = examine(resolve(source, wanted), wanted, {})
     bad = BadRows(settings.max_bad)
     texts = _read(planned, wanted, bad)
-    if known.cut is not None and settings.documents is None:
-        texts, bad.empty = known.cut(texts), 0  # what is empty before the cut is a blank line, not a document
-    used = known.detokenise if settings.detokenise and detokenisers.is_tokenised(texts) else None
+    if recipe.cut is not None and settings.documents is None:
+        texts, bad.empty = recipe.cut(texts), 0  # what is empty before the cut is a blank line, not a document
+    used = recipe.detokenise if settings.detokenise and is_tokenised(texts) else None
     texts = texts if used is None else [used(text) for text in texts]
     kept = [text for text in texts if text.strip()]
     if not kept:

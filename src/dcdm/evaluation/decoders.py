@@ -1,25 +1,75 @@
-"""Sequences whose beginning is given and whose rest is to be scored.
+"""Text under a decoder: its exact likelihood, and whether the decoder's best guess is the text itself.
 
 B rows   L positions
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
+from dcdm.evaluation.windows import WindowBatch
+from dcdm.keys import Key
+from dcdm.likelihood.estimators import Scorer
+from dcdm.likelihood.statistics import mean_and_stderr
 from dcdm.model.transformer import Model, Sets
+
+# --- held-out windows --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
+class DecoderScore:
+    """Windows under one decoder: −log p, counted tokens and forwards of each, in the order of the batches."""
+
+    nats: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+
+    @property
+    def bits_per_token(self) -> tuple[float, float]:
+        """With the standard error over windows."""
+        mean, stderr = mean_and_stderr(zip(self.nats, self.tokens, strict=True))
+        return mean / math.log(2), stderr / math.log(2)
+
+    @property
+    def forwards_per_window(self) -> float:
+        return sum(self.forwards) / len(self.forwards)
+
+
+@torch.no_grad()
+def score_under_decoder(
+    model: Model, batches: Iterable[WindowBatch], decoder: DecodingConfig, seed: int = 0
+) -> DecoderScore:
+    """Walk the decoder along the true text.
+
+    This gives the exact likelihood of a decoder whose order follows from probabilities. One of random order is
+    walked along one order drawn for each window: on average a bound of −log of the sum over orders.
+    """
+    device, result = model.embed_tokens.weight.device, DecoderScore()
+    scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
+    for batch in batches:
+        tokens, prompt = batch.tokens.to(device), batch.prompt.to(device)
+        part = scorer.trajectory(tokens, model.sets(tokens, prompt), batch.index)
+        result.nats.extend(part.by_position.sum(dim=-1).tolist())
+        result.tokens.extend(part.tokens.tolist())
+        result.forwards.extend(part.forwards.tolist())
+    return result
+
+
+# --- continuations of a given beginning --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Continuation:
     """One sequence to score: the first `given` tokens are visible; `index` keys the noise of the rest."""
 
     tokens: list[int]
@@ -31,7 +81,7 @@ class Row:
         return len(self.tokens) - self.given
 
 
-def padded(rows: Sequence[Row], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
+def padded(rows: Sequence[Continuation], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens (B, L), the mask of given ones (B, L), and the rows' numbers (B,)."""
     width = max(len(row.tokens) for row in rows)
     tokens = torch.full((len(rows), width), pad_id)

@@ -70,7 +70,7 @@ class Outcome:
     """How the network was cut; None where the process died before it could say so."""
 
 
-def run(program: str, *, seconds: int = 5, memory: int = 1 << 30) -> Outcome:
+def run_program(program: str, *, seconds: int = 5, memory: int = 1 << 30) -> Outcome:
     """Run a program to its end: it passes if it raises nothing, and neither exits nor is stopped on the way.
 
     `seconds` limits processor time; three times as long may pass on the clock. `memory` is in bytes.
@@ -86,12 +86,12 @@ def run(program: str, *, seconds: int = 5, memory: int = 1 << 30) -> Outcome:
             start_new_session=True, text=True, errors="replace",
         )  # fmt: skip
         try:
-            said, _ = process.communicate(f"{token}\n{program}", timeout=3 * seconds)
+            answer, _ = process.communicate(f"{token}\n{program}", timeout=3 * seconds)
         except subprocess.TimeoutExpired:
             return Outcome(False, "timeout", None)
         finally:
             _end(process)
-    words = said.split()
+    words = answer.split()
     network: Network | None = None
     if words[:1] == ["network"]:
         network = "namespace" if words[1:2] == ["namespace"] else "audit hook"

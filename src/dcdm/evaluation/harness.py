@@ -23,14 +23,14 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-import dcdm
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.engine import generate
 from dcdm.decoding.predictors import resolve_cache
 from dcdm.decoding.routes import check_routing
 from dcdm.distributed import choose_device
-from dcdm.evaluation.decoders import Row, is_greedy, padded
+from dcdm.evaluation.decoders import Continuation, is_greedy, padded
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model
@@ -48,13 +48,13 @@ class Estimate(float):
     stderr: float
 
     def __new__(cls, value: float, stderr: float = 0.0) -> Estimate:
-        made = super().__new__(cls, value)
-        made.stderr = stderr
-        return made
+        estimate = super().__new__(cls, value)
+        estimate.stderr = stderr
+        return estimate
 
 
 @dataclass
-class Counts:
+class RequestCounts:
     """What did not fit into the window, and what the Monte-Carlo errors come to."""
 
     requests: int = 0
@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         self.model, self.text = loaded or load(str(pretrained), device, dtype)
         self.max_gen_toks = max_gen_toks
         self.item_log = None if item_log is None else Path(item_log)
-        self.counts = Counts()
+        self.counts = RequestCounts()
         self._device = next(self.model.parameters()).device
 
     # --- what the harness asks for ---
@@ -187,7 +187,7 @@ class HarnessModel(TemplateLM):
 
     # --- rows ---
 
-    def _pieces(self, context: str, continuation: str, question: tuple[object, ...]) -> list[Row]:
+    def _pieces(self, context: str, continuation: str, question: tuple[object, ...]) -> list[Continuation]:
         """The rows whose scores add up to that of a continuation: one, unless it is longer than the window."""
         if context:
             shown, answer = self._encode_pair(context, continuation)
@@ -204,7 +204,7 @@ class HarnessModel(TemplateLM):
             rows.append(self._row(tokens[:start], piece, _number(*question, number), counts=start == len(shown)))
         return rows
 
-    def _windows(self, string: str) -> list[Row]:
+    def _windows(self, string: str) -> list[Continuation]:
         """The harness's rolling windows: each token is predicted once, with one token of context carried over."""
         room = self.max_length if self.is_ar else self.max_length - 2  # BOS and the token carried over
         windows = get_rolling_token_windows(self.text.encode(string), self.prefix_token_id, room, context_len=1)
@@ -216,7 +216,7 @@ class HarnessModel(TemplateLM):
         """Tokens of a row; the last token of an AR row is predicted and never an input."""
         return self.max_length + self.is_ar
 
-    def _row(self, context: list[int], answer: list[int], index: int, counts: bool = True) -> Row:
+    def _row(self, context: list[int], answer: list[int], index: int, counts: bool = True) -> Continuation:
         """Context and answer, the context cut on the left where both do not fit.
 
         BOS stays in front for diffusion kinds, which are never without it; AR rows are cut as by the harness's
@@ -230,12 +230,12 @@ class HarnessModel(TemplateLM):
         if counts and len(kept) < len(context):
             self.counts.cut_contexts += 1
             self.counts.cut_tokens += len(context) - len(kept)
-        return Row(kept + answer, len(kept), index)
+        return Continuation(kept + answer, len(kept), index)
 
     # --- scores ---
 
     def _sums(
-        self, pieces: list[list[Row]], quiet: bool, keys: list[tuple[str, tuple[Any, ...]]] | None
+        self, pieces: list[list[Continuation]], quiet: bool, keys: list[tuple[str, tuple[Any, ...]]] | None
     ) -> list[tuple[Estimate, bool]]:
         """For each list of rows the sum of their log-likelihoods, and whether all of them are greedy."""
         owners = [owner for owner, rows in enumerate(pieces) for _ in rows]
@@ -277,7 +277,7 @@ class HarnessModel(TemplateLM):
         with self.item_log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _scored(self, rows: list[Row], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
+    def _scored(self, rows: list[Continuation], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
         """(place, (log-likelihood, standard error, greedy)) of every row, in the order of computation."""
 
         order = sorted(range(len(rows)), key=lambda i: (rows[i].free, -len(rows[i].tokens)))
@@ -285,7 +285,7 @@ class HarnessModel(TemplateLM):
             yield from zip(batch, self._score([rows[i] for i in batch]), strict=True)
             bar.update(len(batch))
 
-    def _score(self, rows: list[Row]) -> list[tuple[float, float, bool]]:
+    def _score(self, rows: list[Continuation]) -> list[tuple[float, float, bool]]:
         tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
         score = likelihood.score(
             self.model, tokens, self.estimator, self.samples, self.seed,
@@ -308,7 +308,7 @@ class HarnessModel(TemplateLM):
         room = min(wanted, self.max_length // 2)  # what does not fit beside the prompt comes in further windows
         self.counts.windowed_generations += (room < wanted) * len(jobs)
         prompts = [self._row(job.tokens, [0] * room, 0).tokens[:-room] for job in jobs]
-        done = dcdm.generate(
+        done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
             index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
             **sampling, **{"window": self.max_length, **self.decoding},

@@ -1,5 +1,6 @@
-"""Perplexity of a model on a corpus, with its errors and with what was left out.
+"""Perplexity of models on corpora, with its errors and with what was left out.
 
+`evaluate` measures many models on many corpora, and finds all that can be wrong before it measures the first.
 Neither the batch size nor the number of processes changes a figure beyond the rounding of floating-point sums: a
 window's randomness is keyed by its number, and figures are summed in the order of the windows.
 """
@@ -7,8 +8,9 @@ window's randomness is keyed by its number, and figures are summed in the order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,9 +19,11 @@ import torch
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, gather_objects
-from dcdm.evaluation.corpora import Corpus, Tokens
-from dcdm.evaluation.windows import Batch, Windows
+from dcdm.evaluation.corpora import PAPER, Corpus, Tokens, check_tokenizer, tokenise
+from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
+from dcdm.io.load import ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, Estimator, Score, estimators_of, score
+from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.model.transformer import Model
 
 Advance = Callable[[int, int], None]
@@ -29,7 +33,7 @@ Share = tuple[int, float, int, float]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class EstimatorSettings:
     """How the sampled estimators draw."""
 
     samples: int | Literal["all"] = 16
@@ -88,20 +92,20 @@ def chosen_estimators(config: ModelConfig, asked: tuple[str, ...]) -> tuple[list
     """Of the estimators asked for, those that fit (`auto`: the valid one), each once, and those that do not."""
     for name in asked:
         if name not in ("auto", *get_args(Estimator)):
-            known = ", ".join(("auto", *get_args(Estimator)))
-            raise ConfigError(f"unknown estimator {name!r}; choose among {known}")
-    there = estimators_of(config)
-    names = dict.fromkeys(there[0] if name == "auto" else name for name in asked)
-    fitting = [name for name in there if name in names]
+            choices = ", ".join(("auto", *get_args(Estimator)))
+            raise ConfigError(f"unknown estimator {name!r}; choose among {choices}")
+    available = estimators_of(config)
+    names = dict.fromkeys(available[0] if name == "auto" else name for name in asked)
+    fitting = [name for name in available if name in names]
     return fitting, [name for name in names if name not in fitting]
 
 
 @torch.no_grad()
-def measure(
+def measure_perplexity(
     model: Model,
-    windows: Windows,
+    windows: CorpusWindows,
     estimator: Estimator,
-    sampling: Sampling,
+    sampling: EstimatorSettings,
     world: World,
     advance: Advance = lambda done, total: None,
 ) -> Tally:
@@ -124,7 +128,7 @@ class Tally:
 
     rows: list[tuple[int, float, int, list[Share]]] = field(default_factory=list)
 
-    def add(self, batch: Batch, scored: Score, corpus: Tokens) -> None:
+    def add(self, batch: WindowBatch, scored: Score, corpus: Tokens) -> None:
         columns = (batch.index.tolist(), scored.stderr.square().tolist(), scored.forwards.tolist())
         for row, (number, variance, forwards) in enumerate(zip(*columns, strict=True)):
             counted = batch.place[row] >= 0
@@ -133,7 +137,7 @@ class Tally:
             self.rows.append((number, variance, forwards, _shares(place, nats, corpus)))
 
     def figures(
-        self, model: str, corpus: Corpus, windows: Windows, estimator: Estimator, sampling: Sampling
+        self, model: str, corpus: Corpus, windows: CorpusWindows, estimator: Estimator, sampling: EstimatorSettings
     ) -> Figures:
         shares = [share for *_, row in self.rows for share in row]
         nats = math.fsum(share[1] for share in shares)
@@ -148,8 +152,8 @@ class Tally:
         return Figures(
             model, corpus.name, estimator, LABELS[estimator], mean, _exp(mean),
             nats / math.log(2) / size if size else None,
-            _known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
-            _document_stderr(documents, mean, tokens),
+            known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
+            known(mean_and_stderr(documents.values())[1]),
             sampling.samples if drawn else None, sampling.seed, sum(forwards for _, _, forwards, _ in self.rows),
             tokens, round(size), len(documents), len(self.rows), windows.length, left_out, windows.cut_documents(),
         )  # fmt: skip
@@ -170,19 +174,6 @@ def _by_document(shares: list[Share]) -> dict[int, tuple[float, int]]:
     return documents
 
 
-def _document_stderr(documents: dict[int, tuple[float, int]], mean: float, tokens: int) -> float | None:
-    """Standard error of a ratio of sums, documents being drawn: √(D/(D−1) Σ (nats_d − mean·tokens_d)²) / tokens."""
-    count = len(documents)
-    if count < 2:
-        return None
-    spread = math.fsum((nats - mean * size) ** 2 for nats, size in documents.values())
-    return math.sqrt(spread * count / (count - 1)) / tokens
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
@@ -199,3 +190,123 @@ def as_dict(row: Figures | Unfit) -> dict[str, Any]:
     """A row as plain values; infinities, which JSON has no word for, as None."""
     values = dict(row.__dict__)
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+# --- many models on many corpora ---------------------------------------------------------------------------------
+
+
+Say = Callable[[str], Advance]
+"""A piece of work by name → what reports its progress."""
+
+
+@dataclass
+class Evaluation:
+    """Every figure, and what is needed to get it again."""
+
+    settings: dict[str, Any]
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: list[Figures | Unfit] = field(default_factory=list)
+
+    @property
+    def no_data(self) -> list[str]:
+        """The paper's corpora that were not given."""
+        return [name for name in PAPER if name not in self.corpora]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings, "models": self.models, "corpora": self.corpora,
+            "results": [as_dict(row) for row in self.rows if isinstance(row, Figures)],
+            "does_not_fit": [as_dict(row) for row in self.rows if isinstance(row, Unfit)],
+            "no_data": self.no_data,
+        }  # fmt: skip
+
+
+def evaluate(
+    models: Sequence[str],
+    corpora: Sequence[Corpus],
+    estimators: tuple[str, ...] = ("auto",),
+    sampling: EstimatorSettings | None = None,
+    window: WindowSettings | None = None,
+    *,
+    world: World | None = None,
+    dtype: torch.dtype = torch.float32,
+    say: Say = lambda text: lambda done, total: None,
+) -> Evaluation:
+    """Measure every model (a run, a checkpoint or an exported folder) on every corpus by every estimator."""
+    sampling, window, world = sampling or EstimatorSettings(), window or WindowSettings(), world or World()
+    sources = {name: find_model(path) for name, path in names_of(models).items()}
+    _check(sources, corpora, estimators, window)
+    result = Evaluation(_settings(estimators, sampling, window, dtype))
+    result.corpora = {corpus.name: _described(corpus) for corpus in corpora}
+    tokens: dict[tuple[str, str], Tokens] = {}
+    for (name, source), path in zip(sources.items(), models, strict=True):
+        say(f"{name}: loading")
+        model = source.load(world.device, dtype)
+        result.models[name] = _model_described(source, path)
+        fitting, unfit = chosen_estimators(source.config, estimators)
+        for corpus in corpora:
+            key = (corpus.name, source.tokenizer.fingerprint)
+            if key not in tokens:
+                say(f"{corpus.name}: tokenising")
+                tokens[key] = tokenise(corpus, source.tokenizer)
+            windows = CorpusWindows(
+                tokens[key], source.tokenizer, window.length or source.config.context_length, window
+            )
+            for estimator in fitting:
+                advance = say(f"{name} on {corpus.name}, {estimator}")
+                tally = measure_perplexity(model, windows, estimator, sampling, world, advance)
+                result.rows.append(tally.figures(name, corpus, windows, estimator, sampling))
+            why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
+            result.rows += [Unfit(name, corpus.name, estimator, why) for estimator in unfit]
+    return result
+
+
+def names_of(models: Sequence[str]) -> dict[str, str]:
+    """Short names for paths: the folder's, or the whole path where folders share one."""
+    if not models:
+        raise ConfigError("no model was given; name a run folder, a checkpoint in it, or an exported folder")
+    if len(set(models)) < len(models):
+        raise ConfigError("a model was given twice")
+    folders = [Path(path).name for path in models]
+    return {path if folders.count(name) > 1 else name: path for name, path in zip(folders, models, strict=True)}
+
+
+def _check(
+    sources: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings
+) -> None:
+    unfit: list[set[str]] = []
+    for name, source in sources.items():
+        check_vocabulary(name, source.config, source.tokenizer)
+        window.check(window.length or source.config.context_length, source.config.max_position)
+        unfit.append(set(chosen_estimators(source.config, estimators)[1]))
+        for corpus in corpora:
+            check_tokenizer(corpus, source.tokenizer)
+    if nowhere := sorted(set.intersection(*unfit)):
+        kinds = ", ".join(sorted({source.config.kind.upper() for source in sources.values()}))
+        fitting = sorted({name for source in sources.values() for name in estimators_of(source.config)})
+        raise ConfigError(
+            f"estimator {', '.join(nowhere)} fits none of the models ({kinds}); {', '.join(fitting)} do"
+        )
+
+
+def _settings(
+    estimators: tuple[str, ...], sampling: EstimatorSettings, window: WindowSettings, dtype: torch.dtype
+) -> dict[str, Any]:
+    chosen = {"estimators": list(estimators), "dtype": str(dtype).removeprefix("torch.")}
+    return {**chosen, **sampling.__dict__, **{f"window_{k}": v for k, v in window.__dict__.items()}}
+
+
+def _model_described(source: ModelSource, path: str) -> dict[str, Any]:
+    return {
+        "path": str(path), "kind": source.config.kind,
+        "routing": source.config.routing if source.config.kind == "dcdm" else None,
+        "tokenizer": source.tokenizer.fingerprint, "vocab_size": source.config.vocab_size, **source.identity(),
+    }  # fmt: skip
+
+
+def _described(corpus: Corpus) -> dict[str, Any]:
+    return {
+        "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
+        "split": corpus.split if corpus.prepared is not None else None,
+    }  # fmt: skip

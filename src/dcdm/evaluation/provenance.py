@@ -7,9 +7,21 @@ import platform
 import shlex
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tyro
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What is needed to get figures again."""
+
+    command: str
+    environment: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    models: Mapping[str, Mapping[str, Any]]
+    corpora: Mapping[str, Mapping[str, Any]]
 
 
 def spelled(name: str, command: Callable[..., None], values: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.likelihood.statistics import mean_and_stderr
 
 DISTINCT = (1, 2, 3, 4)
 REPEATED = 4
@@ -48,7 +49,7 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TextScorer:
     """A causal model of `transformers`, and how it is asked.
 
     Each text is scored alone: its tokens without special ones, after the scorer's BOS (its EOS, where it has no
@@ -64,17 +65,17 @@ class Scorer:
     device: torch.device
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device | str = "cpu") -> Scorer:
+    def load(cls, folder: Path, device: torch.device | str = "cpu") -> TextScorer:
         """A scorer from a local folder; nothing is fetched."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if not folder.is_dir():
-            raise ConfigError(f"--scorer {folder} is no folder; give one that `save_pretrained` wrote")
+            raise ConfigError(f"--scorer {folder} is not a folder; give one that `save_pretrained` wrote")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--scorer {folder} is no causal model with a tokenizer: {error}") from error
+            raise ConfigError(f"--scorer {folder} holds no causal model with a tokenizer: {error}") from error
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         window = getattr(model.config, "max_position_embeddings", None) or 1024
         return cls(model.to(device).eval(), tokenizer, window, prefix, torch.device(device))
@@ -115,7 +116,7 @@ class Scorer:
         return -logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None]).squeeze(-1)
 
 
-def measure(texts: Sequence[str], scorer: Scorer, batch_size: int = 8) -> Quality:
+def measure_quality(texts: Sequence[str], scorer: TextScorer, batch_size: int = 8) -> Quality:
     """Every figure of `texts`."""
     tokens = [scorer.tokens(text) for text in texts]
     scored = scorer.nats(tokens, batch_size)
@@ -123,20 +124,12 @@ def measure(texts: Sequence[str], scorer: Scorer, batch_size: int = 8) -> Qualit
     if not kept:
         raise ConfigError("no text has a token that could be scored")
     pairs, tokens = [scored[number] for number in kept], [tokens[number] for number in kept]
-    perplexity, stderr = _perplexity(pairs)
+    mean, stderr = mean_and_stderr(pairs)
+    perplexity = math.exp(mean)
     return Quality(
-        perplexity, stderr, entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT}, repetition(tokens),
-        len(kept), sum(count for _, count in pairs), len(texts) - len(kept),
+        perplexity, perplexity * stderr, entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT},
+        repetition(tokens), len(kept), sum(count for _, count in pairs), len(texts) - len(kept),
     )  # fmt: skip
-
-
-def _perplexity(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    count = sum(number for _, number in pairs)
-    mean = sum(nats for nats, _ in pairs) / count
-    if len(pairs) < 2:
-        return math.exp(mean), math.nan
-    squares = sum((nats - mean * number) ** 2 for nats, number in pairs)
-    return math.exp(mean), math.exp(mean) * math.sqrt(squares * len(pairs) / (len(pairs) - 1)) / count
 
 
 def entropy(texts: Sequence[Sequence[int]]) -> float:

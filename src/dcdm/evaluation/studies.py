@@ -1,4 +1,4 @@
-"""What a report draws of one model, beside its perplexity: training, decoders, confidence, and balance of chunks.
+"""Numbers of one model beside its perplexity: training curves, decoders, confidence, and balance of chunks.
 
 B windows   L positions   K chunks
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,37 @@ import torch
 from torch import Tensor
 
 from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
-from dcdm.evaluation.windows import Batch
-from dcdm.likelihood.estimators import score
+from dcdm.evaluation.corpora import Corpus, Tokens, tokenise
+from dcdm.evaluation.decoders import score_under_decoder
+from dcdm.evaluation.perplexity import Say, names_of
+from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
+from dcdm.io.load import ModelSource, find_model
+from dcdm.keys import Key
+from dcdm.likelihood.statistics import known
 from dcdm.model.chunking import chunk_counts, max_violation
 from dcdm.model.transformer import Model
-from dcdm.training.validation import MAIN, mean_and_error
-from dcdm.viewing.chunks import ChunkView
-from dcdm.viewing.pictures import chunk_ids
-from dcdm.viewing.plot import Bin
+from dcdm.training.validation import MAIN
 
 COMMITS = ("chunk", "steps:4", "threshold:0.9", "position")
 BINS = 10
+CALIBRATED = 16  # times as many windows for calibration: a forward per chunk is cheap
+
+
+@dataclass(frozen=True)
+class ReportPlan:
+    """What the studies of a report are made from."""
+
+    corpus: Corpus
+    window: WindowSettings
+    windows: int
+    seed: int = 0
+    batch_size: int = 16
+    device: str | torch.device = "cpu"
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecoderFigures:
     """Held-out text under one decoder."""
 
     commit: str
@@ -55,6 +72,24 @@ class Decoded:
     stderr: float | None
     """Over windows."""
     windows: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Predictions whose confidence lies in [low, high)."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    """Its mean; 0 where there are none."""
+    accuracy: float
+    """How many of them are right."""
+
+    @property
+    def stderr(self) -> float:
+        """Binomial."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.count))
 
 
 @dataclass(frozen=True)
@@ -85,31 +120,101 @@ class Study:
     name: str
     kind: str
     training: Training | None = None
-    decoders: list[Decoded] = field(default_factory=list)
+    decoders: list[DecoderFigures] = field(default_factory=list)
     calibration: Calibration | None = None
     balance: Balance | None = None
-    views: list[ChunkView] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        return {**values, "views": [{"ids": v.frame.ids, "tokens": [t.id for t in v.tokens]} for v in self.views]}
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A study with the loaded model and the windows (N, L) that were decoded, for whoever wants to draw them."""
+
+    study: Study
+    model: Model
+    source: ModelSource
+    rows: list[list[int]]
+
+
+# --- all of it ---------------------------------------------------------------------------------------------------
+
+
+def study_models(models: Sequence[str], plan: ReportPlan, say: Say) -> Iterator[Studied]:
+    """A study of every model, one after the other."""
+    tokens: dict[str, Tokens] = {}
+    for name, path in names_of(models).items():
+        source = find_model(path)
+        mark = source.tokenizer.fingerprint
+        if mark not in tokens:
+            tokens[mark] = tokenise(plan.corpus, source.tokenizer)
+        yield study_model(name, source, tokens[mark], plan, say)
+
+
+def study_model(name: str, source: ModelSource, tokens: Tokens, plan: ReportPlan, say: Say) -> Studied:
+    """Every part that the model has; `missing` names the others."""
+    model = source.load(plan.device, plan.dtype)
+    study = described_study(name, source)
+    few = _batches(source, tokens, plan, plan.windows)
+    for commit in commits_of(model):
+        advance = say(f"{name}: report, decoding with {commit}")
+        study.decoders.append(decoder_figures(model, few, commit))
+        advance(plan.windows, plan.windows)
+    many = _batches(source, tokens, plan, CALIBRATED * plan.windows)
+    total = sum(len(batch.tokens) for batch in many)
+    advance = say(f"{name}: report, calibration")
+    study.calibration = calibrated(model, many, lambda done: advance(done, total))
+    if source.config.kind == "dcdm":
+        study.balance = balance_of(model, many)
+    return Studied(study, model, source, [row for batch in few for row in batch.tokens.tolist()])
+
+
+def described_study(name: str, source: ModelSource) -> Study:
+    """What is known of a model before anything is measured, with the reasons for what will be missing."""
+    config = source.config
+    described = f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+    study = Study(name, described, None if source.run is None else training_of(source.run))
+    if study.training is None:
+        why = "an exported folder keeps no curves" if source.run is None else "its run folder has no metrics.jsonl"
+        study.missing["training"] = why
+    if config.kind == "ar":
+        study.missing |= {
+            "decoders": "AR writes a token with every forward, so that it has one point",
+            "balance": "AR has no chunks", "views": "AR has no chunks",
+        }  # fmt: skip
+    elif config.kind != "dcdm":
+        fixed = "one chunk holds every token" if config.kind == "mdlm" else "blocks follow from positions"
+        study.missing["balance"] = f"{config.kind.upper()} has nothing to balance: {fixed}"
+    return study
+
+
+def _batches(source: ModelSource, tokens: Tokens, plan: ReportPlan, count: int) -> list[WindowBatch]:
+    """Up to `count` of the windows that were measured, spread evenly over them."""
+    limit = count if plan.window.limit is None else min(count, plan.window.limit)
+    length = plan.window.length or source.config.context_length
+    windows = CorpusWindows(tokens, source.tokenizer, length, replace(plan.window, limit=limit))
+    return list(windows.batches(plan.batch_size))
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
 
 
 def training_of(run: Path) -> Training | None:
     """The curves of a run folder; None where it has none."""
-    found, seen = Training([], [], []), 0
+    curves, seen = Training([], [], []), 0
     for row in _lines(run / "metrics.jsonl"):
         if "evaluation" in row:
             value, error = (row["evaluation"].get(name) for name in (MAIN, f"{MAIN}_stderr"))
             if _finite(value):
-                found.valid.append((seen, value, error if _finite(error) else 0.0))
+                curves.valid.append((seen, value, error if _finite(error) else 0.0))
             continue
         seen += row.get("tokens", 0)
-        for name, curve in (("nll", found.loss), ("max_violation", found.violation)):
+        for name, curve in (("nll", curves.loss), ("max_violation", curves.violation)):
             if _finite(row.get(name)):
                 curve.append((seen, row[name]))
-    return found if found.loss or found.valid else None
+    return curves if curves.loss or curves.valid else None
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
@@ -132,24 +237,15 @@ def commits_of(model: Model) -> Sequence[str]:
     return ("position",) if model.config.kind == "ar" else COMMITS
 
 
-def decoded(model: Model, batches: Sequence[Batch], commit: str) -> Decoded:
+def decoder_figures(model: Model, batches: Sequence[WindowBatch], commit: str) -> DecoderFigures:
     """Bits per token of the windows under the decoder that commits so, and its forwards."""
-    device = model.embed_tokens.weight.device
-    rows, forwards = [], []
-    for batch in batches:
-        found = score(
-            model, batch.tokens.to(device), "trajectory", commit=commit, prompt=batch.prompt.to(device),
-            index=batch.index, batch_size=len(batch.tokens),
-        )  # fmt: skip
-        rows += list(zip(found.nats.tolist(), found.tokens.tolist(), strict=True))
-        forwards += found.forwards.tolist()
-    mean, error = mean_and_error(rows)
-    bits, spread = mean / math.log(2), error / math.log(2)
-    return Decoded(commit, sum(forwards) / len(forwards), bits, spread if len(rows) > 1 else None, len(rows))
+    score = score_under_decoder(model, batches, DecodingConfig(commit))
+    bits, stderr = score.bits_per_token
+    return DecoderFigures(commit, score.forwards_per_window, bits, known(stderr), len(score.nats))
 
 
 def calibrated(
-    model: Model, batches: Iterable[Batch], advance: Callable[[int], None] = lambda _: None
+    model: Model, batches: Iterable[WindowBatch], advance: Callable[[int], None] = lambda _: None
 ) -> Calibration:
     """Whether the decoder of one forward per chunk is right as often as it is sure, at every position it fills."""
     parts, done = [], 0
@@ -161,7 +257,7 @@ def calibrated(
     return calibration(confidence, right)
 
 
-def predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+def predictions(model: Model, batch: WindowBatch) -> tuple[Tensor, Tensor]:
     """The probability of the best token where a chunk is predicted, and whether that token is the true one."""
     device = model.embed_tokens.weight.device
     tokens, prompt = batch.tokens.to(device), batch.prompt.to(device)
@@ -184,19 +280,19 @@ def predictions(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 def calibration(confidence: Tensor, right: Tensor, bins: int = BINS) -> Calibration:
     """Predictions (N,) sorted into bins of equal width by their confidence."""
     number = (confidence * bins).long().clamp(0, bins - 1)
-    found = []
+    sorted_in = []
     for at in range(bins):
-        own = number == at
-        count = int(own.sum())
-        means = (float(x[own].double().mean()) if count else 0.0 for x in (confidence, right))
-        found.append(Bin(at / bins, (at + 1) / bins, count, *means))
+        members = number == at
+        count = int(members.sum())
+        means = (float(x[members].double().mean()) if count else 0.0 for x in (confidence, right))
+        sorted_in.append(Bin(at / bins, (at + 1) / bins, count, *means))
     total = len(confidence)
-    error = math.fsum(one.count * abs(one.accuracy - one.confidence) for one in found) / total
-    return Calibration(found, total, float(confidence.double().mean()), float(right.double().mean()), error)
+    error = math.fsum(one.count * abs(one.accuracy - one.confidence) for one in sorted_in) / total
+    return Calibration(sorted_in, total, float(confidence.double().mean()), float(right.double().mean()), error)
 
 
 @torch.no_grad()
-def balance_of(model: Model, batches: Sequence[Batch]) -> Balance:
+def balance_of(model: Model, batches: Sequence[WindowBatch]) -> Balance:
     """How evenly a DCDM fills its chunks; with the paper's routing, at half of the tokens masked."""
     device, parts = model.embed_tokens.weight.device, []
     assert model.config.num_chunks is not None
@@ -209,3 +305,16 @@ def balance_of(model: Model, batches: Sequence[Batch]) -> Balance:
     total = counts.sum(dim=0)
     mean = float(max_violation(counts).double().mean())
     return Balance(total.tolist(), float(max_violation(total)), mean, len(counts))
+
+
+@torch.no_grad()
+def chunk_ids(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
+) -> Tensor | None:
+    """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""
+    if model.config.kind == "ar":
+        return None
+    if not model.config.routes_from_noise:
+        return model.partition(tokens, prompt, index).ids
+    masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens, prompt).free
+    return model.encode(tokens, masked, prompt=prompt).chunk_ids

@@ -18,6 +18,7 @@ from dcdm.evaluation import execution
 
 SPLITS = ("train", "dev", "validation", "test")
 ENDINGS = (".jsonl", ".jsonl.gz")
+WITHIN_NOISE = 2.0  # a choice that leads by fewer standard errors than this may lead by chance
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def choose(names: list[str], data_dir: Path | None, overrides: Mapping[str, int]
         if name not in BENCHMARKS:
             raise ConfigError(f"unknown task {name!r}; choose from all, {known}")
     if data_dir is not None and not data_dir.is_dir():
-        raise ConfigError(f"--data-dir {data_dir} is no folder")
+        raise ConfigError(f"--data-dir {data_dir} is not a folder")
     return [_chosen(name, data_dir, overrides.get(name)) for name in wanted]
 
 
@@ -281,7 +282,7 @@ class Loader:
             if not self.execute:
                 return {"not executed": 1.0}
             program = f"{results[0][0]}\n{doc['test']}\ncheck({doc['entry_point']})\n"
-            self.outcomes.append(execution.run(program))
+            self.outcomes.append(execution.run_program(program))
             return {"pass@1": float(self.outcomes[-1].passed)}
 
         metric = "pass@1" if self.execute else "not executed"
@@ -311,3 +312,83 @@ def evaluate(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None =
     results = run(lm if cache is None else CachingLM(lm, str(cache)), tasks, limit=limit, log_samples=True)
     assert results is not None
     return dict(results)
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def task_figures(name: str, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every metric of a task or group: its value, its standard error over questions, and the level of chance."""
+    record = results["results"][name]
+    leaves = _leaves(name, results)
+    for key, value in record.items():
+        metric, comma, kept = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        samples = [sample for leaf in leaves for sample in results["samples"][leaf] if sample["filter"] == kept]
+        samples = samples or [sample for leaf in leaves for sample in results["samples"][leaf]]
+        stderr = record.get(f"{metric}_stderr,{kept}")
+        yield {
+            "task": name,
+            "metric": metric if kept in ("none", "create_test") else f"{metric} ({kept})",
+            "value": value,
+            "stderr": stderr if isinstance(stderr, float) else None,
+            "chance": _chance(name, samples),
+            "questions": len(samples),
+            **_noise(samples),
+        }
+
+
+def _leaves(name: str, results: dict[str, Any]) -> list[str]:
+    children = results.get("group_subtasks", {}).get(name, [])
+    return [leaf for child in children for leaf in _leaves(child, results)] if children else [name]
+
+
+def _is_choice(sample: dict[str, Any]) -> bool:
+    return not isinstance(sample["resps"][0][0], str)
+
+
+def _chance(name: str, samples: list[dict[str, Any]]) -> float:
+    """What guessing gives: one in the number of choices, or, for mc2, the share of true ones; 0 for free text."""
+    if not _is_choice(samples[0]):
+        return 0.0
+    if name == "truthfulqa_mc2":
+        shares = [sum(s["doc"]["mc2_targets"]["labels"]) / len(s["resps"]) for s in samples]
+    else:
+        shares = [1 / len(s["resps"]) for s in samples]
+    return sum(shares) / len(shares)
+
+
+def _noise(samples: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Monte-Carlo error per choice in nats, and the share of questions whose best choice leads within it."""
+    if not _is_choice(samples[0]):
+        return {"monte_carlo_stderr": None, "within_noise": None}
+    choices = [[answer[0][0] for answer in sample["resps"]] for sample in samples]
+    errors = [choice.stderr for question in choices for choice in question]
+    close = [_leads_by_chance(question) for question in choices if len(question) > 1]
+    return {
+        "monte_carlo_stderr": sum(errors) / len(errors),
+        "within_noise": sum(close) / max(1, len(close)),
+    }
+
+
+def _leads_by_chance(choices: list[Any]) -> bool:
+    first, second = sorted(choices, reverse=True)[:2]
+    error = (first.stderr**2 + second.stderr**2) ** 0.5
+    return bool(error > 0 and first - second < WITHIN_NOISE * error)
+
+
+def write_items(path: Path, task: str, results: dict[str, Any]) -> None:
+    """Add a JSON line for each question: its answers with their errors, and its metrics."""
+    with path.open("a", encoding="utf-8") as file:
+        for leaf, samples in results["samples"].items():
+            for sample in samples:
+                answers = [answer[0] for answer in sample["resps"]]
+                shown = (
+                    [{"loglikelihood": float(e), "stderr": e.stderr, "is_greedy": g} for e, g in answers]
+                    if _is_choice(sample)
+                    else answers
+                )
+                metrics = {name: sample[name] for name in sample["metrics"]}
+                line = {"task": task, "name": leaf, "question": sample["doc_id"], "filter": sample["filter"]}
+                file.write(json.dumps(line | {"answers": shown, **metrics}, default=str) + "\n")

@@ -52,7 +52,7 @@ class WindowSettings:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     tokens: Tensor
     """(B, L) BOS, tokens, PAD."""
     prompt: Tensor
@@ -62,8 +62,15 @@ class Batch:
     place: Tensor
     """(B, L) where in the corpus a counted token stands; −1 for all others."""
 
+    @classmethod
+    def of(cls, tokens: Tensor) -> WindowBatch:
+        """Rows of tokens (B, L) of which nothing is given but BOS, numbered from 0."""
+        rows, length = tokens.shape
+        place = torch.arange(length).expand(rows, -1)
+        return cls(tokens, torch.zeros(rows, length, dtype=torch.bool), torch.arange(rows), place)
 
-class Windows:
+
+class CorpusWindows:
     """The windows of a corpus, of which `chosen` are measured."""
 
     def __init__(self, corpus: Tokens, tokenizer: Tokenizer, length: int, settings: WindowSettings) -> None:
@@ -77,7 +84,7 @@ class Windows:
         kept = count if settings.limit is None else min(settings.limit, count)
         self.chosen = np.arange(kept) * count // kept
 
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[WindowBatch]:
         """Every `world`-th chosen window from `rank` on, those of one padded size together."""
         mine = self.chosen[rank::world]
         sizes = self._padded(self.spans[mine, 2] - self.spans[mine, 0])
@@ -112,7 +119,7 @@ class Windows:
     def _padded(self, tokens: np.ndarray) -> np.ndarray:
         return np.minimum(self.length, -(-(tokens + 1) // ROUND) * ROUND)
 
-    def _batch(self, numbers: np.ndarray, size: int) -> Batch:
+    def _batch(self, numbers: np.ndarray, size: int) -> WindowBatch:
         tokens = np.full((len(numbers), size), self.tokenizer.pad_id, dtype=np.int64)
         place = np.full((len(numbers), size), -1, dtype=np.int64)
         tokens[:, 0] = self.tokenizer.bos_id
@@ -122,8 +129,7 @@ class Windows:
         if self.corpus.prompt is not None:
             place = np.where((place >= 0) & self.corpus.prompt[place], -1, place)
         prompt = (place < 0) & (tokens != self.tokenizer.pad_id)
-        made = (torch.from_numpy(array) for array in (tokens, prompt, numbers, place))
-        return Batch(*made)
+        return WindowBatch(*(torch.from_numpy(array) for array in (tokens, prompt, numbers, place)))
 
 
 def _spans(borders: np.ndarray, room: int, stride: int) -> np.ndarray:

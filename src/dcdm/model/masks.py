@@ -139,11 +139,3 @@ def read_slots(ids: Tensor) -> Tensor:
 def dual_stream_mask(ids: Tensor) -> Tensor:
     """M^chunk of chunk ids (…, L) on z ⊕ x, as in training: (…, 2L, 2L), noisy half first."""
     return dual_stream.dense(dual_stream_slots(ids))
-
-
-if __name__ == "__main__":
-    import sys
-
-    from dcdm.viewing.masks import draw
-
-    print("\n".join(draw(sys.argv[1] if len(sys.argv) > 1 else ".")))

@@ -30,17 +30,16 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import adablock_of
 from dcdm.decoding.engine import generate
 from dcdm.evaluation.corpora import ReadingSettings, Tokens, read_corpus, tokenise
-from dcdm.evaluation.decoders import Row, padded
-from dcdm.evaluation.studies import balance_of, training_of
-from dcdm.evaluation.windows import Batch, Windows, WindowSettings
+from dcdm.evaluation.decoders import Continuation, padded
+from dcdm.evaluation.studies import balance_of, chunk_ids, training_of
+from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import load_model
 from dcdm.likelihood.estimators import Estimator, Score, default_estimator, score
 from dcdm.model.transformer import Model
 from dcdm.reproduction.results import Places
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, TEST, ZERO_SHOT, Scale
 from dcdm.reproduction.variants import RunSpec
-from dcdm.viewing.pictures import chunk_ids
-from dcdm.viewing.plot import averaged_points
+from dcdm.viewing.plots import averaged_points
 
 POINTS = 40  # of a training curve
 DIGITS = 5
@@ -197,10 +196,10 @@ def _model(folder: Path) -> tuple[Model, Tokenizer]:
 class Text:
     """Windows of a corpus in batches."""
 
-    batches: list[Batch]
+    batches: list[WindowBatch]
     corpus: Tokens
 
-    def bytes_of(self, batch: Batch, row: int) -> float:
+    def bytes_of(self, batch: WindowBatch, row: int) -> float:
         place = batch.place[row]
         return float(self.corpus.size[place[place >= 0].numpy()].sum())
 
@@ -215,7 +214,7 @@ def text(source: Path, name: str, model: Path, limit: int, few: int | None = Non
 def windows(source: Path, name: str, tokenizer: Tokenizer, length: int, limit: int, few: int | None = None) -> Text:
     """The same for a tokenizer and a length."""
     corpus = tokenise(read_corpus(f"{name}={source}", ReadingSettings()), tokenizer)
-    cut = Windows(corpus, tokenizer, length, WindowSettings(limit=limit))
+    cut = CorpusWindows(corpus, tokenizer, length, WindowSettings(limit=limit))
     if few is not None:
         cut.chosen = cut.chosen[np.arange(few) * len(cut.chosen) // few]
     return Text(list(cut.batches(8)), corpus)
@@ -306,7 +305,7 @@ MARKS = 6  # tokens named for each chunk
 LEAST = 12  # times that such a token occurs
 
 
-def chunk_contents(model: Model, tokenizer: Tokenizer, batches: Iterable[Batch]) -> dict[str, Any]:
+def chunk_contents(model: Model, tokenizer: Tokenizer, batches: Iterable[WindowBatch]) -> dict[str, Any]:
     """Counts over windows; under the paper's routing, with half of the tokens masked."""
     chunks = model.config.num_chunks
     assert chunks is not None
@@ -398,8 +397,7 @@ def choices(model: Path, folder: Path, items: int) -> dict[str, Any]:
         from dcdm.evaluation.harness import HarnessModel
     except ImportError:
         return {}
-    from dcdm.evaluation.tasks import Loader, choose, evaluate
-    from dcdm.evaluation.tasks_report import figures as figures_of
+    from dcdm.evaluation.tasks import Loader, choose, evaluate, task_figures
 
     lm, figures = HarnessModel(model, device="cpu", samples=SAMPLES), {}
     at_hand = [name for name in CHOICES if list(folder.glob(f"{name}_*.jsonl"))]
@@ -407,25 +405,27 @@ def choices(model: Path, folder: Path, items: int) -> dict[str, Any]:
         limit = max(1, round(items * CHOICES[chosen.name]))
         with contextlib.redirect_stdout(io.StringIO()):
             results = evaluate(lm, Loader(chosen, False).load(), limit)
-        lines = [line for name in chosen.benchmark.tasks for line in figures_of(name, results)]
+        lines = [line for name in chosen.benchmark.tasks for line in task_figures(name, results)]
         figures[chosen.name] = [{key: line[key] for key in sorted(line)} for line in lines]
     return figures
 
 
-def answers(path: Path, prompt: str, answer: str, tokenizer: Tokenizer, length: int, count: int) -> list[Row]:
+def answers(
+    path: Path, prompt: str, answer: str, tokenizer: Tokenizer, length: int, count: int
+) -> list[Continuation]:
     """The first `count` examples that fit into a window, the prompt given."""
-    rows: list[Row] = []
+    rows: list[Continuation] = []
     for number, row in enumerate(_lines(path)):
         asked = [tokenizer.bos_id, *tokenizer.encode(row[prompt] + "\n")]
         whole = [*asked, *tokenizer.encode(row[answer]), tokenizer.eos_id]
         if len(whole) <= length:
-            rows.append(Row(whole, len(asked), number))
+            rows.append(Continuation(whole, len(asked), number))
         if len(rows) == count:
             break
     return rows
 
 
-def likelihoods(model: Model, tokenizer: Tokenizer, rows: list[Row]) -> dict[str, Any]:
+def likelihoods(model: Model, tokenizer: Tokenizer, rows: list[Continuation]) -> dict[str, Any]:
     """Nats per token of the true answers: the valid figure, and exactly for each decoder with its forwards."""
     if not rows:
         return {}
@@ -443,7 +443,7 @@ def likelihoods(model: Model, tokenizer: Tokenizer, rows: list[Row]) -> dict[str
     return figures
 
 
-def _per_token(one: Score, rows: list[Row]) -> dict[str, Any]:
+def _per_token(one: Score, rows: list[Continuation]) -> dict[str, Any]:
     """Figures in the form of those of windows: an answer is a window."""
     return {
         "nats_per_token": round(one.per_token, 5), "tokens": int(one.tokens.sum()),

@@ -11,7 +11,7 @@ from dcdm.reproduction.results import VALID, Results, curve_points
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.variants import RATED, RATES, variants
 from dcdm.viewing import palette
-from dcdm.viewing.plot import DASHES, SHAPES, Series, chart, shape
+from dcdm.viewing.plots import DASHES, SHAPES, Series, chart, shape
 
 STYLE = (
     "<style>text{font:12px system-ui,sans-serif;fill:#444}.grid{stroke:#8884}"

@@ -11,8 +11,7 @@ from dcdm.files import write_whole
 from dcdm.reproduction.plots import plots
 from dcdm.reproduction.results import Results
 from dcdm.reproduction.tables import grids
-from dcdm.viewing.page import assemble
-from dcdm.viewing.pieces import section
+from dcdm.viewing.page import assemble, section
 
 REGION = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DRAWN_WITH = {

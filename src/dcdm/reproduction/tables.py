@@ -23,7 +23,7 @@ from dcdm.reproduction.results import (
 )
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
 from dcdm.reproduction.variants import RATED, RATES, TUNED, Variant, variants
-from dcdm.viewing.pieces import grid as grid_html
+from dcdm.viewing.page import grid as grid_html
 
 NONE = "–"
 MINUS = str.maketrans("-", "−")

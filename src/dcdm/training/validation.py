@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 
 from dcdm.data.loader import WindowSet, in_order
 from dcdm.distributed import World, gather_objects
 from dcdm.likelihood.estimators import Estimator, default_estimator, score
+from dcdm.likelihood.statistics import mean_and_stderr
 from dcdm.model.transformer import Model
 from dcdm.training.fsdp import unsharded
 
@@ -37,13 +35,5 @@ def evaluate(
                 columns = (x.tolist() for x in (batch["index"], result.nats, result.tokens))
                 mine += list(zip(*columns, strict=True))
             rows = sorted(row for part in gather_objects(mine, world) for row in part)
-            figures[name], figures[f"{name}_stderr"] = mean_and_error([(nats, count) for _, nats, count in rows])
+            figures[name], figures[f"{name}_stderr"] = mean_and_stderr((nats, count) for _, nats, count in rows)
     return figures
-
-
-def mean_and_error(rows: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Nats per token over sequences, each given by its nats and tokens, and the standard error over sequences."""
-    tokens = max(1, sum(count for _, count in rows))
-    mean = math.fsum(nats for nats, _ in rows) / tokens
-    spread = math.fsum((nats - mean * count) ** 2 for nats, count in rows)
-    return mean, math.sqrt(spread) / tokens

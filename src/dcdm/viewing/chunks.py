@@ -9,7 +9,11 @@ formed (or, where they are fixed, filled) one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import keyword
+import re
+import string
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -18,13 +22,18 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import Generation
 from dcdm.keys import Key
 from dcdm.model.transformer import Model
-from dcdm.viewing.token_kinds import KINDS, counted, kinds_of
+from dcdm.viewing.page import assemble, asset
 
 LEVELS = tuple(number / 10 for number in range(11))
 DEFAULT_LEVEL = 0.5
 UNROUTED = -1
+DIGITS = 5  # significant ones of a score on the page
+KINDS = ("keyword", "name", "digits", "punctuation", "whitespace", "other")
+
+_RUN = re.compile(r"(?P<name>[^\W\d]\w*)|(?P<digits>\d\w*(?:\.\d\w*)*)|(?P<whitespace>\s+)")
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class ChunkView:
 
 
 @dataclass(frozen=True)
-class Window:
+class TextWindow:
     """A row of tokens (L), BOS first, with the bytes and the names of its tokens."""
 
     tokens: Tensor
@@ -116,7 +125,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TokenWindows:
     """Windows (N, L) that kinds of tokens are counted over."""
 
     source: str
@@ -126,7 +135,7 @@ class Corpus:
     pieces: list[list[bytes]]
 
 
-def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[Window, str]:
+def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[TextWindow, str]:
     """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
     ids = tokenizer.encode(text)
     if not ids:
@@ -142,9 +151,9 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> 
     return window_from(row, tokenizer), note
 
 
-def window_from(row: list[int], tokenizer: Tokenizer) -> Window:
+def window_from(row: list[int], tokenizer: Tokenizer) -> TextWindow:
     """The window of these token ids."""
-    return Window(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row])
+    return TextWindow(torch.tensor(row), tokenizer.pieces(row), [tokenizer.name(token) for token in row])
 
 
 def refuse_without_chunks(model: Model) -> None:
@@ -158,13 +167,13 @@ def refuse_without_chunks(model: Model) -> None:
 @torch.no_grad()
 def view(
     model: Model,
-    window: Window,
+    window: TextWindow,
     *,
     name: str = "model",
     noise: float | None = None,
     round: int | None = None,
     seed: int = 0,
-    corpus: Corpus | None = None,
+    corpus: TokenWindows | None = None,
     note: str = "",
 ) -> ChunkView:
     """The chunks of a window, beginning at the noise level or round asked for.
@@ -217,7 +226,7 @@ def rule(config: ModelConfig) -> str:
     return f"Round k takes the tokens whose r of chunk k − mean r{prior} is largest."
 
 
-def labels(window: Window) -> list[str]:
+def labels(window: TextWindow) -> list[str]:
     """What to show for each token: its letters, its bytes where they are no whole letters, or its name."""
     return [
         _label(piece) if name is None else name for piece, name in zip(window.pieces, window.names, strict=True)
@@ -332,7 +341,7 @@ def _bias(model: Model) -> list[float]:
 # --- kinds of tokens over a corpus -------------------------------------------------------------------------------
 
 
-def _count_kinds(model: Model, corpus: Corpus, levels: list[float], num_chunks: int, seed: int) -> KindCounts:
+def _count_kinds(model: Model, corpus: TokenWindows, levels: list[float], num_chunks: int, seed: int) -> KindCounts:
     device = model.embed_tokens.weight.device
     num_frames = max(1, len(levels))
     width = model.config.num_groups(corpus.tokens.shape[1])
@@ -354,3 +363,104 @@ def _count_kinds(model: Model, corpus: Corpus, levels: list[float], num_chunks: 
             for number in range(num_frames):
                 total[number] += torch.tensor(counted(ids_fnl[number, row].tolist(), kinds, total.shape[1]))
     return KindCounts(corpus.source, seen, total.tolist())
+
+
+# --- kinds of tokens: keyword, name, digits, punctuation, white space, other -------------------------------------
+
+
+def kinds_of(pieces: Sequence[bytes]) -> list[str]:
+    """The kind of every token of a text, given the bytes that each stands for.
+
+    A token belongs to the word around it: each byte of `def` is part of a keyword, each of `define` of a name.
+    One that spans several goes with the first that is not white space. Keywords are Python's.
+    """
+    kinds = _byte_kinds(b"".join(pieces))
+    token_kinds, at = [], 0
+    for piece in pieces:
+        token_kinds.append(_first_visible(kinds[at : at + len(piece)]))
+        at += len(piece)
+    return token_kinds
+
+
+def counted(chunks: Iterable[int], kinds: Iterable[str], num_chunks: int) -> list[list[int]]:
+    """How many tokens of each kind chunks 1…K hold: K rows in the order of `KINDS`."""
+    table = [[0] * len(KINDS) for _ in range(num_chunks)]
+    for chunk, kind in zip(chunks, kinds, strict=True):
+        if chunk >= 1:
+            table[chunk - 1][KINDS.index(kind)] += 1
+    return table
+
+
+def _first_visible(kinds: list[str]) -> str:
+    return next((kind for kind in kinds if kind != "whitespace"), "whitespace" if kinds else "other")
+
+
+def _byte_kinds(text: bytes) -> list[str]:
+    """The kind of every byte; those that are not UTF-8, as at the edges of a window, are other."""
+    kinds: list[str] = []
+    for run, kind in _runs(text.decode("utf-8", errors="surrogateescape")):
+        kinds += [kind] * len(run.encode("utf-8", errors="surrogateescape"))
+    return kinds
+
+
+def _runs(text: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(text):
+        match = _RUN.match(text, at)
+        run, kind = (text[at], _sign(text[at])) if match is None else (match[0], str(match.lastgroup))
+        yield run, "keyword" if kind == "name" and keyword.iskeyword(run) else kind
+        at += len(run)
+
+
+def _sign(letter: str) -> str:
+    is_punctuation = letter in string.punctuation or unicodedata.category(letter).startswith("P")
+    return "punctuation" if is_punctuation else "other"
+
+
+# --- the page of `dcdm chunks --html` ----------------------------------------------------------------------------
+
+
+def chunks_page(view: ChunkView) -> str:
+    """The view as one self-contained HTML file."""
+    return assemble(f"Chunks · {view.model}", asset("chunks.html"), page_data(view), ["tokens", "chunks"])
+
+
+def page_data(view: ChunkView) -> dict[str, Any]:
+    """The view as the page reads it: scores shortened, null where no router was asked."""
+    data = view.to_dict()
+    for frame in data["frames"]:
+        frame["scores"] = [_short(row) for row in frame["scores"]] if any(frame["scores"]) else None
+        frame["hidden"] = [int(hidden) for hidden in frame["hidden"]]
+    return {**data, "bias": _short(data["bias"]), "kinds": KINDS}
+
+
+def _short(values: list[float]) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values]
+
+
+# --- a text that a model filled in: what was filled when ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One row of a generation that fits into one window."""
+
+    tokens: list[str]
+    """What each position shows, BOS first."""
+    chunks: list[int]
+    """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
+    steps: list[list[int]]
+    """Positions that each forward filled."""
+
+
+def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
+    """The row's tokens, and the chunk and the forward that each of them came with."""
+    events = [event for event in generation.history if event.row == row]
+    ids = [token for token in generation.tokens[row].tolist() if token != tokenizer.pad_id]
+    chunks = [0] * len(ids)
+    for event in events:
+        for position in event.positions:
+            if position < len(ids):  # what lies behind an EOS was cut off
+                chunks[position] = event.chunk
+    steps = [[p for p in event.positions if p < len(ids)] for event in events]
+    return Filling(labels(window_from(ids, tokenizer)), chunks, steps)

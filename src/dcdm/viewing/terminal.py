@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcdm.viewing.chunks import UNROUTED, ChunkView
-from dcdm.viewing.filling import Filling
+from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView, Filling
 from dcdm.viewing.palette import colour, on_colour
-from dcdm.viewing.token_kinds import KINDS
 
 BAR = 10
 SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "␡", ord("\n"): "↵", ord("\t"): "→"}

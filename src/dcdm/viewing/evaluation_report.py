@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dcdm.config import ConfigError
-from dcdm.evaluation import studies, table
-from dcdm.evaluation.corpora import Corpus, Tokens, tokenise
-from dcdm.evaluation.perplexity import Unfit
-from dcdm.evaluation.studies import COMMITS, Decoded, Study, Training
-from dcdm.evaluation.suite import Evaluation, Say, names_of
-from dcdm.evaluation.windows import Batch, Windows, WindowSettings
+from dcdm.evaluation import studies
+from dcdm.evaluation.perplexity import Evaluation, Say, Unfit
+from dcdm.evaluation.provenance import Provenance
+from dcdm.evaluation.studies import COMMITS, DecoderFigures, ReportPlan, Studied, Study, Training, study_models
 from dcdm.files import write_whole
-from dcdm.io.load import ModelSource, find_model
-from dcdm.model.transformer import Model
-from dcdm.viewing import palette
+from dcdm.viewing import palette, tables
 from dcdm.viewing.chunks import ChunkView, view, window_from
-from dcdm.viewing.page import assemble
-from dcdm.viewing.pieces import bullets, details, drawing, escape, grid, many, paragraph, section, small_drawing
-from dcdm.viewing.plot import (
+from dcdm.viewing.page import (
+    assemble,
+    bullets,
+    details,
+    drawing,
+    escape,
+    grid,
+    many,
+    paragraph,
+    section,
+    small_drawing,
+)  # fmt: skip
+from dcdm.viewing.plots import (
     DASHES,
     SHAPES,
     Series,
@@ -35,26 +38,10 @@ from dcdm.viewing.plot import (
     reliability,
 )  # fmt: skip
 
-CALIBRATED = 16  # times as many windows for calibration: a forward per chunk is cheap
 TEXTS = 2  # windows whose chunks are shown
 PIECES = ("tokens", "sections", "evaluation")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the drawings are made from."""
-
-    corpus: Corpus
-    window: WindowSettings
-    windows: int
-    seed: int = 0
-    batch_size: int = 16
-    device: str | torch.device = "cpu"
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.windows < 1:
-            raise ConfigError(f"--report-windows {self.windows} must be at least 1")
+Views = Mapping[str, Sequence[ChunkView]]
+"""The chunks of a model's sample texts, by the model's name."""
 
 
 def make_folder(folder: Path) -> None:
@@ -72,89 +59,35 @@ def write(folder: Path, page: str, data: Mapping[str, Any]) -> Path:
     return folder / "report.html"
 
 
-# --- measuring ---------------------------------------------------------------------------------------------------
+def study_and_view(
+    models: Sequence[str], plan: ReportPlan, say: Say
+) -> tuple[list[Study], dict[str, list[ChunkView]]]:
+    """A study of every model, and the chunks of its first windows."""
+    found, views = [], {}
+    for one in study_models(models, plan, say):
+        found.append(one.study)
+        views[one.study.name] = _views(one, plan.seed) if one.source.config.kind != "ar" else []
+    return found, views
 
 
-def study_all(models: Sequence[str], plan: Plan, say: Say) -> list[Study]:
-    """A study of every model, one after the other."""
-    tokens: dict[str, Tokens] = {}
-    found = []
-    for name, path in names_of(models).items():
-        there = find_model(path)
-        mark = there.tokenizer.fingerprint
-        if mark not in tokens:
-            tokens[mark] = tokenise(plan.corpus, there.tokenizer)
-        found.append(_study(name, there, tokens[mark], plan, say))
-    return found
+def _views(studied: Studied, seed: int) -> list[ChunkView]:
+    tokenizer = studied.source.tokenizer
+    rows = [[token for token in row if token != tokenizer.pad_id] for row in studied.rows[:TEXTS]]
+    return [view(studied.model, window_from(row, tokenizer), name=studied.study.name, seed=seed) for row in rows]
 
 
-def _study(name: str, there: ModelSource, tokens: Tokens, plan: Plan, say: Say) -> Study:
-    model = there.load(plan.device, plan.dtype)
-    study = begun(name, there)
-    few = _batches(there, tokens, plan, plan.windows)
-    for commit in studies.commits_of(model):
-        advance = say(f"{name}: report, decoding with {commit}")
-        study.decoders.append(studies.decoded(model, few, commit))
-        advance(plan.windows, plan.windows)
-    many = _batches(there, tokens, plan, CALIBRATED * plan.windows)
-    total = sum(len(batch.tokens) for batch in many)
-    advance = say(f"{name}: report, calibration")
-    study.calibration = studies.calibrated(model, many, lambda done: advance(done, total))
-    if there.config.kind == "dcdm":
-        study.balance = studies.balance_of(model, many)
-    if there.config.kind != "ar":
-        study.views = _views(name, model, there, few, plan.seed)
-    return study
-
-
-def begun(name: str, there: ModelSource) -> Study:
-    """What is known of a model before anything is measured, with the reasons for what will be missing."""
-    config = there.config
-    described = f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
-    study = Study(name, described, None if there.run is None else studies.training_of(there.run))
-    if study.training is None:
-        why = "an exported folder keeps no curves" if there.run is None else "its run folder has no metrics.jsonl"
-        study.missing["training"] = why
-    if config.kind == "ar":
-        study.missing |= {
-            "decoders": "AR writes a token with every forward, so that it has one point",
-            "balance": "AR has no chunks", "views": "AR has no chunks",
-        }  # fmt: skip
-    elif config.kind != "dcdm":
-        fixed = "one chunk holds every token" if config.kind == "mdlm" else "blocks follow from positions"
-        study.missing["balance"] = f"{config.kind.upper()} has nothing to balance: {fixed}"
-    return study
-
-
-def _batches(there: ModelSource, tokens: Tokens, plan: Plan, count: int) -> list[Batch]:
-    """Up to `count` of the windows that were measured, spread evenly over them."""
-    limit = count if plan.window.limit is None else min(count, plan.window.limit)
-    length = plan.window.length or there.config.context_length
-    windows = Windows(tokens, there.tokenizer, length, replace(plan.window, limit=limit))
-    return list(windows.batches(plan.batch_size))
-
-
-def _views(name: str, model: Model, there: ModelSource, batches: Sequence[Batch], seed: int) -> list[ChunkView]:
-    rows = [row for batch in batches for row in batch.tokens.tolist()][:TEXTS]
-    kept = [[token for token in row if token != there.tokenizer.pad_id] for row in rows]
-    return [view(model, window_from(row, there.tokenizer), name=name, seed=seed) for row in kept]
+def study_record(study: Study, views: Sequence[ChunkView] = ()) -> dict[str, Any]:
+    """A study as plain values for report.json."""
+    shown = [{"ids": one.frame.ids, "tokens": [token.id for token in one.tokens]} for one in views]
+    return {**study.to_dict(), "views": shown}
 
 
 # --- pages -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Repeat:
-    """What is needed to get a report again."""
-
-    command: str
-    environment: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    models: Mapping[str, Mapping[str, Any]]
-    corpora: Mapping[str, Mapping[str, Any]]
-
-
-def perplexity_page(result: Evaluation, found: Sequence[Study], plan: Plan, repeat: Repeat) -> str:
+def perplexity_page(
+    result: Evaluation, found: Sequence[Study], views: Views, plan: ReportPlan, repeat: Provenance
+) -> str:
     """The page of `dcdm eval ppl --report`."""
     count = max((study.decoders[0].windows for study in found if study.decoders), default=0)
     source = f"{count} windows of {plan.corpus.name}"
@@ -168,10 +101,10 @@ def perplexity_page(result: Evaluation, found: Sequence[Study], plan: Plan, repe
         section("To repeat it", _repeated(repeat), wide=True),
     ]
     summary = f"{many(len(result.models), 'model')} on {many(len(result.corpora), 'corpus', 'corpora')}"
-    return page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, found)
+    return _page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, _texts_data(found, views))
 
 
-def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Repeat) -> str:
+def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Provenance) -> str:
     """The page of `dcdm eval tasks --report`."""
     absent = (
         "Bits per token against forwards, calibration of confidence and chunks of sample texts need held-out text, "
@@ -184,35 +117,33 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Repea
         section("What is not here", paragraph(absent), wide=True),
         section("To repeat it", _repeated(repeat), wide=True),
     ]
-    return page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
+    return _page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
 
 
-def page(title: str, summary: str, sections: Sequence[str], found: Sequence[Study]) -> str:
+def _page(title: str, summary: str, sections: Sequence[str], texts: Sequence[Mapping[str, Any]]) -> str:
     head = f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(summary)}</p></header>'
     body = f'{head}\n<main class="sections">\n{"".join(sections)}</main>'
-    return assemble(title, body, {"texts": _texts_data(found)}, PIECES)
+    return assemble(title, body, {"texts": texts}, PIECES)
 
 
 def _figures(result: Evaluation) -> str:
-    header, lines = table.pivot(result)
+    header, lines = tables.pivot(result)
     unfit = dict.fromkeys(
         f"{row.model}: {row.estimator} does not fit ({row.reason})" for row in result.rows if isinstance(row, Unfit)
     )
     return (
-        grid(header, lines, text=("corpus", "model", "left out")) + paragraph(f"{table.LEGEND}.") + bullets(unfit)
+        grid(header, lines, text=("corpus", "model", "left out")) + paragraph(f"{tables.LEGEND}.") + bullets(unfit)
     )
 
 
 def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
-    from dcdm.evaluation.tasks_report import COLUMNS, cells, remarks
-
-    lines = [line for report in reports for line in cells(report)]
-    notes = [f"{report['title']}: {note}" for report in reports for note in remarks(report)]
+    lines = [line for report in reports for line in tables.task_cells(report)]
+    notes = [f"{report['title']}: {note}" for report in reports for note in tables.task_remarks(report)]
     why = (
         "value, chance: per cent; ±: standard error over questions; noise: mean Monte-Carlo standard error of a "
         "choice in nats, and in brackets the share of questions whose best choice leads within it."
     )
-    return grid(list(COLUMNS), lines, text=("task", "metric")) + paragraph(why) + bullets(notes)
+    return grid(list(tables.TASK_COLUMNS), lines, text=("task", "metric")) + paragraph(why) + bullets(notes)
 
 
 # --- drawings ----------------------------------------------------------------------------------------------------
@@ -265,7 +196,7 @@ def _decoders(found: Sequence[Study], source: str) -> str:
     )
 
 
-def _decoded(study: Study, one: Decoded) -> list[str]:
+def _decoded(study: Study, one: DecoderFigures) -> list[str]:
     spread = "" if one.stderr is None else f" ± {one.stderr:.3f}"
     return [study.name, one.commit, f"{one.forwards:.1f}", f"{one.bits:.3f}{spread}"]
 
@@ -334,7 +265,7 @@ def _texts(found: Sequence[Study], corpus: str) -> str:
     return paragraph(what) + '<div id="texts" class="texts"></div>' + _said(found, "views")
 
 
-def _texts_data(found: Sequence[Study]) -> list[dict[str, Any]]:
+def _texts_data(found: Sequence[Study], views: Views) -> list[dict[str, Any]]:
     return [
         {
             "name": f"Text {number + 1}, {study.name}: {study.kind}", "rule": _rule(one),
@@ -343,7 +274,7 @@ def _texts_data(found: Sequence[Study]) -> list[dict[str, Any]]:
         }
         for number in range(TEXTS)
         for study in found
-        for one in study.views[number : number + 1]
+        for one in views[study.name][number : number + 1]
     ]  # fmt: skip
 
 
@@ -354,7 +285,7 @@ def _rule(one: ChunkView) -> str:
 # --- to repeat it ------------------------------------------------------------------------------------------------
 
 
-def _repeated(repeat: Repeat) -> str:
+def _repeated(repeat: Provenance) -> str:
     groups = [("Settings", repeat.settings), ("Machine", repeat.environment)]
     groups += [*repeat.corpora.items(), *repeat.models.items()]
     listed = "".join(f"<div><h3>{escape(name)}</h3>{_listed(values)}</div>" for name, values in groups)

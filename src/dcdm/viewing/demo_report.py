@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from string import Template
 from typing import Any
 
-from dcdm.viewing.chunks import ChunkView
-from dcdm.viewing.filling import Filling
+from dcdm.viewing.chunks import ChunkView, Filling
 from dcdm.viewing.page import assemble, asset
-from dcdm.viewing.plot import Curve, line_plot
+from dcdm.viewing.plots import Curve, line_plot
 
 CAUTION = (
     "One seed each, a few minutes of training, each model with an objective of its own: errors over windows do not "

@@ -6,8 +6,15 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from dcdm.evaluation.studies import Bin
+from dcdm.model.masks import Slots, causal, chunk_causal, dual_stream, dual_stream_slots, noise
 from dcdm.viewing import palette
+from dcdm.viewing.chunks import Filling
+from dcdm.viewing.palette import colour, ink
 
 SMOOTHED = 40  # points that a curve is averaged down to
 DASHES = ("", "7 4", "2 3")
@@ -85,23 +92,6 @@ def bars(values: Sequence[float], across: str, up: str, level: float) -> str:
     return frame.svg(parts, f"{up}: {', '.join(f'{value:,.4g}' for value in values)}")
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Predictions whose confidence lies in [low, high)."""
-
-    low: float
-    high: float
-    count: int
-    confidence: float
-    """Its mean; 0 where there are none."""
-    accuracy: float
-    """How many of them are right."""
-
-    @property
-    def stderr(self) -> float:
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.count))
-
-
 def reliability(bins: Sequence[Bin], across: str, up: str) -> str:
     """How often predictions are right against their confidence, and below, how many there are of each."""
     frame = _Frame(320, 300, 0, 1, 0, 1, bottom=78)
@@ -124,12 +114,6 @@ def reliability(bins: Sequence[Bin], across: str, up: str) -> str:
         )
     parts.append(_line(frame, [(0, 0), (1, 1)], "currentColor", "4 4", width=1))
     return frame.svg(parts, f"{up} against {across}")
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Keys (of `key`) and names, as a line of text."""
-    items = "".join(f"<span>{drawn} {html.escape(name)}</span>" for drawn, name in entries)
-    return f'<p class="legend small">{items}</p>'
 
 
 def key(colour: str, dash: str | None = None, mark: str | None = None) -> str:
@@ -298,3 +282,99 @@ def _spoken(names: Sequence[str], lines: Sequence[Points], up: str) -> str:
     said = (f"{name} from {points[0][1]:.2f} to {points[-1][1]:.2f}"
             for name, points in zip(names, lines, strict=True) if points)  # fmt: skip
     return f"{up}: {', '.join(said)}"
+
+
+# --- a text that was filled in -----------------------------------------------------------------------------------
+
+
+MOST_TOKENS = 64  # more do not fit beside each other
+
+
+def draw_filling(filling: Filling, path: Path) -> None:
+    """One line per chunk, its tokens in its colour, blanks empty: PNG or SVG after the file's name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    length = min(MOST_TOKENS, len(filling.tokens))
+    lines = sorted({0, *filling.chunks})
+    figure, axis = plt.subplots(figsize=(1.8 + 0.2 * length, 0.3 + 0.32 * len(lines)), layout="constrained")
+    for number, chunk in enumerate(lines):
+        for position in range(1, length):
+            by = filling.chunks[position]
+            ground = "#ffffff" if by > chunk else colour(by) if by == chunk > 0 else "#eeeeee"
+            letter = "" if by > chunk else filling.tokens[position].replace(" ", "·")
+            axis.add_patch(Rectangle((position, -number), 1, 0.9, facecolor=ground, edgecolor="#999999", lw=0.4))
+            axis.text(
+                position + 0.5, 0.42 - number, letter, ha="center", va="center", fontsize=8, color=ink(ground),
+                family="monospace", parse_math=False,
+            )  # fmt: skip
+        label = "given" if chunk == 0 else f"chunk {chunk}, {_forwards(filling, chunk)}"
+        axis.text(0.8, 0.42 - number, label, ha="right", va="center", fontsize=7)
+    axis.set(xlim=(-7, length), ylim=(1 - len(lines), 1))
+    axis.axis("off")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _forwards(filling: Filling, chunk: int) -> str:
+    count = sum(any(filling.chunks[p] == chunk for p in step) for step in filling.steps)
+    return f"{count} forward" + ("s" if count > 1 else "")
+
+
+# --- masks: `python -m dcdm.viewing.plots [FOLDER]` --------------------------------------------------------------
+
+
+def draw_masks(folder: str) -> list[str]:
+    """Write one PNG per mask into `folder`, on a small example; returns the paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+
+    ids = torch.tensor([0, 2, 1, 1, 3, 2, 1, 3, 2, 2, 1, 3])
+    masked = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0]).bool()
+    order = ids.argsort(stable=True)
+    both = torch.cat([order, order + len(ids)])
+    one = Slots.of(ids, masked)
+    streams = dual_stream_slots(ids)
+    sorted_labels = streams.chunk[both].tolist(), streams.stream[both].tolist()
+    examples = [
+        (noise, one, [f"{p}{'·' if m else ''}" for p, m in enumerate(masked.tolist())], "dots: masked"),
+        (chunk_causal, one, ids.tolist(), "labels: chunks"),
+        (causal, one, list(range(len(ids))), "labels: positions"),
+        (dual_stream, streams, [f"z{c}" for c in ids.tolist()] + [f"x{c}" for c in ids.tolist()], "z ⊕ x"),
+        (
+            dual_stream.named("dual_stream_sorted"),
+            streams[both],
+            [f"{'z' if s else 'x'}{c}" for c, s in zip(*sorted_labels, strict=True)],
+            "the same mask, slots sorted by chunk",
+        ),
+    ]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = []
+    for mask, slots, labels, note in examples:
+        size = 1.6 + 0.19 * len(labels)
+        figure, axis = plt.subplots(figsize=(size, size), layout="constrained")
+        axis.imshow(mask.dense(slots), cmap=ListedColormap(["#f2f2f2", "#0072b2"]), vmin=0, vmax=1)
+        axis.set_xticks(range(len(labels)), [str(x) for x in labels], fontsize=6)
+        axis.set_yticks(range(len(labels)), [str(x) for x in labels], fontsize=6)
+        axis.set_xticks([x - 0.5 for x in range(len(labels) + 1)], minor=True)
+        axis.set_yticks([x - 0.5 for x in range(len(labels) + 1)], minor=True)
+        axis.grid(which="minor", color="white", linewidth=0.6)
+        axis.tick_params(which="both", length=0)
+        axis.set(xlabel="key", ylabel="query")
+        axis.set_title(f"{mask.name.replace('_', ' ')} ({note})", fontsize=9)
+        paths.append(str(Path(folder) / f"{mask.name}.png"))
+        figure.savefig(paths[-1], dpi=110)
+        plt.close(figure)
+    return paths
+
+
+if __name__ == "__main__":
+    import sys
+
+    print("\n".join(draw_masks(sys.argv[1] if len(sys.argv) > 1 else ".")))

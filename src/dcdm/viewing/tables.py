@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcdm.evaluation.corpora import PAPER
-from dcdm.evaluation.perplexity import Figures, Unfit
-from dcdm.evaluation.suite import Evaluation
+from dcdm.evaluation.perplexity import Evaluation, Figures, Unfit
 
 CLASSES = {
     "exact or ≤ bound": ("exact", "bound", "sequential"),
     "decoder": ("trajectory",),
     "surrogate (no bound)": ("surrogate",),
 }
+TASK_COLUMNS = {"task": 12, "shots": 5, "metric": 30, "value": 12, "chance": 6, "questions": 9, "noise": 13}
 LEGEND = (
     "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: that of Monte-Carlo "
     "alone; cut: documents that do not lie whole in one window"
@@ -115,3 +116,50 @@ def print_table(evaluation: Evaluation) -> None:
         last = number + 1 == len(lines) or lines[number + 1][0] != cells[0]
         table.add_row(*cells, end_section=last)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+# --- benchmark tasks ---------------------------------------------------------------------------------------------
+
+
+def print_task(report: dict[str, Any], first: bool) -> None:
+    """Print a benchmark's lines of the table, under a head for the first."""
+    if first:
+        print("  ".join(f"{name:<{width}}" for name, width in TASK_COLUMNS.items()).rstrip())
+    for line in task_cells(report):
+        print(
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, TASK_COLUMNS.values(), strict=True)).rstrip()
+        )
+    for note in task_remarks(report):
+        print(f"    {note}")
+    print(f"    {report['seconds']:.0f} s", flush=True)
+
+
+def task_cells(report: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A benchmark's lines of the table, a cell for each of `TASK_COLUMNS`."""
+    for number, line in enumerate(report["figures"]):
+        spread = "" if line["stderr"] is None else f" ± {100 * line['stderr']:.1f}"
+        noise = line["monte_carlo_stderr"]
+        yield [
+            report["title"] if number == 0 else "", str(report["shots"]), _metric(line),
+            f"{100 * line['value']:.1f}{spread}", f"{100 * line['chance']:.1f}", str(line["questions"]),
+            "–" if noise is None else f"{noise:.2f} ({100 * line['within_noise']:.0f} %)",
+        ]  # fmt: skip
+
+
+def task_remarks(report: Mapping[str, Any]) -> list[str]:
+    """What a reader of a benchmark's figures must know."""
+    return [*report["notes"], *_count_remarks(report["counts"])]
+
+
+def _metric(line: dict[str, Any]) -> str:
+    suffix = line["task"].partition("_mc")[2]
+    return f"mc{suffix} {line['metric']}" if suffix else str(line["metric"])
+
+
+def _count_remarks(counts: dict[str, Any]) -> list[str]:
+    remarks = {
+        "cut_contexts": "contexts cut on the left",
+        "split_continuations": "answers longer than the window, scored in pieces",
+        "windowed_generations": "generations written over several windows",
+    }
+    return [f"{counts[name]} {text}" for name, text in remarks.items() if counts[name]]
