@@ -37,14 +37,14 @@ def serve(
 ) -> None:
     """Serve a model: a page to watch it in a browser, and an API that OpenAI's clients understand.
 
-    Ctrl-C or SIGTERM ends it: nothing new is taken, what runs may finish.
+    Ctrl-C or SIGTERM stops it: no new requests are taken, running ones may finish.
 
     Args:
         model: An exported folder; a run folder or a checkpoint in it is exported to a temporary folder first.
         host: Address to listen on; beyond this machine a key is required.
         port: Port; 0 takes a free one.
         name: The name by which callers ask for the model; by default that of the folder.
-        api_key: What callers must show; better given in the environment as DCDM_API_KEY.
+        api_key: Key that callers must send; better given in the environment as DCDM_API_KEY.
         max_tokens: New tokens of one text.
         max_prompt_tokens: Tokens of one prompt; by default what the context has room for.
         max_forwards: Forwards of one text.

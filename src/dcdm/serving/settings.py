@@ -14,7 +14,7 @@ class Settings:
     """Limits of a server. Texts are the rows of a batch: `n` times the number of prompts of a request."""
 
     api_key: str | None = None
-    """What callers must show; None answers only those who ask for this machine by a loopback name."""
+    """Key that callers must send; None answers only those who ask for this machine by a loopback name."""
     max_tokens: int = 1024
     """New tokens of one text."""
     max_prompt_tokens: int | None = None

@@ -53,7 +53,7 @@ const ends = ({ delimiters, delimiter_threshold }) => (delimiters ? { delimiters
 function client(request, model) {
   const [before, length, after, ...more] = request.prompt.split(/\[\[(\d+)\]\]/);
   if (more.length || (length && request.max_tokens) || request.delimiters || !request.stop_at_eos) {
-    return "# OpenAI's completions know less: one blank or text to go on from, which ends at the end-of-text token.\n# Use another form for this.\n";
+    return "# OpenAI's completions know less: one blank, or a text to continue, which ends at the end-of-text token.\n# Use another form for this.\n";
   }
   const values = { model, prompt: before, ...(after ? { suffix: after } : {}) };
   const lines = Object.entries(values).map(([name, text]) => `    ${name}=${python(text)},\n`);
@@ -61,9 +61,9 @@ function client(request, model) {
   lines.push(size === null ? "    max_tokens=64,  # here the window is filled\n" : `    max_tokens=${size},\n`);
   lines.push(`    temperature=${request.temperature},\n    seed=${request.seed},\n`);
   if (request.top_p !== null) lines.push(`    top_p=${request.top_p},\n`);
-  const own = changed(request).filter(([name]) => ["routing", "commit", "top_k", "cache"].includes(name));
+  const extra = changed(request).filter(([name]) => ["routing", "commit", "top_k", "cache"].includes(name));
   const literal = (value) => (typeof value === "string" ? python(value) : value);
-  if (own.length) lines.push(`    extra_body={${own.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},\n`);
+  if (extra.length) lines.push(`    extra_body={${extra.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},\n`);
   return `from openai import OpenAI
 
 client = OpenAI(base_url="${location.origin}/v1", api_key="none")  # or the server's key

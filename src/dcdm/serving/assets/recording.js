@@ -1,7 +1,7 @@
 /** What one run of a decoder did: its positions and its forwards in the order in which they came. */
 
 export class Recording {
-  /** `special` maps tokens that are no text, such as BOS, to their names. */
+  /** `special` maps tokens that are not text, such as BOS, to their names. */
   constructor(start, special = {}) {
     this.start = start;
     this.special = special;

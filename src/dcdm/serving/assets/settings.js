@@ -133,8 +133,8 @@ export class Decoder {
     this.fields = {
       commit: field("commit", "Commit", select(Object.keys(this.commits)), "", this.commitNumber),
       routing: field("routing", "Routing", select([...new Set(routings)]), "", this.blockNumber),
-      delimiters: field("delimiters", "Ends of blocks", delimiters, "Tokens a block may end with, separated by spaces; \\n is a line end."),
-      delimiter_threshold: field("delimiter_threshold", "Sure enough", number({ min: 0, max: 1, value: 0.3, required: true }), "The probability that such a token needs."),
+      delimiters: field("delimiters", "Block ends", delimiters, "Tokens a block may end with, separated by spaces; \\n is a line end."),
+      delimiter_threshold: field("delimiter_threshold", "Threshold", number({ min: 0, max: 1, value: 0.3, required: true }), "The probability at which such a token ends a block."),
       temperature: field("temperature", "Temperature", number({ min: 0, max: 100, value: 1, required: true }), "0 takes the best token, 1 draws as the model says."),
       top_p: field("top_p", "Top p", number({ min: 0, max: 1, placeholder: "off" }), "Draw from the best tokens that reach this probability."),
       top_k: field("top_k", "Top k", whole({ min: 1, placeholder: "off" }), "Draw from the k best tokens."),

@@ -2,8 +2,8 @@
 
 /** What went wrong, in words for a person; `field` is the request's field at fault, `wait` seconds to hold off. */
 export class Problem extends Error {
-  constructor(said, { field = null, wait = 0, again = false, reload = false } = {}) {
-    const message = said.replace(/^[a-z]+ /, (word) => word[0].toUpperCase() + word.slice(1));
+  constructor(text, { field = null, wait = 0, again = false, reload = false } = {}) {
+    const message = text.replace(/^[a-z]+ /, (word) => word[0].toUpperCase() + word.slice(1));
     super(/[.!?]$/.test(message) ? message : `${message}.`);
     Object.assign(this, { field, wait, again, reload });
   }
@@ -25,17 +25,17 @@ async function ask(address, options = {}) {
 
 /** The server's refusal as a Problem. */
 async function refusal(answer) {
-  const told = await answer.json().catch(() => null);
-  const error = told?.error ?? {};
-  const said = error.message ?? `The server answered ${answer.status} without saying why.`;
+  const body = await answer.json().catch(() => null);
+  const error = body?.error ?? {};
+  const message = error.message ?? `The server answered ${answer.status} without saying why.`;
   if (answer.status === 401) {
-    return new Problem("This server wants its key. Reload the page and give the key as the password; any name will do.", { reload: true });
+    return new Problem("This server requires its key. Reload the page and give the key as the password; any name will do.", { reload: true });
   }
   if (answer.status === 429 || answer.status === 503) {
     const wait = Math.max(1, Math.ceil(Number(answer.headers.get("Retry-After")) || 1));
-    return new Problem(said, { wait, again: true });
+    return new Problem(message, { wait, again: true });
   }
-  return new Problem(said, { field: error.param ?? null, again: answer.status >= 500 });
+  return new Problem(message, { field: error.param ?? null, again: answer.status >= 500 });
 }
 
 /** The models that this server has, with what fits them. */
