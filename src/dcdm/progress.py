@@ -39,7 +39,7 @@ class ConsoleProgress:
         assert self._task is not None
         self._bar.update(self._task[1], completed=done, total=total, count=count, note=note)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._last_line >= PLAIN_EVERY:
+        if not self._console.is_terminal and (done == total or now - self._last_line >= PLAIN_EVERY):
             self._last_line = now
             self.say(f"{task}: {count}{', ' if note else ''}{note}")
 

@@ -5,7 +5,6 @@ Importing this file costs little: PyTorch and rich load when a function needs th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -122,41 +121,19 @@ def harmless(text: str) -> str:
 
 
 class Progress:
-    """The work under way on standard error: a bar on a terminal, else a line now and then."""
-
-    EVERY = 10.0  # seconds between lines where there is no terminal
+    """A command's progress on standard error, of work that is named first and then counted in `unit`."""
 
     def __init__(self, unit: str, shown: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from dcdm.progress import ConsoleProgress
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._unit = unit
-        self._console = Console(stderr=True, highlight=False)
-        self._bar = Bar(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
-        self._plain = shown and not self._console.is_terminal
+        self._unit, self._console = unit, ConsoleProgress(shown)
 
-    def start(self, text: str) -> Callable[[int, int], None]:
+    def start(self, task: str) -> Callable[[int, int], None]:
         """Name the next piece of work; what this returns takes how much is done, and how much there is in all."""
-        last_line = time.monotonic()
-        for task in self._bar.task_ids:
-            self._bar.remove_task(task)
-        number = self._bar.add_task(text, total=None)
-
-        def advance(done: int, total: int) -> None:
-            nonlocal last_line
-            self._bar.update(number, completed=done, total=total)
-            now = time.monotonic()
-            if self._plain and (done == total or now - last_line >= self.EVERY):
-                last_line = now
-                self._console.print(f"{text}: {done} of {total} {self._unit}", markup=False, soft_wrap=True)
-
-        return advance
+        return lambda done, total: self._console.progress(task, done, total, self._unit)
 
     def __enter__(self) -> Progress:
-        self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def __exit__(self, *exception: object) -> None:
+        self._console.__exit__(*exception)
