@@ -7,7 +7,7 @@ import torch
 from train import given_or_trained
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-import dcdm  # makes the Auto classes know its models
+import dcdm.hub  # makes the Auto classes know its models
 from dcdm.io.export import export
 
 path = given_or_trained()

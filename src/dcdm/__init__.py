@@ -1,14 +1,13 @@
 """Dynamic Chunking Diffusion Models.
 
-Settings and presets load at once; whatever needs PyTorch loads on first use, so that `import dcdm` is fast.
+Settings and presets load at once; whatever needs PyTorch loads on first use, so that `import dcdm` is fast. Other
+libraries learn of our models by an import of their own: `dcdm.hub` for transformers' Auto classes,
+`dcdm.evaluation.harness` for the lm-evaluation-harness.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
@@ -58,41 +57,6 @@ def __getattr__(name: str) -> Any:
     if name == "masks":
         return home
     return getattr(home, "load_model" if name == "load" else name)
-
-
-_FOLLOWERS = {
-    "transformers.models.auto.modeling_auto": "dcdm.hub",
-    "lm_eval.models": "dcdm.evaluation.registering",
-}  # another package's module: ours that makes it know our models
-
-
-class _After(importlib.abc.MetaPathFinder):
-    """Imports our module as soon as the other one is there, and costs nothing to those who never import it."""
-
-    def __init__(self, awaited: str, follower: str) -> None:
-        self.awaited, self.follower = awaited, follower
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name == self.awaited and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                load = spec.loader.exec_module
-
-                def load_and_register(module: Any) -> None:
-                    load(module)
-                    importlib.import_module(self.follower)
-
-                spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-            return spec
-        return None
-
-
-for _awaited, _follower in _FOLLOWERS.items():
-    if _awaited in sys.modules:
-        importlib.import_module(_follower)
-    else:
-        sys.meta_path.insert(0, _After(_awaited, _follower))
 
 
 def __dir__() -> list[str]:

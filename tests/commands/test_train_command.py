@@ -329,12 +329,12 @@ def test_missing_places_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "ar-debug"])
-def test_auto_classes_load_an_export_after_import_dcdm_and_with_remote_code(preset, corpus, tmp_path):
+def test_auto_classes_load_an_export_after_import_dcdm_hub_and_with_remote_code(preset, corpus, tmp_path):
     start(preset, tmp_path / "run", corpus, train__steps=1)
     export(tmp_path / "run", tmp_path / "out")
     auto = "AutoModelForCausalLM" if preset == "ar-debug" else "AutoModelForMaskedLM"
     for lines in (
-        "import dcdm, transformers\nextra = {}",
+        "import dcdm.hub, transformers\nextra = {}",
         "import transformers\nextra = {'trust_remote_code': True}",
     ):
         code = f"""{lines}

@@ -246,9 +246,11 @@ def test_the_harness_knows_the_model_by_name():
 
 
 @pytest.mark.slow
-def test_importing_dcdm_alone_is_enough_for_the_harness_to_know_it():
+def test_importing_dcdm_loads_no_library_and_the_harness_model_registers_itself():
     code = "import dcdm, sys; assert 'torch' not in sys.modules and 'lm_eval' not in sys.modules\n"
-    code += "from lm_eval.api.registry import get_model; assert get_model('dcdm').__name__ == 'HarnessModel'"
+    code += "import dcdm.evaluation.harness\n"
+    code += "from lm_eval.api.registry import get_model; assert get_model('dcdm').__name__ == 'HarnessModel'\n"
+    code += "assert get_model('hf').__name__ == 'HFLM'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

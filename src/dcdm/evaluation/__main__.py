@@ -2,7 +2,7 @@
 
     python -m dcdm.evaluation --model dcdm --model_args pretrained=RUN --tasks hellaswag
 
-The harness has no hook by which an installed package could add a model to its `lm_eval` command.
+The harness looks for no entry points of installed packages, so its plain `lm_eval` command cannot know the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if __name__ == "__main__":
         from lm_eval.__main__ import cli_evaluate
     except ModuleNotFoundError as error:
         raise SystemExit("the lm-evaluation-harness is missing; pip install 'dcdm[eval]'") from error
-    import dcdm.evaluation.registering  # noqa: F401
+    import dcdm.evaluation.harness  # noqa: F401 (registers the model)
 
     try:
         cli_evaluate()

@@ -1,4 +1,4 @@
-"""A model as the lm-evaluation-harness calls it, known there as `dcdm`.
+"""A model as the lm-evaluation-harness calls it. Importing this file makes it known there as `dcdm`.
 
 A context is visible, a continuation is what is scored. Diffusion kinds give the bound of their kind, which is
 exact where a continuation is so short that all its mask sets can be summed.
@@ -16,9 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import lm_eval.models  # noqa: F401 (an empty registry would be taken for one that is still to be filled)
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
@@ -66,6 +68,7 @@ class RequestCounts:
     stderr_max: float = 0.0
 
 
+@register_model("dcdm")
 class HarnessModel(TemplateLM):
     """Answers the harness's requests.
 
