@@ -18,7 +18,7 @@ import pytest
 from dcdm.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LEFT_OUT = {
     "make ": "sets up an environment; the targets' parts are tested on their own",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
+from dcdm.config import VERSION, ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
 from dcdm.presets import preset, presets
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcdm.model import masks
     from dcdm.model.transformer import build
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Batch",

@@ -6,6 +6,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+VERSION = "0.2.0"
+"""Of the package; pyproject.toml and `dcdm.__version__` take it from here."""
+
 Kind = Literal["ar", "mdlm", "bdlm", "dcdm"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     try:
         from lm_eval.__main__ import cli_evaluate
     except ModuleNotFoundError as error:
-        raise SystemExit("the lm-evaluation-harness is missing; pip install 'dcdm[eval]'") from error
+        raise SystemExit("the lm-evaluation-harness is missing; pip install -e '.[eval]'") from error
     import dcdm.evaluation.harness  # noqa: F401 (registers the model)
 
     try:

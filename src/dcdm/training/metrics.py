@@ -152,7 +152,7 @@ class Recorder:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("wandb is set, but the package is missing; pip install 'dcdm[wandb]'") from error
+            raise ConfigError("wandb is set, but the package is missing; pip install -e '.[wandb]'") from error
         return wandb.init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
 
 

@@ -1,0 +1,194 @@
+"""Names in documents are true: commands and flags, files, modules, classes and their members, versions, figures."""
+
+import ast
+import inspect
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import dcdm
+from dcdm.cli import COMMANDS, Group, all_commands
+from test_docs import PAGES, ROOT, blocks
+
+SRC = ROOT / "src" / "dcdm"
+HISTORY = {"LOG.md", "CHANGELOG.md"}
+"""Pages that tell what was: their names need not exist any more."""
+
+
+def inline_code(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
+# --- commands and flags ------------------------------------------------------------------------------------------
+
+
+def flags_of(run) -> set[str]:
+    names = {"--help", "--debug", "--run-folder"}
+    for name in inspect.signature(run).parameters:
+        flag = name.replace("_", "-")
+        names |= {f"--{flag}", f"--no-{flag}"}
+    return names
+
+
+def lines_of_code(page: Path) -> list[str]:
+    shell = [block.text.replace("\\\n", " ") for block in blocks(page) if block.language in ("", "sh", "bash")]
+    return [*(line for text in shell for line in text.splitlines()), *inline_code(page)]
+
+
+def wrong_names(line: str) -> list[str]:
+    """Commands and flags of `dcdm …` in a line that do not exist."""
+    call = re.search(r"(?:^|\s|-m )dcdm ([a-z].*)$", re.sub(r"\s#\s.*$", "", line))
+    if call is None:
+        return []
+    try:
+        words = shlex.split(call[1])
+    except ValueError:  # a quotation that goes on elsewhere
+        words = call[1].split()
+    known = dict(all_commands())
+    name = words[0]
+    if isinstance(COMMANDS.get(name), Group):
+        if len(words) == 1:
+            return []
+        name = f"{name} {words[1]}"
+    if name not in known:
+        return [f"dcdm {name}"]
+    given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+    return [f"dcdm {name} {flag}" for flag in sorted(given - flags_of(known[name].run))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_flag_exists(page):
+    assert [wrong for line in lines_of_code(page) for wrong in wrong_names(line)] == []
+
+
+def test_the_check_finds_commands_and_flags_that_do_not_exist():
+    assert wrong_names("dcdm fly") == ["dcdm fly"]
+    assert wrong_names("torchrun -m dcdm eval ppl runs/a --data x --no-such y") == ["dcdm eval ppl --no-such"]
+    assert wrong_names("DCDM_API_KEY=x dcdm serve runs/a --no-log-prompts   # --comment") == []
+
+
+# --- files, modules, classes -------------------------------------------------------------------------------------
+
+
+@cache
+def python_files() -> frozenset[str]:
+    tops = (ROOT / name for name in ("src", "tests", "examples"))
+    return frozenset(path.relative_to(ROOT).as_posix() for top in tops for path in top.rglob("*.py"))
+
+
+def missing_files(code: str) -> list[str]:
+    """Files of this repository that a piece of code names, as `src/…`, `model/masks.py` or `masks.py`."""
+    python = r"(?:[\w-]+/)*[\w-]+\.py"
+    other = r"(?:src|docs|tests|examples)/[\w./-]*\w"
+    found = re.findall(rf"(?<![\w./{{}}-])({python}|{other})(?![\w{{}}*])", code)
+    return [
+        name for name in found
+        if not (ROOT / name).exists() and not any(file.endswith(f"/{name}") for file in python_files())
+    ]  # fmt: skip
+
+
+def missing_modules(code: str) -> list[str]:
+    """Dotted names of this package that cannot be found."""
+    return [name for name in re.findall(r"(?<![\w./-])dcdm(?:\.\w+)+", code) if not exists(name)]
+
+
+def exists(name: str) -> bool:
+    parts = name.split(".")[1:]
+    for count in range(len(parts), 0, -1):
+        place = SRC.joinpath(*parts[:count])
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if file.exists():
+            rest = parts[count:]
+            return not rest or rest[0] in names_in(file)
+    return parts[0] in {*dcdm.__all__, "__version__"}
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    found = re.findall(r"^(?:def|class) (\w+)|^(\w+)(?::[^=]*)? = ", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return frozenset(function or value for function, value in found)
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Class of this package → names of its methods, fields and attributes, inherited ones included."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                own.setdefault(node.name, set()).update(names_of_class(node))
+                bases.setdefault(node.name, set()).update(ast.unparse(base) for base in node.bases)
+    for name, names in own.items():
+        for base in bases[name] & own.keys():
+            names |= own[base]
+    return own
+
+
+def names_of_class(node: ast.ClassDef) -> set[str]:
+    names = {inner.name for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.AnnAssign | ast.Assign):
+            for target in [inner.target] if isinstance(inner, ast.AnnAssign) else inner.targets:
+                parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                names |= {getattr(part, "id", getattr(part, "attr", "")) for part in parts}
+    return names
+
+
+def missing_members(code: str) -> list[str]:
+    named = re.findall(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)", code)
+    return [f"{one}.{member}" for one, member in named if one in members() and member not in members()[one]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+def test_every_file_module_and_member_exists(page):
+    code = inline_code(page)
+    assert [name for text in code for name in missing_files(text)] == []
+    python = [block.text for block in blocks(page) if block.language == "python"]
+    assert [name for text in (*code, *python) for name in missing_modules(text)] == []
+    assert [name for text in code for name in missing_members(text)] == []
+
+
+def test_the_check_finds_names_that_do_not_exist():
+    assert missing_files("src/dcdm/far.py, far.py, model/masks.py, docs/far") == [
+        "src/dcdm/far.py",
+        "far.py",
+        "docs/far",
+    ]
+    assert missing_modules("dcdm.far.away, dcdm.load, dcdm.model.masks.far") == [
+        "dcdm.far.away",
+        "dcdm.model.masks.far",
+    ]
+    assert missing_members("Model._stage_1, Model.encode") == ["Model._stage_1"]
+
+
+# --- versions, figures, installation -----------------------------------------------------------------------------
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\nversion: {dcdm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {dcdm.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_modules_that_the_changelog_sends_readers_to_exist():
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 5
+    assert [name for cell in rows for name in missing_modules(cell.replace(".*", ""))] == []
+
+
+def test_figures_of_the_readme_stand_in_the_page_of_results():
+    """A difference may be told the other way round."""
+    results = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    figures = re.findall(r"([−+]?)(\d\.\d{3} ± \d\.\d{3})", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(figures) > 5
+    other = {"−": "+", "+": "−", "": ""}
+    assert [one for sign, one in figures if sign + one not in results and other[sign] + one not in results] == []
+
+
+def test_nothing_tells_readers_to_install_from_a_registry_that_does_not_have_it():
+    files = [*PAGES, *SRC.rglob("*.py"), ROOT / "Makefile"]
+    assert [file.name for file in files if re.search(r"pip install '?\"?dcdm", file.read_text("utf-8"))] == []
