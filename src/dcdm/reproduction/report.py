@@ -66,4 +66,4 @@ def page_of(results: Results) -> str:
         '<header><h1>The paper’s experiments, run</h1><p class="summary">'
         f'{html.escape(summary)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
     )
-    return assemble("DCDM: reproduction", body, {}, ["sections", "evaluation"])
+    return assemble("DCDM: reproduction", body, {}, "report")

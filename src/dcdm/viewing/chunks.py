@@ -422,7 +422,7 @@ def _sign(letter: str) -> str:
 
 def chunks_page(view: ChunkView) -> str:
     """The view as one self-contained HTML file."""
-    return assemble(f"Chunks · {view.model}", asset("chunks.html"), page_data(view), ["tokens", "chunks"])
+    return assemble(f"Chunks · {view.model}", asset("chunks.html"), page_data(view), "chunks")
 
 
 def page_data(view: ChunkView) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def with_error(value: tuple[float, float], sign: bool = False) -> str:
 
 def page(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    body = Template(asset("report.html")).substitute(
+    body = Template(asset("demo.html")).substitute(
         summary=html.escape(report.summary),
         recipes="".join(f"<li>{html.escape(text)}.</li>" for text in report.recipes),
         rows="".join(_row(line) for line in report.lines),
@@ -95,7 +95,7 @@ def page(report: Report) -> str:
         curves=line_plot(report.curves, across="step", up="nats per byte"),
         commands="".join(_command(example) for example in report.commands),
     )
-    return assemble("DCDM demo", body, _data(report), ["tokens", "player", "sections", "report"])
+    return assemble("DCDM demo", body, _data(report), "report")
 
 
 def _row(line: Line) -> str:

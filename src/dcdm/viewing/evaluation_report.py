@@ -39,7 +39,6 @@ from dcdm.viewing.plots import (
 )  # fmt: skip
 
 TEXTS = 2  # windows whose chunks are shown
-PIECES = ("tokens", "sections", "evaluation")
 Views = Mapping[str, Sequence[ChunkView]]
 """The chunks of a model's sample texts, by the model's name."""
 
@@ -123,7 +122,7 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Prove
 def _page(title: str, summary: str, sections: Sequence[str], texts: Sequence[Mapping[str, Any]]) -> str:
     head = f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(summary)}</p></header>'
     body = f'{head}\n<main class="sections">\n{"".join(sections)}</main>'
-    return assemble(title, body, {"texts": texts}, PIECES)
+    return assemble(title, body, {"texts": texts}, "report")
 
 
 def _figures(result: Evaluation) -> str:

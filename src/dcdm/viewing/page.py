@@ -24,17 +24,16 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def assemble(title: str, body: str, data: Any, pieces: Sequence[str] = ()) -> str:
+def assemble(title: str, body: str, data: Any, piece: str) -> str:
     """The page. `body` is trusted HTML; whatever is not goes into `data`, which scripts show as text.
 
-    `pieces` names parts of `assets/` that are used beside `base`, NAME.css and NAME.js as far as there are such
-    files; whatever a script imports comes with it, styles too.
+    `piece` names the page's own script and style in `assets/`, NAME.js and NAME.css; what the script imports comes
+    with it, and so do the styles of the same names.
     """
     names = ["base"]
-    for name in pieces:
-        _add_with_imports(name, names)
+    _add_with_imports(piece, names)
     style = "\n".join([palette_style(), *(asset(f"{name}.css") for name in names if _exists(f"{name}.css"))])
-    script = "\n".join(_as_plain_script(f"{name}.js") for name in names if _exists(f"{name}.js"))
+    script = "\n".join(_as_plain_script(f"{name}.js") for name in names[1:])
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -68,7 +67,7 @@ def _add_with_imports(name: str, names: list[str]) -> None:
     """Append a piece behind all that its script imports."""
     if name in names:
         return
-    for imported in _IMPORT.findall(asset(f"{name}.js")) if _exists(f"{name}.js") else ():
+    for imported in _IMPORT.findall(asset(f"{name}.js")):
         _add_with_imports(imported, names)
     names.append(name)
 
