@@ -1,9 +1,8 @@
-"""A small training run over the real model, for tests that stop it, kill it and start it again."""
+"""A small training run by the real loop, for tests that stop it, kill it and start it again."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,68 +10,59 @@ import numpy as np
 import torch
 
 import tiny
-from dcdm import distributed
-from dcdm.diffusion.objectives import Batch, loss
+from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import World
-from dcdm.keys import Key
-from dcdm.model.chunking import update_bias
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.loop import TrainConfig, adamw
+from dcdm.training.loop import Hooks, StepReport, TrainConfig, adamw
+from dcdm.training.loop import train as run_loop
 
 ROWS, LENGTH = 6, 12
+DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 Weights = dict[str, np.ndarray]
 
 
-def new_state(kind: str, world: World, dtype: torch.dtype = torch.float32, seed: int = 0) -> TrainState:
-    """Model, optimizer, averaged weights and what a run remembers, all fresh; global generators too."""
-    for seeder in (random.seed, np.random.seed, torch.manual_seed):
-        seeder(seed + world.rank)
-    model = fsdp.shard(tiny.model(kind, seed=seed).to(dtype), world)
+def settings(steps: int = 1, dtype: torch.dtype = torch.float32) -> TrainConfig:
+    """A rate that does not depend on the number of steps, so that shorter runs are beginnings of longer ones."""
+    return TrainConfig(
+        steps=steps, batch_size=ROWS, learning_rate=1e-2, schedule="constant", decay_share=0.0, warmup_steps=0,
+        ema_decay=0.9, dtype=DTYPES[dtype],
+    )  # fmt: skip
+
+
+def new_state(kind: str, world: World, dtype: torch.dtype = torch.float32) -> TrainState:
+    """Model, optimizer and averaged weights as the loop makes them."""
+    model = fsdp.shard(tiny.model(kind, seed=0).to(dtype), world)
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
-    optimizer = adamw(model, TrainConfig(learning_rate=1e-2))
-    return TrainState(model, optimizer, {"ema": average}, {"losses": []}, {"rank": world.rank, "draws": []})
+    return TrainState(model, adamw(model, settings()), {"ema": average}, {"losses": []})
 
 
-def step_once(state: TrainState, step: int, world: World, *, use_generators: bool) -> None:
-    """One optimizer step. Without the global generators it is the same for any number of ranks: row by row."""
-    model: Any = state.model
-    tokens = tiny.tokens(ROWS, LENGTH, seed=step, padding=(3, 1))
-    rows = torch.arange(ROWS).tensor_split(world.size)[world.rank]
-    scale = 1.0
-    if use_generators:  # what data loading or dropout might draw
-        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
-        state.rank_record["draws"].append(drawn)
-        scale += 0.1 * sum(distributed.gather_objects(sum(drawn), world))
-    state.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
-    state.optimizer.zero_grad()
-    total, counts = torch.zeros(()), torch.zeros((), dtype=torch.long)
-    for part in [rows] if use_generators else rows.split(1):
-        batch = Batch(tokens[part], rows=part, num_rows=ROWS)
-        result = fsdp.run(model, loss, model, batch, Key(0).fold(step))
-        share = result.total * scale * len(part) / ROWS
-        share.backward()
-        total = total + share.detach()
-        counts = counts if result.counts is None else counts + result.counts.sum(0)
-    fsdp.clip_gradients(model, 1.0)
-    state.optimizer.step()
-    if model.chunking is not None:
-        update_bias(model.chunking.balance_bias, distributed.sum_over_ranks(counts, world), 0.1)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            state.tensors["ema"][name].lerp_(value, 0.1)
-    state.record["losses"].append(distributed.sum_over_ranks(total, world).item())
+class Watched(Checkpointer):
+    """Remembers what the loop saved last, and where it resumed."""
+
+    state: TrainState
+    resumed: Resumed | None = None
+
+    def save(
+        self, step: int, state: TrainState, metrics: Mapping[str, float] | None = None, **options: Any
+    ) -> None:
+        self.state = state
+        super().save(step, state, metrics, **options)
+
+    def resume(self, state: TrainState) -> Resumed | None:
+        self.resumed = super().resume(state)
+        return self.resumed
 
 
 def everything(state: TrainState) -> Weights:
     """All that a run ends with, as arrays."""
     found = {name: fsdp.full(value) for name, value in state.model.state_dict().items()}
     found |= {f"ema.{name}": fsdp.full(value) for name, value in state.tensors["ema"].items()}
+    assert state.optimizer is not None
     slots = state.optimizer.state
     for number, parameter in enumerate(state.model.parameters()):
         found |= {f"slot.{number}.{name}": fsdp.full(value) for name, value in slots[parameter].items()}
-    arrays = {name: value.detach().numpy().copy() for name, value in found.items()}
-    return {**arrays, "losses": np.array(state.record["losses"])}
+    return {name: value.detach().numpy().copy() for name, value in found.items()}
 
 
 def train(
@@ -83,24 +73,27 @@ def train(
     kind: str = "paper",
     every: int = 2,
     dtype: torch.dtype = torch.float32,
-    use_generators: bool = True,
     on_phase: Callable[[str], None] = lambda phase: None,
     on_step: Callable[[int], None] = lambda step: None,
     keep_last: int = 2,
 ) -> tuple[Weights, Resumed | None]:
     """Resume if there is something to resume from, go to `steps`, saving on the way and at the end."""
-    state = new_state(kind, world, dtype)
-    with Checkpointer(folder, world, keep_last=keep_last, keep_best=1, on_phase=on_phase) as checkpointer:
-        resumed = checkpointer.resume(state)
-        if resumed is not None:
-            state.record = resumed.record
-            state.rank_record = resumed.rank_record or state.rank_record
-        for step in range(0 if resumed is None else resumed.step, steps):
-            on_step(step)
-            step_once(state, step, world, use_generators=use_generators)
-            if (step + 1) % every == 0 or step + 1 == steps:
-                checkpointer.save(step + 1, state, {"loss": state.record["losses"][-1]})
-    return everything(state), resumed
+    model = tiny.model(kind, seed=0).to(dtype)
+    windows = InMemory(tiny.tokens(4 * ROWS, LENGTH, seed=0))
+    batches = Loader(windows, seed=0, global_batch=ROWS, rank=world.rank, world=world.size)
+    losses: list[float] = []
+
+    def note(report: StepReport) -> None:
+        losses.append(report.loss)
+        on_step(report.step)
+
+    with Watched(folder, world, keep_last=keep_last, keep_best=1, on_phase=on_phase) as checkpointer:
+        run_loop(
+            model, batches, settings(steps, dtype), world=world, hooks=Hooks(on_step=note),
+            checkpointer=checkpointer, checkpoint_every=every,
+            evaluate=lambda model, step: {"loss": losses[-1]}, evaluate_every=1,
+        )  # fmt: skip
+    return everything(checkpointer.state), checkpointer.resumed
 
 
 def differences(found: Weights, expected: Weights, tolerance: float = 0.0) -> list[str]:

@@ -1,5 +1,6 @@
 """`dcdm train` as a user runs it: settings, resume, interruption, start weights, export, verify."""
 
+import functools
 import json
 import os
 import signal
@@ -17,19 +18,21 @@ import tiny
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
-from dcdm.io.export import export, leaks, verify, write
-from dcdm.io.load import load_model
+from dcdm.io.export import export, write
+from dcdm.io.load import load_init, load_model
+from dcdm.io.verify import leaks, verify
 from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
 from dcdm.training.metrics import Recorder
-from dcdm.training.run import describe, run
+from dcdm.training.run import describe, run_training
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
 SMALL = {
     "model.num_layers": 2, "model.hidden_size": 32, "model.context_length": 32, "train.batch_size": 4,
     "train.warmup_steps": 2, "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False,
 }  # fmt: skip
+run = functools.partial(run_training, load_init=load_init)
 KINDS = ["ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "dcdm-moe-debug-causal"]
 
 

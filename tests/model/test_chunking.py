@@ -16,7 +16,7 @@ from dcdm.model.chunking import (
     subspace_mixture,
     update_bias,
 )
-from dcdm.model.reference import affinities
+from dcdm.model.explicit import affinities
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FILES = ("manifest.json", ".metadata", "__0_0.distcp", "rank-00000.json", "state.json")
+FILES = ("manifest.json", ".metadata", "__0_0.distcp", "state.json")
 
 
 def some_state(value: float) -> TrainState:

@@ -280,8 +280,8 @@ def test_a_disk_that_is_really_full_or_read_only_is_told_and_what_it_holds_stays
 def fill_one_rank_s_disk(world: World, folder: Path) -> tuple[str | None, list[str]]:
     with Checkpointer(folder, world) as checkpointer:
         checkpointer.save(1, small_state(1.0), wait=True)
-        write = manifests.write_text
-        manifests.write_text = failing(errno.ENOSPC) if world.rank == 1 else write
+        record = manifests.record
+        manifests.record = failing(errno.ENOSPC) if world.rank == 1 else record
         told = None
         try:
             checkpointer.save(2, small_state(2.0), wait=True)
@@ -289,7 +289,7 @@ def fill_one_rank_s_disk(world: World, folder: Path) -> tuple[str | None, list[s
             told = str(error)
         left = names(folder)
         distributed.barrier(world)
-        manifests.write_text = write
+        manifests.record = record
         checkpointer.save(2, small_state(2.0), wait=True)
     return told, left
 

@@ -15,7 +15,7 @@ from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import Precision, World, precision
 from dcdm.training.checkpoint import load_weights, newest_whole
 from dcdm.training.loop import Hooks, StepReport, train, train_windows
-from dcdm.training.run import run
+from dcdm.training.run import run_training
 from dcdm.training.settings import TrainConfig, resolve
 from ranks import on_ranks
 
@@ -67,7 +67,7 @@ def test_a_run_in_fp64_keeps_and_saves_everything_in_64_bits(tmp_path, monkeypat
     changes = {"model.num_layers": 2, "model.context_length": 32, "train.steps": 1, "train.batch_size": 2,
                "evaluate_sequences": 1, "evaluate_samples": 1, "tensorboard": False, "train.dtype": "fp64",
                "data.sources": (str(tmp_path / "corpus.txt"),)}  # fmt: skip
-    assert run("dcdm-moe-debug", tmp_path / "run", changes=changes, device="cpu") == 0
+    assert run_training("dcdm-moe-debug", tmp_path / "run", changes=changes, device="cpu") == 0
     checkpoint, _ = newest_whole(tmp_path / "run" / "checkpoints")
     assert {value.dtype for value in load_weights(checkpoint).values()} == {torch.float64}
 

@@ -22,7 +22,7 @@ from dcdm.evaluation.studies import Study
 from dcdm.evaluation.windows import WindowBatch
 from dcdm.files import file_digest
 from dcdm.io.export import export
-from dcdm.training.run import run
+from dcdm.training.run import run_training
 from dcdm.viewing.evaluation_report import tasks_page
 from dcdm.viewing.page import legend
 from dcdm.viewing.plots import Series, bars, chart, reliability, short
@@ -45,7 +45,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCDM_CACHE", str(folder / "cache"))
         for preset in PRESETS:
-            run(preset, folder / preset, changes={**SMALL, "data.sources": (str(folder / "corpus.txt"),)})
+            run_training(preset, folder / preset, changes={**SMALL, "data.sources": (str(folder / "corpus.txt"),)})
     export(folder / "bdlm-debug", folder / "exported")
     return folder
 

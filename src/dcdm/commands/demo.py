@@ -130,7 +130,7 @@ def demo(
 
 
 def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str, ...]) -> int:
-    from dcdm.training.run import run as start_run
+    from dcdm.training.run import run_training
 
     changes = {
         "train.steps": steps, "train.learning_rate": 3e-3, "train.warmup_steps": min(40, steps), "train.seed": seed,
@@ -138,7 +138,7 @@ def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str,
         "log_every": 25, "tensorboard": False, **recipe.changes,
     }  # fmt: skip
     try:
-        return start_run(recipe.preset, folder, changes=changes)
+        return run_training(recipe.preset, folder, changes=changes)
     except ConfigError as error:
         if not (folder / "settings.yaml").exists():
             raise

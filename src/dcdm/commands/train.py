@@ -63,7 +63,8 @@ def train(
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         dry_run: Print what the run would cost, without starting it.
     """
-    from dcdm.training.run import run as start_run
+    from dcdm.io.load import load_init
+    from dcdm.training.run import run_training
     from dcdm.viewing.palette import chunk_picture
 
     flags = {
@@ -73,9 +74,11 @@ def train(
         "train.dtype": dtype,
     }  # fmt: skip
     changes = {name: value for name, value in flags.items() if value is not None} | _assignments(set)
-    sys.exit(
-        start_run(preset, run, file=config, changes=changes, device=device, dry_run=dry_run, picture=chunk_picture)
-    )
+    code = run_training(
+        preset, run, file=config, changes=changes, device=device, dry_run=dry_run, load_init=load_init,
+        picture=chunk_picture,
+    )  # fmt: skip
+    sys.exit(code)
 
 
 def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:

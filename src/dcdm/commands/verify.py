@@ -19,7 +19,7 @@ def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
     Args:
         path: The folder.
     """
-    from dcdm.io.export import verify as run_checks
+    from dcdm.io.verify import verify as run_checks
 
     problems = {}
     for check in run_checks(path):

@@ -15,7 +15,6 @@ from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.decoding.commits import Distributions
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.attention import at_least_fp32
-from dcdm.model.cache import KVCache
 from dcdm.model.layout import RaggedIndex
 from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model, Sets
@@ -98,7 +97,7 @@ class Cached(Predictor):
 
     def __init__(self, model: Model, sets: Sets) -> None:
         super().__init__(model)
-        self.cache = KVCache(model, *sets.real.shape)
+        self.cache = model.new_cache(*sets.real.shape)
         self.written = torch.zeros_like(sets.real)
         self.rows = torch.arange(len(sets.real), device=sets.real.device)
         """(R,): the rows that are remembered; one that has ended does not come back."""

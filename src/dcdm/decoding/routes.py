@@ -19,7 +19,6 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
-from dcdm.model.rounds import Rounds
 from dcdm.model.transformer import Model, Sets, StageOne
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
@@ -170,7 +169,7 @@ def _from_noise(model: Model, sets: Sets, name: str) -> Router:
 
 def _causal_rounds(model: Model, sets: Sets) -> Router:
     """Chunk k from the tokens of the chunks before it."""
-    config, rounds = model.config, Rounds(model, sets.free)
+    config, rounds = model.config, model.rounds(sets.free)
     assert config.num_chunks is not None
     most = config.num_chunks
     unseen = sets.real

@@ -14,6 +14,7 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest
+from dcdm.io.importing import load_qwen3
 from dcdm.model.transformer import Model, build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights, newest_whole
@@ -105,3 +106,21 @@ def _exported(folder: Path) -> ModelSource:
 def _special_float(found: dict) -> object:
     """`transformers` writes an infinite number, which JSON has no word for, as {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def load_init(model: Model, source: str) -> None:
+    """Copy start weights, the `init` of a run's settings, into a model.
+
+    `source` is a run, a checkpoint, an exported folder, or a local Qwen3 folder of `transformers`.
+    """
+    path = Path(source)
+    config = path / "config.json"
+    if config.exists() and '"qwen3"' in config.read_text(encoding="utf-8"):
+        load_qwen3(model, path)
+        return
+    start, _ = load_model(path)
+    wrong = [n for n, p in start.state_dict().items()
+             if n not in model.state_dict() or model.state_dict()[n].shape != p.shape]  # fmt: skip
+    if wrong:
+        raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
+    model.load_state_dict(start.state_dict(), strict=False)

@@ -8,19 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.model import blockmask
+from dcdm.model import blockmask, explicit
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
-
-if TYPE_CHECKING:
-    from dcdm.model.cache import LayerCache
 
 Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
 
@@ -122,6 +119,14 @@ class AttentionPlan:
         )
 
 
+class KeysAndValues(Protocol):
+    """Keys and values of earlier passes in one layer."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of new slots (B, Q, …) come in; all that there are, (B, S, …), come back."""
+        ...
+
+
 class AttentionInputs(NamedTuple):
     """A plan in the form that one backend takes, or what is remembered of earlier passes in a layer."""
 
@@ -131,7 +136,7 @@ class AttentionInputs(NamedTuple):
     masks: Tensor | None
     block_mask: Any
     dense: Tensor | None
-    cache: LayerCache | None = None
+    cache: KeysAndValues | None = None
 
 
 def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -154,9 +159,7 @@ def attend(q_bqhd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, inputs: AttentionInpu
     if inputs.backend == "sdpa":
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=inputs.dense[:, None], enable_gqa=True)
         return out.transpose(1, 2)
-    from dcdm.model import reference
-
-    return reference.attend(q, k, v, inputs.dense).transpose(1, 2)
+    return explicit.attend(q, k, v, inputs.dense).transpose(1, 2)
 
 
 def tiles_by_autograd(q: Tensor, k: Tensor, v: Tensor, table: Tensor, masks: Tensor) -> Tensor:

@@ -11,24 +11,21 @@ hold different numbers of them.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dcdm.config import ModelConfig
 from dcdm.model.attention import AttentionInputs, product_type
 from dcdm.model.masks import Mask, Slots
-
-if TYPE_CHECKING:
-    from dcdm.model.transformer import Model
 
 
 class KVCache:
     """Keys and values of every block, and the chunking attention's projections and values."""
 
-    def __init__(self, model: Model, rows: int, capacity: int) -> None:
-        config = model.config
-        weight = model.embed_tokens.weight
+    def __init__(self, config: ModelConfig, weight: Tensor, rows: int, capacity: int) -> None:
+        """Room for `capacity` slots of each row, on the device of `weight` and in the type of its products."""
         self.dtype = product_type(weight)
 
         def zeros(*shape: int) -> Tensor:  # one slot more: fillers are written there, and nobody reads it
@@ -36,11 +33,13 @@ class KVCache:
 
         self._place = Place(torch.arange(rows, device=weight.device)[:, None])
         size = (config.num_kv_heads, config.head_dim)
-        self.layers = [LayerCache(self._place, zeros(*size), zeros(*size)) for _ in model.layers]
+        self.layers = [LayerCache(self._place, zeros(*size), zeros(*size)) for _ in range(config.num_layers)]
         self.chunking: LayerCache | None = None
-        if model.chunking is not None:
-            chunks, _, chunk_dim = model.chunking.mu.shape
-            self.chunking = LayerCache(self._place, zeros(chunks, chunk_dim), zeros(config.hidden_size))
+        if config.kind == "dcdm":
+            assert config.num_chunks is not None
+            assert config.chunk_dim is not None
+            projections = zeros(config.num_chunks, config.chunk_dim)
+            self.chunking = LayerCache(self._place, projections, zeros(config.hidden_size))
         self._slots = Slots(*torch.full((4, rows, capacity + 1), -1, device=weight.device))
         self.length = torch.zeros(rows, dtype=torch.long, device=weight.device)
         """(B,): remembered slots."""

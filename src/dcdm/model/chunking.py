@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import AttentionPlan, at_least_fp32
+from dcdm.model import explicit
+from dcdm.model.attention import AttentionPlan, KeysAndValues, at_least_fp32
 from dcdm.model.tiling import Tile
-
-if TYPE_CHECKING:
-    from dcdm.model.cache import LayerCache
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
 
@@ -57,7 +55,7 @@ class ChunkingAttention(nn.Module):
         mixed_bsd = subspace_mixture(p_bksh, self.v_proj(x_bsd), plan)
         return h_bsd + self.o_proj(mixed_bsd), alignment(p_bksh)
 
-    def extend(self, h_bqd: Tensor, cache: LayerCache, allowed: Tensor | None) -> Tensor:
+    def extend(self, h_bqd: Tensor, cache: KeysAndValues, allowed: Tensor | None) -> Tensor:
         """The updated hidden state of new slots, which see the remembered ones too: (B, Q, d)."""
         x_bqd = self.normed(h_bqd)
         p_bqkh = self.project(x_bqd).transpose(1, 2)
@@ -86,9 +84,7 @@ class ChunkingAttention(nn.Module):
 def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: AttentionPlan) -> Tensor:
     """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the keys that the plan allows: (B, S, d)."""
     if plan.backend == "reference":
-        from dcdm.model import reference
-
-        return reference.subspace_mixture(p_bksh, v_bsd, plan.dense)
+        return explicit.subspace_mixture(p_bksh, v_bsd, plan.dense)
     return _Mixture.apply(p_bksh, v_bsd, plan)
 
 

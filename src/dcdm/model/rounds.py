@@ -12,29 +12,34 @@ of the tokens that the last one revealed, and only the still hidden positions go
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dcdm.config import ModelConfig
 from dcdm.model.attention import at_least_fp32, product_type, rotary_tables, rotate
+from dcdm.model.blocks import Block
+from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.layout import RaggedIndex
-
-if TYPE_CHECKING:
-    from dcdm.model.blocks import Block
-    from dcdm.model.transformer import Model
 
 
 class Rounds:
     """Router scores round by round; `reveal` before the first `scores` with what is visible from the start."""
 
-    def __init__(self, model: Model, free: Tensor) -> None:
-        self.model = model
-        block: Block = model.layers[0]  # type: ignore[assignment]
-        self.block, attention = block, block.self_attn
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed_tokens: nn.Embedding,
+        block: Block,
+        chunking: ChunkingAttention,
+        free: Tensor,
+    ) -> None:
+        self.rope_theta, self.embed_tokens = config.rope_theta, embed_tokens
+        self.block, self.chunking = block, chunking
+        attention = block.self_attn
         self.hidden = free.clone()
         rows, length = free.shape
-        self.mask_d = model.embed_tokens.weight[model.config.mask_id]
+        self.mask_d = embed_tokens.weight[config.mask_id]
         mask_11d = block.input_layernorm(self.mask_d)[None, None]
         self.q_1lhd = rotate(
             attention.queries(mask_11d), self._tables(torch.arange(length, device=free.device)[None])
@@ -51,9 +56,7 @@ class Rounds:
         self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
 
     def _tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_tables(
-            position, self.block.self_attn.head_dim, self.model.config.rope_theta, self.mask_d.dtype
-        )
+        return rotary_tables(position, self.block.self_attn.head_dim, self.rope_theta, self.mask_d.dtype)
 
     def reveal(self, members: Tensor, tokens: Tensor) -> None:
         """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once."""
@@ -62,7 +65,7 @@ class Rounds:
         if len(rows) == 0:
             return
         asked, asking = RaggedIndex(members, rows), RaggedIndex(self.hidden, rows)
-        clean_byd = self.block.input_layernorm(self.model.embed_tokens(asked.pick(tokens)))
+        clean_byd = self.block.input_layernorm(self.embed_tokens(asked.pick(tokens)))
         k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(asked.index))
         v_bygd = self.block.self_attn.values(clean_byd)
         k_byhd, v_byhd = (x.repeat_interleave(self.heads_per_key, dim=2) for x in (k_bygd, v_bygd))
@@ -81,14 +84,13 @@ class Rounds:
 
     def scores(self, asking: Tensor | None = None) -> Tensor:
         """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere."""
-        assert self.model.chunking is not None
         wanted = self.hidden.any(dim=-1) if asking is None else self.hidden.any(dim=-1) & asking
         places = RaggedIndex(self.hidden, wanted.nonzero().squeeze(-1))
-        out = self.mask_d.new_zeros(*self.hidden.shape, len(self.model.chunking.mu))
+        out = self.mask_d.new_zeros(*self.hidden.shape, len(self.chunking.mu))
         if places.index.shape[1] == 0:
             return out
         attended = places.pick(self.mean_blhd) / places.pick(self.sum_blh)[..., None]
         h_bxd = self.mask_d + self.block.self_attn.o_proj(attended.flatten(2).to(product_type(self.mask_d)))
         h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
-        places.put(out, self.model.chunking.scores(h_bxd))
+        places.put(out, self.chunking.scores(h_bxd))
         return out

@@ -224,6 +224,10 @@ class Model(nn.Module):
                 h_bqd = self.chunking.extend(h_bqd, cache.chunking, None if first is None else first.allowed)
         return self.norm(h_bqd[:, :num_out])
 
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """An empty cache for `extend`."""
+        return KVCache(self.config, self.embed_tokens.weight, rows, capacity)
+
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
         logits = self.token_logits(states)
@@ -264,13 +268,18 @@ class Model(nn.Module):
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
             return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
         with torch.no_grad():
-            rounds = Rounds(self, sets.free)
+            rounds = self.rounds(sets.free)
 
             def router(new: Tensor) -> Tensor:
                 rounds.reveal(new, tokens)
                 return rounds.scores()
 
             return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
+
+    def rounds(self, free: Tensor) -> Rounds:
+        """The causal routing's scores, round by round, with the `free` positions (B, L) hidden at first."""
+        assert self.chunking is not None
+        return Rounds(self.config, self.embed_tokens, self.layers[0], self.chunking, free)  # type: ignore[arg-type]
 
     def run_stage_one(
         self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False

@@ -112,7 +112,8 @@ def carry_out(spec: RunSpec, places: Places) -> int:
 
 def _train(spec: RunSpec, places: Places) -> int:
     from dcdm.io.export import export
-    from dcdm.training.run import run as train
+    from dcdm.io.load import load_init
+    from dcdm.training.run import run_training
 
     folder, done = places.run(spec), places.model(spec)
     _forget_other(spec, folder)
@@ -131,7 +132,7 @@ def _train(spec: RunSpec, places: Places) -> int:
     }  # fmt: skip
     if spec.parent is not None:
         changes["init"] = str(places.model(spec.parent))
-    if code := train("mdlm-debug", folder, changes=changes, device="cpu"):
+    if code := run_training("mdlm-debug", folder, changes=changes, device="cpu", load_init=load_init):
         return code
     aside = folder / "model.partial"
     shutil.rmtree(aside, ignore_errors=True)

@@ -1,10 +1,10 @@
 """Checkpoints that survive being killed at any moment, and resume bit for bit.
 
-A save copies the state to memory, lets training go on, and works in a thread: every rank writes its shards aside
+A save copies the state to memory, lets training continue, and works in a thread: every rank writes its shards aside
 and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or not there.
 
 Tensors go through PyTorch's distributed checkpoint, which can spread them over another number of ranks when they
-are read. Its metadata file is a pickle: nothing is read before the manifest holds, `metadata.py` lets it name the
+are read. Its metadata file is a pickle: nothing is read before the manifest holds, `PlainReader` lets it name the
 metadata's own classes only, and still checkpoints are not for sharing; exported safetensors are.
 """
 
@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcdm.config import ConfigError
 from dcdm.distributed import World, broadcast_object, gather_objects
 from dcdm.training import checkpoint_folder as manifests
-from dcdm.training import checkpoint_state as contents
-from dcdm.training import randomness
+from dcdm.training import checkpoint_state
 from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, FileRecord, Manifest, verify
 from dcdm.training.checkpoint_state import TrainState, load_weights
 
@@ -52,12 +51,9 @@ class Resumed:
     step: int
     path: Path
     record: dict[str, Any]
-    rank_record: dict[str, Any] | None
-    """None where the number of ranks has changed: nobody's record fits then."""
     metrics: dict[str, float | None]
     skipped: list[tuple[Path, str]]
     """Newer checkpoints that were passed over, and why."""
-    same_topology: bool
 
 
 @dataclass(frozen=True)
@@ -92,17 +88,17 @@ class Checkpointer:
         self.world = world or World()
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         self.on_phase = on_phase
-        self._shelf = CheckpointFolder(folder)
+        self._checkpoints = CheckpointFolder(folder)
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._latest: int | None = None
         self._damaged: set[Path] = set()
-        self.leftovers: list[str] = self._on_main(self._shelf.open, f"cannot use {folder} for checkpoints")
+        self.leftovers: list[str] = self._on_main(self._checkpoints.open, f"cannot use {folder} for checkpoints")
         """What a killed run had left half done; it has been tidied up."""
 
     @property
     def folder(self) -> Path:
-        return self._shelf.folder
+        return self._checkpoints.folder
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -115,7 +111,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._shelf.close()
+            self._checkpoints.close()
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -131,22 +127,21 @@ class Checkpointer:
         self.wait()
         if step == self._latest:
             return
-        tensors, groups = contents.collect(state)
+        tensors, groups = checkpoint_state.collect(state)
         shared = _json({"record": state.record, "optimizer": groups}, "record")
-        own = _json({"record": state.rank_record, "rng": randomness.capture(self.world.device)}, "rank_record")
         figures = manifests.finite(dict(metrics or {}))
         if self.world.is_main:
-            self._shelf.discard(step)
+            self._checkpoints.discard(step)
         written = dcp.async_save(
             tensors,
-            storage_writer=dcp.FileSystemWriter(self._shelf.partial(step)),
+            storage_writer=dcp.FileSystemWriter(self._checkpoints.partial(step)),
             process_group=self.world.background,
             no_dist=self.world.size == 1,
         )
         assert isinstance(written, Future)
         self.on_phase("staged")
         self._thread = threading.Thread(
-            target=self._finish, args=(step, written, shared, own, figures), name=f"checkpoint of step {step}"
+            target=self._finish, args=(step, written, shared, figures), name=f"checkpoint of step {step}"
         )
         self._thread.start()
         if wait:
@@ -161,13 +156,11 @@ class Checkpointer:
             message, self._failure = self._failure, None
             raise CheckpointError(message)
 
-    def _finish(
-        self, step: int, written: Future[Any], shared: str, own: str, metrics: dict[str, float | None]
-    ) -> None:
+    def _finish(self, step: int, written: Future[Any], shared: str, metrics: dict[str, float | None]) -> None:
         """What the thread does once the copy is made. All ranks come to the same end."""
         doing = f"cannot save the checkpoint of step {step} in {self.folder}"
         try:
-            mine = _attempt(doing, lambda: self._write_rest(step, written, shared, own))
+            mine = _attempt(doing, lambda: self._write_rest(step, written, shared))
             everyone = gather_objects(mine, self.world, background=True)
             outcome: Path | _Failure | None = None
             if self.world.is_main:
@@ -175,7 +168,7 @@ class Checkpointer:
                 records = [entry for result in everyone if isinstance(result, list) for entry in result]
                 outcome = failed[0] if failed else _attempt(doing, lambda: self._seal(step, records, metrics))
                 if isinstance(outcome, _Failure):
-                    self._shelf.discard(step)
+                    self._checkpoints.discard(step)
                 elif isinstance(
                     failure := _attempt("cannot drop old checkpoints", lambda: self._prune(step)), _Failure
                 ):
@@ -188,13 +181,12 @@ class Checkpointer:
         else:
             self._latest = step
 
-    def _write_rest(self, step: int, written: Future[Any], shared: str, own: str) -> list[FileRecord]:
+    def _write_rest(self, step: int, written: Future[Any], shared: str) -> list[FileRecord]:
         """This rank's other files, and the digests of all of its files."""
         written.result()
         self.on_phase("written")
-        partial, rank = self._shelf.partial(step), self.world.rank
-        mine = [partial / _rank_file(rank), *partial.glob(f"__{rank}_*")]
-        manifests.write_text(mine[0], own)
+        partial, rank = self._checkpoints.partial(step), self.world.rank
+        mine = list(partial.glob(f"__{rank}_*"))
         if self.world.is_main:
             manifests.write_text(partial / STATE, shared)
             mine += [partial / STATE, partial / ".metadata"]
@@ -204,26 +196,26 @@ class Checkpointer:
 
     def _seal(self, step: int, records: list[FileRecord], metrics: dict[str, float | None]) -> Path:
         """Manifest and rename."""
-        partial = self._shelf.partial(step)
+        partial = self._checkpoints.partial(step)
         records = sorted(records, key=lambda entry: entry.name)
-        there = sorted(path.name for path in partial.iterdir())
-        if there != [entry.name for entry in records]:
+        present = sorted(path.name for path in partial.iterdir())
+        if present != [entry.name for entry in records]:
             raise CheckpointError(
-                f"rank 0 sees {len(there)} files where {len(records)} were written; "
+                f"rank 0 sees {len(present)} files where {len(records)} were written; "
                 "the folder must be one that all machines share"
             )
         manifests.write_manifest(
             partial, Manifest(step, metrics, self.world.size, tuple(records), manifests.versions())
         )
         self.on_phase("sealed")
-        final = self._shelf.commit(step)
+        final = self._checkpoints.commit(step)
         self.on_phase("renamed")
         return final
 
     def _prune(self, step: int) -> None:
-        newest = self._shelf.path(step)
+        newest = self._checkpoints.path(step)
         self._damaged.discard(newest)
-        self._shelf.prune(
+        self._checkpoints.prune(
             newest,
             keep_last=self.keep_last,
             keep_best=self.keep_best,
@@ -244,7 +236,7 @@ class Checkpointer:
         """
         self.wait()
         skipped: list[tuple[Path, str]] = []
-        for path in self._on_main(self._shelf.checkpoints, f"cannot look into {self.folder}"):
+        for path in self._on_main(self._checkpoints.checkpoints, f"cannot look into {self.folder}"):
             manifest, problems = self._verify_together(path)
             if manifest is not None and not problems:
                 self._damaged = {bad for bad, _ in skipped}
@@ -276,13 +268,8 @@ class Checkpointer:
 
     def _load(self, path: Path, manifest: Manifest, state: TrainState, skipped: list[tuple[Path, str]]) -> Resumed:
         shared = json.loads((path / STATE).read_text(encoding="utf-8"))
-        own = json.loads((path / _rank_file(self.world.rank % manifest.ranks)).read_text(encoding="utf-8"))
-        contents.fill(path, state, shared["optimizer"], self.world.control)
-        randomness.restore(own["rng"], self.world.device)
-        same = manifest.ranks == self.world.size
-        return Resumed(
-            manifest.step, path, shared["record"], own["record"] if same else None, manifest.metrics, skipped, same
-        )
+        checkpoint_state.fill(path, state, shared["optimizer"], self.world.control)
+        return Resumed(manifest.step, path, shared["record"], manifest.metrics, skipped)
 
     def _on_main(self, action: Callable[[], T], doing: str) -> T:
         """Rank 0's result on all ranks; its failure too."""
@@ -309,10 +296,6 @@ def load_record(path: str | Path) -> dict[str, Any]:
     if problems := verify(path):
         raise CheckpointError(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
     return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))["record"]
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
 
 
 def _json(content: dict[str, Any], name: str) -> str:

@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds. Tensors are filled in place on resume; the records come back in `Resumed`."""
+    """What a checkpoint holds. Tensors are filled in place on resume; the record comes back in `Resumed`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -45,8 +45,6 @@ class TrainState:
     """More named sets of tensors: averaged weights, for example, as {"ema": {...}}."""
     record: dict[str, Any] = field(default_factory=dict)
     """JSON, the same on all ranks: schedule, data position, settings."""
-    rank_record: dict[str, Any] = field(default_factory=dict)
-    """JSON of this rank alone; it comes back only where the number of ranks is the same."""
 
 
 def collect(state: TrainState) -> tuple[dict[str, Tensor], Groups | None]:
@@ -113,7 +111,7 @@ def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[st
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{name} is a {type(value).__name__}; a checkpoint holds tensors, and JSON in its records"
+                f"{name} is a {type(value).__name__}; a checkpoint holds tensors, and JSON in its record"
             )
     return named
 
@@ -166,7 +164,10 @@ def _stored(reader: PlainReader) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-# --- metadata ------------------------------------------------------------
+# --- reading what a stranger may have written -------------------------------------------------------------------
+#
+# The metadata file of a distributed checkpoint is a pickle, and a pickle names the functions that rebuild objects.
+# Here it may name the metadata's own classes and nothing else. Tensors are read by PyTorch with `weights_only`.
 
 
 _HOME = "torch.distributed.checkpoint"

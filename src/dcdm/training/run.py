@@ -1,4 +1,8 @@
-"""`dcdm train`: settings, data, model and loop put together; what may go wrong is found before they start."""
+"""A run from settings to its folder: data, model, loop, checkpoints and metrics put together.
+
+What may go wrong is found before the first step. Start weights come through `load_init`, and pictures for
+TensorBoard through `picture`: reading foreign folders and drawing are not training's business.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,12 @@ from dcdm.training.validation import MAIN, evaluate
 INTERRUPTED = 130
 
 MakePicture = Callable[[Model, torch.Tensor], Any]
+"""(model, windows of text) → a figure of their chunks."""
+LoadInit = Callable[[Model, str], None]
+"""Copy start weights from what `init` names into the model."""
 
 
-def run(
+def run_training(
     preset: str | None,
     folder: Path,
     *,
@@ -43,17 +50,20 @@ def run(
     changes: Mapping[str, Any] | None = None,
     device: str = "auto",
     dry_run: bool = False,
+    load_init: LoadInit | None = None,
     picture: MakePicture | None = None,
 ) -> int:
-    """Start a run, or go on with the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
+    """Start a run, or resume the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
     config = _settle(preset, folder, file, changes or {})
+    if config.init is not None and load_init is None:
+        raise ConfigError(f"init={config.init}: give load_init, the function that reads start weights")
     console = Console(stderr=True, soft_wrap=True)
     if dry_run:
         print(describe(config))
         return 0
     world = init_distributed(device)
     try:
-        return _run(config, folder, world, console, picture)
+        return _run(config, folder, world, console, load_init, picture)
     finally:
         shutdown(world)
 
@@ -72,12 +82,15 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
     if wrong := run_settings.differences(before, asked):
         raise ConfigError(
             f"{folder} was started with other settings ({', '.join(wrong)}); "
-            "leave them out to go on with it, or choose another --run"
+            "leave them out to resume it, or choose another --run"
         )
     return asked
 
 
-def _run(config: RunConfig, folder: Path, world: World, console: Console, picture: MakePicture | None) -> int:
+def _run(
+    config: RunConfig, folder: Path, world: World, console: Console, load_init: LoadInit | None,
+    picture: MakePicture | None,
+) -> int:  # fmt: skip
     types = precision(config.train.dtype, world.device)
     data = _open_data(config, world)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
@@ -89,8 +102,8 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip
     model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
-    if config.init is not None:
-        start_from(model, config.init)
+    if config.init is not None and load_init is not None:
+        load_init(model, config.init)
     if world.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         run_settings.write(config, folder / "settings.yaml")
@@ -132,7 +145,7 @@ def _run(config: RunConfig, folder: Path, world: World, console: Console, pictur
         interrupted = any_true(stop(), world) and done < config.train.steps
     if world.is_main:
         what = "interrupted and saved" if interrupted else "done"
-        console.print(f"{folder}: {what} at step {done}" + ("; the same command goes on" if interrupted else ""))
+        console.print(f"{folder}: {what} at step {done}" + ("; the same command resumes it" if interrupted else ""))
     return INTERRUPTED if interrupted else 0
 
 
@@ -145,7 +158,7 @@ def _announce(recorder: Recorder, console: Console, folder: Path) -> Callable[[i
     def on_resume(step: int) -> None:
         recorder.on_resume(step)
         if step:
-            console.print(f"{folder}: going on from step {step}")
+            console.print(f"{folder}: resuming from step {step}")
 
     return on_resume
 
@@ -182,24 +195,6 @@ def _fit_vocabulary(config: RunConfig, tokenizer: Tokenizer, console: Console | 
     if console is not None:
         console.print(f"vocabulary: {tokenizer.vocab_size:,}, that of the tokenizer {config.data.tokenizer}")
     return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-
-
-def start_from(model: Model, source: str) -> None:
-    """Copy start weights: from a run, a checkpoint, an exported folder, or a Qwen3 folder of `transformers`."""
-    from dcdm.io.importing import load_qwen3
-    from dcdm.io.load import load_model
-
-    path = Path(source)
-    config = path / "config.json"
-    if config.exists() and '"qwen3"' in config.read_text(encoding="utf-8"):
-        load_qwen3(model, path)
-        return
-    found, _ = load_model(path)
-    wrong = [n for n, p in found.state_dict().items()
-             if n not in model.state_dict() or model.state_dict()[n].shape != p.shape]  # fmt: skip
-    if wrong:
-        raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
-    model.load_state_dict(found.state_dict(), strict=False)
 
 
 def _keep_batch(error: NotFinite, folder: Path, world: World) -> None:
