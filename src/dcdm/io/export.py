@@ -97,7 +97,8 @@ def _card(model: Model, source: Path) -> str:
             error = values["surrogate_nll_stderr"]
             lines.append(f"| step {step} | {values['surrogate_nll']:.4f} ± {error:.4f} | {LABELS['surrogate']} |")
     auto = "AutoModelForCausalLM" if config.kind == "ar" else "AutoModelForMaskedLM"
-    lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model", f"from transformers import {auto}", ""]
+    lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model"]
+    lines += [f"from transformers import {auto}", ""]
     lines.append(f'model = {auto}.from_pretrained(".")')
     return "\n".join([*lines, "```", ""])
 

@@ -7,13 +7,27 @@ forward pass.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from dcdm.config import ModelConfig
 from dcdm.model.transformer import parameter_counts
 
-H800_BF16 = 989e12  # dense bf16 operations per second of one H800 (SXM), the vendor's figure
+BF16_PEAKS = {
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12,
+    "H800 PCIe": 756e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+"""Dense bf16 operations per second of one device by part of its name: vendors' figures; special ones first."""
+H800_BF16 = BF16_PEAKS["H800"]
 MASKED_SHARE = 0.5  # of the free positions, on average over t ~ U[0, 1]
+
+
+def bf16_peak(device_name: str) -> float | None:
+    """Dense bf16 operations per second of a device, given its name as PyTorch tells it; None: not known."""
+    for name, peak in BF16_PEAKS.items():
+        if re.search(rf"\b{name}\b", device_name):
+            return peak
+    return None
 
 
 @dataclass(frozen=True)

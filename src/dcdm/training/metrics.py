@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dcdm.config import ConfigError
+from dcdm.distributed import World
 from dcdm.files import write_whole
-from dcdm.model.costs import H800_BF16, bill
+from dcdm.model.costs import bf16_peak, bill
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 
@@ -28,10 +29,11 @@ from dcdm.training.settings import RunConfig
 class Recorder:
     """Of the main process only. `on_resume` must come first: it drops what lies beyond the step resumed from."""
 
-    def __init__(self, folder: Path, config: RunConfig, console: Console) -> None:
+    def __init__(self, folder: Path, config: RunConfig, console: Console, world: World | None = None) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.figures: dict[str, float] = {}
         self._flops = bill(config.model).training
+        self._peak = _global_peak(world or World())
         self._since = (time.perf_counter(), 0, 0)
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -108,9 +110,8 @@ class Recorder:
             "peak_memory_gb": _peak_memory(),
             "seconds_left": (self.config.train.steps - step) * seconds / max(1, steps),
         }
-        if torch.cuda.is_available():
-            devices = max(1, torch.cuda.device_count())
-            timing["utilisation"] = timing["flops_per_second"] / (devices * H800_BF16)
+        if self._peak is not None:  # absent where nobody knows what the device could do
+            timing["utilisation"] = timing["flops_per_second"] / self._peak
         _append(self.folder / "timing.jsonl", timing)
         self._since = (time.perf_counter(), step, 0)
         scalars = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
@@ -173,6 +174,12 @@ def _keep_until(path: Path, step: int) -> None:
         except (ValueError, KeyError):
             continue
     write_whole(path, "".join(kept).encode())
+
+
+def _global_peak(world: World) -> float | None:
+    """Dense bf16 operations per second of all devices of the run together; None where that is not known."""
+    peak = bf16_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    return None if peak is None else peak * world.size
 
 
 def _peak_memory() -> float:

@@ -120,7 +120,7 @@ def _run(
         hooks = Hooks(should_stop=stop, settings=run_settings.to_dict(config))
         recorder: Recorder | None = None
         if world.is_main:
-            recorder = stack.enter_context(Recorder(folder, config, console))
+            recorder = stack.enter_context(Recorder(folder, config, console, world))
             hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
             hooks.on_resume = _announce(recorder, console, folder)
 

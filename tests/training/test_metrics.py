@@ -1,0 +1,56 @@
+"""What a run writes about its speed."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+import dcdm
+from dcdm.distributed import World
+from dcdm.model.costs import BF16_PEAKS, bf16_peak, bill
+from dcdm.training.loop import StepReport, TrainConfig
+from dcdm.training.metrics import Recorder
+from dcdm.training.settings import RunConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("A device of tomorrow", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_by_its_name(name, peak):
+    assert bf16_peak(name) == peak
+
+
+def timings(folder, monkeypatch, device: str, name: str, size: int) -> list[dict]:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    train = TrainConfig(steps=2, batch_size=8)
+    config = RunConfig(dcdm.preset("bdlm-debug"), train=train, tensorboard=False, log_every=1)
+    world = World(size=size, device=torch.device(device))
+    with Recorder(folder, config, Console(quiet=True), world) as recorder:
+        recorder.on_resume(0)
+        for step in range(2):
+            recorder.on_step(StepReport(step, 1.0, 1.0, 1.0, 1e-3, 100))
+    return [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_utilisation_is_the_global_rate_over_the_peak_of_all_devices(size, tmp_path, monkeypatch):
+    for row in timings(tmp_path, monkeypatch, "cuda", "NVIDIA A100-SXM4-80GB", size):
+        assert row["utilisation"] == pytest.approx(row["flops_per_second"] / (size * BF16_PEAKS["A100"]))
+        sequences = row["flops_per_second"] * row["seconds_per_step"] / bill(dcdm.preset("bdlm-debug")).training
+        assert sequences == pytest.approx(8)
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "A device of tomorrow"), ("cpu", "NVIDIA H800")])
+def test_utilisation_is_absent_where_the_peak_is_not_known(device, name, tmp_path, monkeypatch):
+    assert all("utilisation" not in row for row in timings(tmp_path, monkeypatch, device, name, 1))
