@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` aside, to the disk, and rename it into place."""
@@ -49,35 +47,6 @@ def digest(value: Any) -> str:
 def file_digest(path: Path | str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class ArrayFile:
-    """An array of numbers written piece by piece, hashed on the way, and renamed into place by `close`."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.dtype, self.count = path, np.dtype(dtype).newbyteorder("<"), 0
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
-        self._hash = hashlib.sha256()
-
-    def add(self, values: np.ndarray) -> None:
-        data = values.astype(self.dtype, copy=False).tobytes()
-        self._hash.update(data)
-        self._file.write(data)
-        self.count += values.size
-
-    def close(self) -> dict[str, Any]:
-        """Put the file in its place: its entry in a manifest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._aside, self.path)
-        size = self.count * self.dtype.itemsize
-        return {"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()}
-
-    def discard(self) -> None:
-        self._file.close()
-        self._aside.unlink(missing_ok=True)
 
 
 # --- signals ------------------------------------------------------------

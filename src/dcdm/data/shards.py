@@ -7,6 +7,7 @@ A shard `SPLIT-NNNNN.bin` is a plain array of token ids, little-endian; beside i
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from dcdm.data.examples import BadRow, Example, ExampleMaker
 from dcdm.data.reading import BadRows, Part, read_rows, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer
-from dcdm.files import ArrayFile, file_digest, write_whole
+from dcdm.files import file_digest, write_whole
 
 BATCH_CHARACTERS = 1 << 20  # tokenised at one time
 BATCH_EXAMPLES = 256
@@ -146,6 +147,35 @@ class Shard:
         if kind not in self._files:
             self._files[kind] = ArrayFile(self.folder / f"{self.split}-{self.number:05d}.{kind}", dtype)
         return self._files[kind]
+
+
+class ArrayFile:
+    """An array of numbers written piece by piece, hashed on the way, and renamed into place by `close`."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self.dtype, self.count = path, np.dtype(dtype).newbyteorder("<"), 0
+        self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
+        self._hash = hashlib.sha256()
+
+    def add(self, values: np.ndarray) -> None:
+        data = values.astype(self.dtype, copy=False).tobytes()
+        self._hash.update(data)
+        self._file.write(data)
+        self.count += values.size
+
+    def close(self) -> dict[str, Any]:
+        """Put the file in its place: its entry in a manifest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self.path)
+        size = self.count * self.dtype.itemsize
+        return {"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()}
+
+    def discard(self) -> None:
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
 
 
 def _record_path(folder: Path, number: int) -> Path:
