@@ -23,6 +23,10 @@ class ConfigError(ValueError):
     """A setting is wrong; the message names the setting and the fix."""
 
 
+class DataError(ValueError):
+    """Data, a tokenizer or their settings are wrong; the message names the place and the fix."""
+
+
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
@@ -268,10 +272,3 @@ class ObjectiveConfig:
         if value is not None:
             return value if config.kind == "dcdm" else 0.0
         return PAPER_BALANCE if config.routes_from_noise else 0.0
-
-
-# --- errors ------------------------------------------------------------
-
-
-class DataError(ValueError):
-    """Data, a tokenizer or their settings are wrong; the message names the place and the fix."""

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, which device each has, how they agree.
+"""The processes of a run: who they are, which device each has and computes in which types, how they agree.
 
 Without torchrun a run is a world of one process, and every function here is then free.
 """
@@ -113,19 +113,12 @@ def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
     return total
 
 
-def all_true(flag: bool, world: World) -> bool:
-    return _reduce_flag(flag, world, dist.ReduceOp.MIN)
-
-
 def any_true(flag: bool, world: World) -> bool:
-    return _reduce_flag(flag, world, dist.ReduceOp.MAX)
-
-
-def _reduce_flag(flag: bool, world: World, how: dist.ReduceOp.RedOpType) -> bool:
+    """Whether any rank's `flag` is set."""
     if world.size == 1:
         return bool(flag)
     value = torch.tensor([int(flag)])
-    dist.all_reduce(value, how, group=world.control)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=world.control)
     return bool(value.item())
 
 
@@ -161,7 +154,7 @@ def _group(world: World, background: bool) -> dist.ProcessGroup | None:
     return world.background if background else world.control
 
 
-# --- precision ------------------------------------------------------------
+# --- the types that a device computes in --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

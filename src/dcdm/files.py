@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, whatever moment the process dies at."""
+"""Files that are either whole or not there, whenever the process dies; and signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def file_digest(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- signals ------------------------------------------------------------
+# --- signals ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

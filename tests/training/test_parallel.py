@@ -239,7 +239,6 @@ def agree(world: World) -> dict[str, Any]:
     mine = world.rank == 1
     found = {
         "sum": distributed.sum_over_ranks(torch.tensor([1, 10]) * (world.rank + 1), world).tolist(),
-        "all": [distributed.all_true(flag, world) for flag in (True, mine, False)],
         "any": [distributed.any_true(flag, world) for flag in (True, mine, False)],
         "broadcast": distributed.broadcast_object({"from": world.rank}, world),
         "gather": distributed.gather_objects(f"rank {world.rank}", world, background=True),
@@ -259,7 +258,7 @@ def test_ranks_agree_on_sums_flags_and_objects_and_a_barrier_names_who_is_missin
     assert "1" in first.pop("missing").split("barrier:")[1]
     assert first == second
     assert first == {
-        "sum": [3, 30], "all": [True, False, False], "any": [True, True, False],
+        "sum": [3, 30], "any": [True, True, False],
         "broadcast": {"from": 0}, "gather": ["rank 0", "rank 1"],
     }  # fmt: skip
 
@@ -280,7 +279,6 @@ def test_without_torchrun_the_world_is_one_process_and_nothing_is_sharded(monkey
     fsdp.sync_gradients(model, False)
     assert distributed.gather_objects("x", world) == ["x"]
     assert distributed.broadcast_object("x", world) == "x"
-    assert distributed.all_true(True, world)
     assert not distributed.any_true(False, world)
     distributed.barrier(world)
     distributed.shutdown(world)

@@ -1,1 +1,1 @@
-"""Noise, objectives and likelihoods."""
+"""The diffusion itself: noise (what is masked) and objectives (what is minimised). Knows no decoder."""

@@ -304,7 +304,7 @@ def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return x_bshd * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-# --- types ------------------------------------------------------------
+# --- the types that sums and products are made in -----------------------------------------------------------------
 
 
 def at_least_fp32(x: Tensor) -> torch.dtype:

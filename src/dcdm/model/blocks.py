@@ -1,6 +1,10 @@
-"""A decoder block: grouped-query attention and an MLP, in the style of Qwen3.
+"""A decoder block: grouped-query attention and an MLP in the style of Qwen3, or a mixture of experts.
 
-B batch   Q, S query and key slots   d hidden size   H query heads   G key/value heads   D head size   E experts
+The mixture is that of Qwen2-MoE, dropless. That matters beyond quality: dropping tokens by capacity would couple
+tokens across chunks and leak.
+
+    B batch   Q, S query and key slots   d hidden size   H query heads   G key/value heads   D head size
+    T tokens   E experts   k experts per token   f expert size
 """
 
 from __future__ import annotations
@@ -50,31 +54,6 @@ class SelfAttention(nn.Module):
         q_bqhd = rotate(self.queries(x_bsd[:, :n]), (rotary[0][:, :n], rotary[1][:, :n]))
         k_bsgd = rotate(self.keys(x_bsd), rotary)
         return self.o_proj(attend(q_bqhd, k_bsgd, self.values(x_bsd), inputs).flatten(2))
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP: the hidden state and, for a mixture, its router logits (B, Q, E)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp: nn.Module
-        if config.moe is not None:
-            self.mlp = SparseMoE(config.hidden_size, config.moe)
-        else:
-            assert config.intermediate_size is not None
-            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(self, h_bsd: Tensor, rotary: Rotary, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-        attended_bqd = self.self_attn(self.input_layernorm(h_bsd), rotary, inputs)
-        h_bqd = h_bsd[:, : inputs.num_queries] + attended_bqd
-        y_bqd, gate_logits = self.mlp(self.post_attention_layernorm(h_bqd))
-        return h_bqd + y_bqd, gate_logits
-
-
-# --- moe ------------------------------------------------------------
 
 
 class SwiGLU(nn.Module):
@@ -153,6 +132,28 @@ class SparseMoE(nn.Module):
         routed_td = self.experts(x_td, expert_tk, weight_tk.to(x.dtype))
         shared_td = self.shared_expert_gate(x_td).sigmoid() * self.shared_expert(x_td)[0]
         return (routed_td + shared_td).view_as(x), logits_te.reshape(*x.shape[:-1], -1)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP: the hidden state and, for a mixture, its router logits (B, Q, E)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp: nn.Module
+        if config.moe is not None:
+            self.mlp = SparseMoE(config.hidden_size, config.moe)
+        else:
+            assert config.intermediate_size is not None
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, h_bsd: Tensor, rotary: Rotary, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        attended_bqd = self.self_attn(self.input_layernorm(h_bsd), rotary, inputs)
+        h_bqd = h_bsd[:, : inputs.num_queries] + attended_bqd
+        y_bqd, gate_logits = self.mlp(self.post_attention_layernorm(h_bqd))
+        return h_bqd + y_bqd, gate_logits
 
 
 def load_balancing_loss(

@@ -386,7 +386,7 @@ def substitute(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
     return torch.where(masked[..., None], logits, carried)
 
 
-# --- building ------------------------------------------------------------
+# --- making a network from its settings, and counting what one would hold -----------------------------------------
 
 
 def build(
