@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.commands.options import JsonOption, print_json
+from dcdm.commands.options import print_json
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def demo(
     folder: Path = Path("runs/demo"),
     data: tuple[str, ...] = ("stdlib",),
     fresh: bool = False,
-    json: JsonOption = False,
+    json: bool = False,
 ) -> None:
     """Train a DCDM and a BDLM on this machine, compare them, watch text being filled in, and write a report.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dcdm.commands.options import DeviceOption, DtypeOption, Progress, at_least_one, weights_dtype
+from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, Progress, at_least_one, weights_dtype
 
 if TYPE_CHECKING:
     from dcdm.evaluation.perplexity import Evaluation
@@ -40,7 +40,7 @@ def ppl(
     max_bad: int = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
-    json: bool = False,
+    json: JsonOption = False,
     csv: Path | None = None,
     markdown: Path | None = None,
     report: Path | None = None,
@@ -69,7 +69,6 @@ def ppl(
         split: Of packed shards.
         detokenise: Put tokenised corpora of these names back into plain text.
         max_bad: Unreadable lines or rows to leave out before giving up.
-        json: Print one JSON object instead of the table.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
         report: Write a page into this folder, report.html, and the numbers of it as JSON: the table, curves of

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from dcdm.commands.options import DeviceOption, DtypeOption, at_least_one, load_for, print_json
+from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, at_least_one, load_for, print_json
 from dcdm.config import ConfigError, Device, Dtype
 
 EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
@@ -25,7 +25,7 @@ def quality(
     seed: int = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
-    json: bool = False,
+    json: JsonOption = False,
 ) -> None:
     """Measure generated texts: perplexity under another model, entropy, distinct n-grams, repetition.
 
@@ -39,7 +39,6 @@ def quality(
         commit: How tokens are filled in, as in dcdm sample.
         batch_size: Sequences of one pass; it changes no result.
         seed: Seed of sampling; text i follows from it and i.
-        json: Print one JSON object.
     """
     from dcdm.distributed import choose_device
     from dcdm.evaluation.quality import TextScorer, measure_quality, read_texts

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.commands.options import DeviceOption, DtypeOption, ModelArgument, at_least_one, compute_on
+from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, at_least_one, compute_on
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def tasks(
     items: Path | None = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
-    json: bool = False,
+    json: JsonOption = False,
     report: Path | None = None,
 ) -> None:
     """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
@@ -61,7 +61,6 @@ def tasks(
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
         items: Write one JSON line per question, with the Monte-Carlo errors of its choices.
-        json: Print one JSON object instead of a table.
         report: Write a page into this folder, report.html, and the figures as tasks.json.
     """
     given = dict(locals())

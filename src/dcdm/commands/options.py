@@ -51,7 +51,7 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     Dtype, NamesOfTypes, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")
 ]  # fmt: skip
-JsonOption = Annotated[bool, arg(help="Print JSON instead of text for people.")]
+JsonOption = Annotated[bool, arg(help="Print one JSON object instead of a table.")]
 
 
 # --- loading -----------------------------------------------------------------------------------------------------
