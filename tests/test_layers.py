@@ -58,7 +58,7 @@ def imports() -> dict[str, set[str]]:
                 named = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno}: relative imports hide where a name comes from"
-                whole = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
                 named = [full if full in known else str(node.module) for full in whole]
             else:
                 continue

@@ -28,6 +28,7 @@ from typing import IO, Any, Literal
 import numpy
 import torch
 
+from dcdm.config import VERSION
 from dcdm.files import file_digest, sync_folder
 
 try:
@@ -68,10 +69,8 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    from dcdm import __version__
-
     return {
-        "dcdm": __version__,
+        "dcdm": VERSION,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": platform.python_version(),
