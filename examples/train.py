@@ -1,9 +1,9 @@
-"""Train: python examples/train.py [RUN_FOLDER]. The same command again goes on, or finds the run finished."""
+"""Train: python examples/train.py [RUN_FOLDER]. The same command again resumes, or finds the run finished."""
 
 import sys
 from pathlib import Path
 
-from dcdm.training.run import run
+from dcdm.training.run import run_training
 
 
 def train(folder: Path) -> None:
@@ -15,7 +15,7 @@ def train(folder: Path) -> None:
         "model.prior": "strided",
         "model.prior_weight": float("inf"),
     }
-    if code := run("dcdm-debug-causal", folder, changes=changes):
+    if code := run_training("dcdm-debug-causal", folder, changes=changes):
         sys.exit(code)
 
 
