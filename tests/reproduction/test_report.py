@@ -39,8 +39,9 @@ def test_stored_files_follow_from_what_they_hold(stored: Results, tmp_path: Path
 def test_tables_and_plots_of_the_document_are_those_of_the_results(stored: Results) -> None:
     text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     assert filled(text, regions(stored)) == text, "run `dcdm reproduce report`"
-    for name, drawn in plots(stored).items():
-        assert (ROOT / "docs" / "images" / "reproduction" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+    for name, plot in plots(stored).items():
+        drawing = (ROOT / "docs" / "images" / "reproduction" / f"{name}.svg").read_text(encoding="utf-8")
+        assert f"points {plot.digest()}" in drawing, "run `dcdm reproduce report`"
 
 
 def test_a_report_of_a_mistyped_folder_leaves_all_alone(

@@ -1,143 +1,148 @@
-"""The drawings of the report, each an SVG that stands alone: in a page, or as a file beside a document."""
+"""The plots of the report: what each shows, and one function that draws them with matplotlib as SVG."""
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+from dcdm.files import digest
 from dcdm.reproduction.claims import k_rows
 from dcdm.reproduction.results import VALID, Results, curve_points
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, scale
 from dcdm.reproduction.variants import RATED, RATES, variants
 from dcdm.viewing import palette
-from dcdm.viewing.plots import DASHES, SHAPES, Series, chart, shape
 
-STYLE = (
-    "<style>text{font:12px system-ui,sans-serif;fill:#444}.grid{stroke:#8884}"
-    "@media(prefers-color-scheme:dark){text{fill:#bbb}}</style>"
-)
-ROW = 18  # height of a line of the legend
 MAIN = ("ar", "mdlm", "bdlm8", "bdlm32", "paper", "causal", "causal-full", "strided-full")
 PARTITIONS = ("contiguous", "random", "strided", "causal", "contiguous-full", "random-full", "strided-full",
               "causal-full", "causal-strided-full")  # fmt: skip
+SIZES = ("mdlm", "bdlm8", "paper", "strided-full")
+MARKERS, DASHES = "os^D", ("-", "--", ":")
+BOUND = "nats per token, valid bound"
+
+Lines = dict[str, list[tuple[float, float, float]]]
+"""Name of a line → its points: x, y, ± of y."""
 
 
-def plots(results: Results) -> dict[str, str]:
-    """Every drawing by name; one without a point is left out."""
+@dataclass(frozen=True)
+class Plot:
+    """Lines over an axis of numbers, or, with `log`, of their powers of two."""
+
+    across: str
+    up: str
+    lines: Lines
+    log: bool = False
+
+    def digest(self) -> str:
+        """What is drawn, as a short hash that a drawing carries: it says whether the drawing is up to date."""
+        return digest(asdict(self))[:16]
+
+
+def plots(results: Results) -> dict[str, Plot]:
+    """Every plot by name; one without a point is left out."""
+    seeds, rate = "(95 % interval over seeds)", scale(results.scale).learning_rate
+    tokens = "million tokens (± one standard deviation over seeds)"
+    forwards, exact = f"forwards for a window {seeds}", "nats per token, exact"
+    pair = ("paper", "paper-point")
     made = {
-        "loss-curves": _curves(results, MAIN, "validation", "nats per token"),
-        "frontier": _frontier(results, MAIN),
-        "frontier-partitions": _frontier(results, PARTITIONS),
-        "learning-rate": _rates(results),
-        "scaling": _scaling(results),
-        "k-ablation": _k(results),
-        "violation": _curves(results, ("paper", "paper-point"), "violation", "MaxVio"),
-        "point-vs-subspace": _curves(
-            results, ("paper", "paper-point"), "training", "training loss, nats per token"
-        ),
+        "loss-curves": Plot(tokens, "nats per token", _curves(results, MAIN, "validation")),
+        "frontier": Plot(forwards, exact, _frontier(results, MAIN), log=True),
+        "frontier-partitions": Plot(forwards, exact, _frontier(results, PARTITIONS), log=True),
+        "learning-rate": Plot(f"times the peak rate {rate:g} {seeds}", BOUND, _rates(results), log=True),
+        "scaling": Plot(f"million parameters {seeds}", BOUND, _sizes(results)),
+        "k-ablation": Plot(f"K {seeds}", BOUND, _chunk_numbers(results), log=True),
+        "violation": Plot(tokens, "MaxVio", _curves(results, pair, "violation")),
+        "point-vs-subspace": Plot(tokens, "training loss, nats per token", _curves(results, pair, "training")),
     }
-    return {name: drawn for name, drawn in made.items() if drawn}
+    return {name: plot for name, plot in made.items() if plot.lines}
 
 
-def standalone(series: Sequence[Series], across: str, up: str, *, log: bool = False) -> str:
-    """A chart with its legend below it, in one SVG; "" where there is no point."""
-    drawn = chart(series, across, up, log=log)
-    if not drawn:
-        return ""
-    found = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', drawn)
-    assert found is not None
-    width, height = int(found[1]), int(found[2])
-    lines = []
-    for number, one in enumerate(series):
-        y, colour = height + ROW * number + 10, palette.colour(one.colour)
-        dash = f' stroke-dasharray="{one.dash}"' if one.dash else ""
-        lines.append(f'<path d="M52 {y}H80" stroke="{colour}" stroke-width="2.5"{dash}/>')
-        if one.shapes:
-            lines.append(shape(one.shapes[0], 66, y, colour))
-        lines.append(f'<text x="88" y="{y + 4}">{html.escape(one.name)}</text>')
-    tall = height + ROW * len(series) + 4
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" width="{width}" height="{tall}"'
-    return (
-        drawn.replace(found[0], head, 1).replace(">", f">{STYLE}", 1).replace("</svg>", "".join(lines) + "</svg>")
-    )
+def draw(plot: Plot) -> str:
+    """The plot as SVG, its legend below it, on white ground."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    out = io.StringIO()
+    # text stays text, and names of parts do not change from one drawing to the next
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dcdm", "font.size": 9}):
+        figure, axis = plt.subplots(figsize=(6.4, 4.2 + 0.2 * len(plot.lines)), layout="constrained")
+        for number, (name, points) in enumerate(plot.lines.items()):
+            x, y, errors = zip(*points, strict=True)
+            axis.errorbar(
+                x, y, errors, label=name, color=palette.colour(number + 1), marker=MARKERS[number % len(MARKERS)],
+                markersize=4, elinewidth=1, linestyle=DASHES[number // len(palette.CHUNKS) % len(DASHES)],
+            )  # fmt: skip
+        if plot.log:
+            ticks = sorted({x for points in plot.lines.values() for x, *_ in points})
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
+        axis.set(xlabel=plot.across, ylabel=plot.up)
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower left", frameon=False)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Description": f"points {plot.digest()}"})
+        plt.close(figure)
+    return out.getvalue()
 
 
-def _named(results: Results, name: str) -> str:
-    return variants(scale(results.scale))[name].label
+def _named(results: Results, lines: Mapping[str, Sequence[tuple[float, float, float]]]) -> Lines:
+    """Lines with points, under the variants' labels."""
+    known = variants(scale(results.scale))
+    return {known[name].label: list(points) for name, points in lines.items() if points}
 
 
-def _series(results: Results, name: str, number: int, points: list[tuple[float, float, float]]) -> Series:
-    mark = SHAPES[number % len(SHAPES)]
-    return Series(
-        _named(results, name), [(x, y) for x, y, _ in points], colour=number + 1,
-        dash=DASHES[number // len(palette.CHUNKS) % len(DASHES)], shapes=[mark] * len(points),
-        errors=[error for *_, error in points],
-    )  # fmt: skip
+def _bounds(results: Results, points: Sequence[tuple[float, str]]) -> list[tuple[float, float, float]]:
+    """(x, bound, interval) of (x, variant) where there is one."""
+    means = [(x, results.mean(name, VALID)) for x, name in points]
+    return [(x, mean.mean, mean.half or 0.0) for x, mean in means if mean is not None]
 
 
-def _curves(results: Results, names: Sequence[str], curve: str, up: str) -> str:
-    found = [(number, name, curve_points(results, name, curve)) for number, name in enumerate(names)]
-    series = [
-        _series(results, name, number, [(x / 1e6, y, error) for x, y, error in points])
-        for number, name, points in found if points
-    ]  # fmt: skip
-    return standalone(series, "million tokens (± one standard deviation over seeds)", up)
+def _curves(results: Results, names: Sequence[str], curve: str) -> Lines:
+    points = {name: curve_points(results, name, curve) for name in names}
+    return _named(results, {name: [(x / 1e6, y, error) for x, y, error in points[name]] for name in names})
 
 
-def _frontier(results: Results, names: Sequence[str]) -> str:
-    series = []
-    for number, name in enumerate(names):
-        points = []
+def _frontier(results: Results, names: Sequence[str]) -> Lines:
+    lines: Lines = {}
+    for name in names:
+        points = set()
         for point in ("chunk", *(f"{share:g}" for share in FORWARDS_PER_TOKEN)):
-            value = results.mean(name, ("frontier", point))
-            forwards = results.mean(name, ("frontier", point), "forwards")
+            value, forwards = (
+                results.mean(name, ("frontier", point), key) for key in ("nats_per_token", "forwards")
+            )
             if value is not None and forwards is not None:
-                points.append((forwards.mean, value.mean, value.half or 0.0))
-        if points:
-            series.append(_series(results, name, number, sorted(dict.fromkeys(points))))
-    return standalone(series, "forwards for a window (95 % interval over seeds)", "nats per token, exact", log=True)
+                points.add((forwards.mean, value.mean, value.half or 0.0))
+        lines[name] = sorted(points)
+    return _named(results, lines)
 
 
-def _rates(results: Results) -> str:
-    series = []
-    for number, model in enumerate(RATED):
-        found = [(factor, results.mean(f"{model}{ending}", VALID)) for ending, factor in RATES.items()]
-        points = [(rate, value.mean, value.half or 0.0) for rate, value in found if value is not None]
-        if len(points) > 1:
-            series.append(_series(results, model, number, points))
-    across = f"times the peak rate {scale(results.scale).learning_rate:g} (95 % interval over seeds)"
-    return standalone(series, across, "nats per token, valid bound", log=True)
+def _rates(results: Results) -> Lines:
+    return _named(results, {
+        model: _bounds(results, [(rate, f"{model}{ending}") for ending, rate in RATES.items()]) for model in RATED
+    })  # fmt: skip
 
 
-def _scaling(results: Results) -> str:
-    series = []
-    for number, kind in enumerate(("mdlm", "bdlm8", "paper", "strided-full")):
-        points = []
-        for name in (f"{kind}-small", kind, f"{kind}-large"):
-            value = results.mean(name, VALID)
-            if value is not None:
-                size = results.runs[name, results.seeds(name)[0]]["parameters"]["total"]
-                points.append((size / 1e6, value.mean, value.half or 0.0))
-        if points:
-            series.append(_series(results, kind, number, points))
-    return standalone(series, "million parameters (95 % interval over seeds)", "nats per token, valid bound")
+def _sizes(results: Results) -> Lines:
+    lines = {}
+    for model in SIZES:
+        names = [name for name in (f"{model}-small", model, f"{model}-large") if results.seeds(name)]
+        sizes = [results.runs[name, results.seeds(name)[0]]["parameters"]["total"] / 1e6 for name in names]
+        lines[model] = _bounds(results, [*zip(sizes, names, strict=True)])
+    return _named(results, lines)
 
 
-def _k(results: Results) -> str:
-    series = []
-    chosen = [("h as in the paper's table", k_rows(results, fixed=False)), ("h fixed", k_rows(results, fixed=True))]
+def _chunk_numbers(results: Results) -> Lines:
     strided = sorted(
-        (results.runs[name, results.seeds(name)[0]]["settings"]["model"]["num_chunks"], name)
-        for name in {name for name, _ in results.runs}
-        if name == "strided-full" or name.startswith("strided-full-k")
+        (run["settings"]["model"]["num_chunks"], name)
+        for (name, seed), run in results.runs.items()
+        if seed == results.seeds(name)[0] and (name == "strided-full" or name.startswith("strided-full-k"))
     )
-    for number, (label, rows) in enumerate([*chosen, ("strided chunks, fully masked", strided)]):
-        points = [(float(k), value.mean, value.half or 0.0) for k, name in rows
-                  if (value := results.mean(name, VALID)) is not None]  # fmt: skip
-        if points:
-            series.append(Series(
-                label, [(x, y) for x, y, _ in points], colour=number + 1, shapes=[SHAPES[number]] * len(points),
-                errors=[error for *_, error in points],
-            ))  # fmt: skip
-    return standalone(series, "K (95 % interval over seeds)", "nats per token, valid bound", log=True)
+    lines = {
+        "h as in the paper's table": _bounds(results, k_rows(results, fixed=False)),
+        "h fixed": _bounds(results, k_rows(results, fixed=True)),
+        "strided chunks, fully masked": _bounds(results, strided),
+    }
+    return {name: points for name, points in lines.items() if points}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from dcdm.files import write_whole
-from dcdm.reproduction.plots import plots
+from dcdm.reproduction.plots import Plot, draw, plots
 from dcdm.reproduction.results import Results
 from dcdm.reproduction.tables import grids
 from dcdm.viewing.page import assemble, section
@@ -29,8 +30,8 @@ def write_report(results: Results, folder: Path, document: Path | None, images: 
     write_whole(page, page_of(results).encode())
     if document is not None:
         images.mkdir(parents=True, exist_ok=True)
-        for name, drawn in plots(results).items():
-            write_whole(images / f"{name}.svg", drawn.encode())
+        for name, plot in plots(results).items():
+            write_whole(images / f"{name}.svg", draw(plot).encode())
         write_whole(document, filled(document.read_text(encoding="utf-8"), regions(results)).encode())
     return page
 
@@ -52,7 +53,7 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 def page_of(results: Results) -> str:
     """One self-contained HTML file with every table and drawing."""
-    tables, drawings = grids(results), plots(results)
+    tables, drawings = grids(results), {name: _image(plot) for name, plot in plots(results).items()}
     parts = []
     for name, grid in tables.items():
         drawn = "".join(f"<figure>{drawings[d]}</figure>" for d in DRAWN_WITH.get(name, ()) if d in drawings)
@@ -67,3 +68,11 @@ def page_of(results: Results) -> str:
         f'{html.escape(summary)}</p></header>\n<main class="sections">{"".join(parts)}</main>'
     )
     return assemble("DCDM: reproduction", body, {}, "report")
+
+
+def _image(plot: Plot) -> str:
+    """A drawing inside the page, apart from it, so that names of its parts do not meet those of others."""
+    data = base64.b64encode(draw(plot).encode()).decode()
+    return (
+        f'<img alt="{html.escape(plot.up)} over {html.escape(plot.across)}" src="data:image/svg+xml;base64,{data}">'
+    )

@@ -281,8 +281,7 @@ def gather(specs: Iterable[RunSpec], places: Places, scale: str) -> Results:
     results = read_results(places.results, scale)
     fresh = {}
     for spec in specs:
-        result = finished_result(spec, places)
-        if result is not None and result != results.runs.get((spec.variant.name, spec.seed)):
+        if not is_done(spec, results) and (result := finished_result(spec, places)) is not None:
             fresh[spec.variant.name, spec.seed] = result, json.loads(places.machine(spec).read_bytes())
     if not fresh:
         return results
