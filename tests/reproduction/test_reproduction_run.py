@@ -15,7 +15,7 @@ from dcdm.reproduction import measures, run
 from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.results import Places, gather, is_done, read_results
 from dcdm.reproduction.run import carry_out, measure_frequencies, prepare_data
-from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, tiny
+from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, tiny
 from dcdm.reproduction.variants import RunSpec, variants
 from dcdm.training import run as training
 
@@ -177,18 +177,6 @@ def test_the_queue_stops_with_a_signal_and_resumes(places: Places, tmp_path: Pat
     assert not state.failed, own.log(chosen[0]).read_text()
     state = run.work_off(chosen, own, 1)
     assert [one.name for one in state.done] == ["bdlm8-s7"]
-
-
-def test_commits_have_the_forwards_that_are_asked_for() -> None:
-    base = variants(cpu())
-    config = RunSpec(cpu(), base["strided-full"], 0).model
-    assert measures.commit_for(config, 1 / 16) == "steps:2"
-    assert measures.commit_for(config, 1.0) == "position"
-    assert measures.commit_for(config, 1 / 16, chunks=1.9) == "steps:8"
-    assert measures.commit_for(config, 1 / 16, chunks=5.9) == "steps:2"
-    assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 8) == "chunk"
-    assert measures.commit_for(RunSpec(cpu(), base["bdlm8"], 0).model, 1 / 16) is None
-    assert measures.commit_for(RunSpec(cpu(), base["ar"], 0).model, 1 / 2) is None
 
 
 def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places) -> None:

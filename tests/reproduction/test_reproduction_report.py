@@ -12,7 +12,7 @@ from dcdm.reproduction.plots import plots
 from dcdm.reproduction.report import REGION, filled, regions
 from dcdm.reproduction.results import VALID, Results, is_current, read_results, write_results
 from dcdm.reproduction.scale import cpu
-from dcdm.reproduction.tables import shown
+from dcdm.reproduction.tables import chance_together, marks, shown
 from dcdm.reproduction.variants import variants
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +118,12 @@ def test_the_first_sentences_follow_from_the_verdicts(stored: Results) -> None:
     order = claims(stored)[0]
     assert [part.verdict for part in order.parts] == [CONTRADICTED, CONFIRMED, UNDECIDED]
     assert not any(claim.verdict == CONFIRMED for claim in claims(stored))
+
+
+def test_two_tokens_share_a_chunk_by_chance_as_sizes_say() -> None:
+    assert chance_together([[1, 1], [2, 0], [0, 0]]) == pytest.approx(0.5)
+    assert chance_together([[1]] * 8) == pytest.approx(1 / 8)
+
+
+def test_marks_of_chunks_survive_markdown() -> None:
+    assert marks({"marks": [[["<unk>", 0.5]], [["`", 0.5]]]}) == "1: `<unk>` 50%, 2: `` ` `` 50%"
