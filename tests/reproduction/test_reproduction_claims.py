@@ -1,6 +1,5 @@
 """What results say: intervals over seeds, curves, verdicts, what chunks hold."""
 
-
 import pytest
 
 from dcdm.reproduction.claims import (

@@ -23,6 +23,7 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.files import canonical, digest, write_whole
+from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, Scale
 from dcdm.reproduction.variants import RunSpec
 
@@ -118,9 +119,8 @@ def interval(values: Sequence[float], shared: float | None = 0.0) -> Interval | 
 
 def half_width(values: Sequence[float]) -> float | None:
     """Half of Student's 95 % interval of a mean; None of a single value."""
-    if len(values) < 2:
-        return None
-    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    error = known(mean_and_stderr((value, 1) for value in values)[1])
+    return None if error is None else student(len(values) - 1) * error
 
 
 # --- results ------------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dcdm.config import VERSION
 from dcdm.files import stops_handled_by, write_whole
 from dcdm.reproduction.results import (
     FREQUENCIES,
@@ -186,7 +186,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
             "parent": None if spec.parent is None else spec.parent.name,
         },
         "parameters": {"total": total, "active": active},
-        "versions": {"dcdm": version("dcdm"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"dcdm": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         "measures": dict(figures), "measured_with": {name: spec.scale.measured_with(name) for name in figures},
     }  # fmt: skip
 
