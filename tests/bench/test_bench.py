@@ -6,7 +6,7 @@ import torch
 
 import dcdm
 from dcdm.bench import subjects
-from dcdm.bench.harness import Case, measure, read_earlier, to_json
+from dcdm.bench.harness import Case, measure_case, read_earlier, to_json
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.model.costs import activation_bytes, bill, state_bytes
@@ -38,7 +38,7 @@ def tiny_shapes(monkeypatch):
     ],
 )
 def test_every_subject_runs_all_its_paths_and_compares_them(case, tiny_shapes, tmp_path):
-    rows = measure("test", case(), repeats=1, memory=False, say=lambda text: None)
+    rows = measure_case("test", case(), repeats=1, memory=False, say=lambda text: None)
     assert len(rows) >= 2
     assert sum(row.ratio is None for row in rows) >= 1, "a baseline"
     assert all(row.median > 0 for row in rows)
@@ -54,7 +54,7 @@ def test_a_ratio_is_to_the_fastest_baseline():
         return lambda: lambda: sum(range(count))
 
     case = Case("case", {name: path(count) for name, count in waits.items()}, ("slow", "slower"), target=1.0)
-    rows = {row.path: row for row in measure("test", case, repeats=3, memory=False, say=lambda text: None)}
+    rows = {row.path: row for row in measure_case("test", case, repeats=3, memory=False, say=lambda text: None)}
     assert rows["fast"].ratio == pytest.approx(rows["slow"].median / rows["fast"].median)
     assert rows["fast"].target == 1.0
     assert rows["slow"].ratio is None

@@ -38,7 +38,7 @@ Estimate = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Row:
+class EstimatorAccuracy:
     case: str
     path: str
     error: float
@@ -52,7 +52,7 @@ class Row:
 
 
 def models(windows: Tensor, steps: int) -> Iterator[tuple[str, Model]]:
-    """Trained models of the kinds that have a bound; the block size is no matter of the weights."""
+    """Trained models of the kinds that have a bound; the block size is not part of the weights."""
     for name, kind in (("MDLM", "mdlm-debug"), ("BDLM B=8", "bdlm-debug"), ("DCDM causal", "dcdm-debug-causal")):
         config = replace(preset(kind), num_layers=3, context_length=windows.shape[1])
         model = trained(config, windows, steps)
@@ -63,9 +63,9 @@ def models(windows: Tensor, steps: int) -> Iterator[tuple[str, Model]]:
             yield "BDLM B=4", shorter.eval()
 
 
-def run(repeats: int, json: bool, out: str | None) -> None:
+def measure_estimators(repeats: int, json: bool, out: str | None) -> None:
     """Measure every case with `repeats` scores per path; a table, or one JSON line."""
-    rows: list[Row] = []
+    rows: list[EstimatorAccuracy] = []
     tokenizer = byte_tokenizer()
     held_out = pack(stdlib_documents("validation"), tokenizer, LENGTH)
     tokens = held_out[torch.linspace(0, len(held_out) - 1, WINDOWS).long()]
@@ -91,7 +91,7 @@ def trained(config: ModelConfig, windows: Tensor, steps: int) -> Model:
 
 
 @torch.no_grad()
-def errors(case: str, model: Model, tokens: Tensor, samples: int, repeats: int) -> list[Row]:
+def errors(case: str, model: Model, tokens: Tensor, samples: int, repeats: int) -> list[EstimatorAccuracy]:
     """The error of each way to spend `samples` forwards on each of `tokens` (B, L)."""
     index, length = torch.arange(len(tokens)), tokens.shape[1]
     sets = model.sets(tokens)
@@ -124,7 +124,7 @@ def errors(case: str, model: Model, tokens: Tensor, samples: int, repeats: int) 
     return _rows(case, drawn, torch.stack(stated), int(sets.free[0].sum()))
 
 
-def _rows(case: str, drawn: dict[str, Tensor], stated: Tensor, tokens: int) -> list[Row]:
+def _rows(case: str, drawn: dict[str, Tensor], stated: Tensor, tokens: int) -> list[EstimatorAccuracy]:
     rows, used = [], drawn["as used"]
     plain = drawn["plain"].var(dim=0).mean().sqrt().item()
     for name, values in drawn.items():
@@ -132,11 +132,15 @@ def _rows(case: str, drawn: dict[str, Tensor], stated: Tensor, tokens: int) -> l
         reported = stated.square().mean().sqrt().item() / error if name == "as used" and error > 1e-9 else None
         noise_of_mean = ((values.var(dim=0) + used.var(dim=0)).sum() / len(values)).sqrt().item()
         bias = (values.mean(dim=0) - used.mean(dim=0)).sum().item() / max(noise_of_mean, 1e-12)
-        rows.append(Row(case, name, error / tokens, error / plain, reported, 0.0 if name == "as used" else bias))
+        rows.append(
+            EstimatorAccuracy(
+                case, name, error / tokens, error / plain, reported, 0.0 if name == "as used" else bias
+            )
+        )
     return rows
 
 
-def print_rows(rows: list[Row]) -> None:
+def print_rows(rows: list[EstimatorAccuracy]) -> None:
     from rich.console import Console
     from rich.table import Table
 

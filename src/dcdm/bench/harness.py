@@ -1,10 +1,14 @@
-"""How things are measured: warm-up, interleaved repetitions, median and spread, peak memory in a fresh process."""
+"""How things are measured, and shown: warm-up, interleaved repetitions, median and spread, peak memory.
+
+Peak memory is that of one path in a fresh process (`peak.py`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class PathTiming:
     subject: str
     case: str
     path: str
@@ -44,7 +48,9 @@ class Row:
     megabytes: float | None = None
 
 
-def measure(subject: str, case: Case, repeats: int, memory: bool, say: Callable[[str], None]) -> list[Row]:
+def measure_case(
+    subject: str, case: Case, repeats: int, memory: bool, say: Callable[[str], None]
+) -> list[PathTiming]:
     """Time every path of a case, taking turns so that a busy moment hits all of them."""
     runs = {}
     for name, make in case.paths.items():
@@ -66,7 +72,9 @@ def measure(subject: str, case: Case, repeats: int, memory: bool, say: Callable[
         ratio = None if best is None or name in case.baselines else best / median[name]
         megabytes = peak_memory(subject, case.name, name) if memory else None
         target = case.target if name == first else None
-        rows.append(Row(subject, case.name, name, median[name], min(times), max(times), ratio, target, megabytes))
+        rows.append(
+            PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio, target, megabytes)
+        )
     return rows
 
 
@@ -105,11 +113,11 @@ def environment() -> dict[str, object]:
     }
 
 
-def to_json(rows: list[Row]) -> str:
+def to_json(rows: list[PathTiming]) -> str:
     return json.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows]})
 
 
-def print_table(rows: list[Row], earlier: dict[tuple[str, str, str], float]) -> None:
+def print_table(rows: list[PathTiming], earlier: dict[tuple[str, str, str], float]) -> None:
     """A table for people; with earlier medians, how much faster each path has become."""
     from rich.console import Console
     from rich.table import Table
@@ -137,3 +145,44 @@ def read_earlier(path: str) -> dict[tuple[str, str, str], float]:
     """Medians of an earlier run's JSON."""
     rows = json.loads(Path(path).read_text().strip().splitlines()[-1])["rows"]
     return {(row["subject"], row["case"], row["path"]): row["median"] for row in rows}
+
+
+STYLES = {"production": ("#0072b2", "o-"), "dense SDPA": ("#e69f00", "s--"), "literal": ("#d55e00", "^:")}
+
+
+def draw_scaling(rows: list[PathTiming], path: Path) -> None:
+    """One column per subject: seconds above, peak megabytes below, against L on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    points: dict[str, dict[str, list[tuple[int, float, float | None]]]] = {}
+    for row in rows:
+        length = re.search(r"L=(\d+)", row.case)
+        if length is None:
+            continue
+        subject = row.case.split(" L=")[0] if " L=" in row.case else row.subject
+        lines = points.setdefault(subject, {})
+        lines.setdefault(row.path, []).append((int(length[1]), row.median, row.megabytes))
+    figure, axes = plt.subplots(2, len(points), figsize=(4 * len(points), 6.4), squeeze=False, layout="constrained")
+    for column, (subject, lines) in enumerate(points.items()):
+        for name, values in lines.items():
+            colour, style = STYLES.get(name.removeprefix("literal, "), ("#009e73", "d-."))
+            values = sorted(values)
+            lengths = [v[0] for v in values]
+            axes[0][column].plot(lengths, [v[1] for v in values], style, color=colour, label=name)
+            known = [(v[0], v[2]) for v in values if v[2] is not None]
+            if known:
+                axes[1][column].plot(*zip(*known, strict=True), style, color=colour, label=name)
+        for place, label in ((axes[0][column], "seconds"), (axes[1][column], "peak MB over the start")):
+            place.set_xscale("log", base=2)
+            place.set_yscale("log")
+            place.set_xticks(sorted({v[0] for values in lines.values() for v in values}))
+            place.set_xticklabels([str(int(t)) for t in place.get_xticks()])
+            place.set(xlabel="L", ylabel=label)
+            place.grid(alpha=0.3)
+        axes[0][column].set_title(subject)
+        axes[0][column].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

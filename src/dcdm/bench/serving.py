@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 
-from dcdm.bench.harness import Case, Row, Run, environment, measure, print_table
+from dcdm.bench.harness import Case, PathTiming, Run, environment, measure_case, print_table
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
@@ -33,8 +33,8 @@ def cases(model: Path | None, written: dict[tuple[str, str], int] | None = None)
 
             def run() -> None:
                 with ThreadPoolExecutor(CLIENTS) as pool:
-                    told = pool.map(lambda number: _caller(port, number, commit), range(CLIENTS))
-                    written[_name(commit), name] = sum(told)
+                    counts = pool.map(lambda number: _caller(port, number, commit), range(CLIENTS))
+                    written[_name(commit), name] = sum(counts)
 
             return run
 
@@ -81,23 +81,23 @@ def _caller(port: int, number: int, commit: str) -> int:
         }  # fmt: skip
         connection.request("POST", "/v1/completions", encoder.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        said = answer.read()
+        content = answer.read()
         if answer.status != 200:
-            raise RuntimeError(f"the server answered {answer.status}: {said.decode()}")
-        written += encoder.loads(said)["usage"]["completion_tokens"]
+            raise RuntimeError(f"the server answered {answer.status}: {content.decode()}")
+        written += encoder.loads(content)["usage"]["completion_tokens"]
     connection.close()
     return written
 
 
-def run(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
-    """Table to the terminal, JSON on request."""
+def measure_serving(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
+    """Measure, and print a table or JSON."""
     from dcdm.serving.settings import require_packages
 
     require_packages()
-    rows: list[Row] = []
+    rows: list[PathTiming] = []
     written: dict[tuple[str, str], int] = {}
     for case in cases(model, written):
-        rows += measure("serving", case, repeats, False, lambda text: None)
+        rows += measure_case("serving", case, repeats, False, lambda text: None)
     speeds = [
         {"case": row.case, "path": row.path, "tokens_per_second": written[row.case, row.path] / row.median}
         for row in rows

@@ -13,7 +13,7 @@ from dcdm.commands.options import print_json, print_rows
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
-    from dcdm.bench.harness import Row
+    from dcdm.bench.harness import PathTiming
 
 EXAMPLES = ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png")
 
@@ -81,11 +81,11 @@ def bench(
     elif subject == "serving":
         from dcdm.bench import serving
 
-        serving.run(models[0] if models else None, repeats, json, out)
+        serving.measure_serving(models[0] if models else None, repeats, json, out)
     elif subject == "estimator":
         from dcdm.bench import estimator
 
-        estimator.run(20 * repeats, json, out)
+        estimator.measure_estimators(20 * repeats, json, out)
     else:
         compare_paths(TARGETS if subject == "targets" else (subject,), repeats, memory, compare, json, out, plot)
 
@@ -95,16 +95,16 @@ def compare_paths(
     out: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time every path of these subjects; a table on the terminal, JSON on request."""
-    from dcdm.bench.harness import measure, print_table, read_earlier, to_json
+    from dcdm.bench.harness import draw_scaling, measure_case, print_table, read_earlier, to_json
     from dcdm.bench.subjects import MEMORY_MATTERS, cases_of
 
     earlier = read_earlier(compare) if compare else {}
-    rows: list[Row] = []
+    rows: list[PathTiming] = []
     show = _status_line()
     for name in subjects:
         for case in cases_of(name):
             with_memory = name in MEMORY_MATTERS if memory is None else memory
-            rows += measure(name, case, repeats, with_memory, show)
+            rows += measure_case(name, case, repeats, with_memory, show)
             if not sys.stderr.isatty():
                 medians = ", ".join(f"{row.path} {row.median:.3g} s" for row in rows if row.case == case.name)
                 print(f"{name} {case.name}: {medians}", file=sys.stderr, flush=True)
@@ -115,9 +115,7 @@ def compare_paths(
     else:
         print_table(rows, earlier)
     if plot:
-        from dcdm.bench.plot import scaling
-
-        scaling(rows, plot)
+        draw_scaling(rows, plot)
     if out:
         Path(out).write_text(line + "\n")
 
