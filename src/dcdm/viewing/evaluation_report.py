@@ -13,7 +13,7 @@ from dcdm.evaluation.perplexity import Evaluation, Say, Unfit
 from dcdm.evaluation.provenance import Provenance
 from dcdm.evaluation.studies import COMMITS, DecoderFigures, ReportPlan, Studied, Study, Training, study_models
 from dcdm.files import write_whole
-from dcdm.viewing import palette, tables
+from dcdm.viewing import tables
 from dcdm.viewing.chunks import ChunkView, view, window_from
 from dcdm.viewing.page import (
     assemble,
@@ -27,16 +27,7 @@ from dcdm.viewing.page import (
     section,
     small_drawing,
 )  # fmt: skip
-from dcdm.viewing.plots import (
-    DASHES,
-    SHAPES,
-    Series,
-    averaged_points,
-    bars,
-    chart,
-    key,
-    reliability,
-)  # fmt: skip
+from dcdm.viewing.plots import DASHES, MARKERS, Series, averaged_points, bars, chart, reliability
 
 TEXTS = 2  # windows whose chunks are shown
 Views = Mapping[str, Sequence[ChunkView]]
@@ -153,25 +144,21 @@ def _training(found: Sequence[Study]) -> str:
     for number, study in enumerate(found, start=1):
         if study.training is not None:
             lines += _curves(study, study.training, number)
-    drawn = chart(lines, "tokens seen", "nats per token")
-    keys = [
-        *_names(found),
-        *([(key("currentColor", mark="disc"), "valid bound, or exact for AR")] if drawn else []),
-    ]
+    if lines:
+        lines.append(Series("valid bound, or exact for AR", colour=0, markers=["o"]))
     what = (
-        "Lines: loss of training, averaged over stretches. Marks: the kind's valid estimator on held-out text of "
-        "the training's own data, ± its standard error over windows."
+        "Lines: loss of training, averaged over stretches. Marks: a valid estimator for the model's kind, on "
+        "held-out text of the training's own data, ± its standard error over windows."
     )
-    return drawing(drawn, keys, what) + _said(found, "training")
+    return drawing(chart(lines, "tokens seen", "nats per token"), what) + _said(found, "training")
 
 
 def _curves(study: Study, training: Training, number: int) -> list[Series]:
-    loss = averaged_points(training.loss)
     marks = [(tokens, nats) for tokens, nats, _ in training.valid]
     errors = [error for *_, error in training.valid]
     return [
-        Series(study.name, loss, number, _dash(number)),
-        Series(f"{study.name}, held out", marks, number, joined=False, shapes=["disc"] * len(marks), errors=errors),
+        Series(study.name, averaged_points(training.loss), number, _dash(number)),
+        Series(f"{study.name}, held out", marks, number, "", ["o"] * len(marks), errors, in_legend=False),
     ]
 
 
@@ -182,17 +169,15 @@ def _decoders(found: Sequence[Study], source: str) -> str:
         lines.append(
             Series(
                 study.name, [(one.forwards, one.bits) for one in points], number, _dash(number),
-                shapes=[SHAPES[COMMITS.index(one.commit)] for one in points], errors=[one.stderr for one in points],
+                [MARKERS[COMMITS.index(one.commit)] for one in points], [one.stderr for one in points],
             )
         )  # fmt: skip
-    marks = [(key("currentColor", mark=shape), name) for shape, name in zip(SHAPES, COMMITS, strict=True)]
+    lines += [Series(name, colour=0, markers=[marker]) for marker, name in zip(MARKERS, COMMITS, strict=True)]
     what = f"Exact likelihood of {source} under each decoder, ± its standard error over windows; lower is better."
-    drawn = chart(lines, "forwards per window", "bits per token", log=True)
     rows = [_decoded(study, one) for study in found for one in study.decoders]
     numbers = grid(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit"))
-    return (
-        drawing(drawn, [*_names(found), *marks], what) + details("As a table", numbers) + _said(found, "decoders")
-    )
+    drawn = chart(lines, "forwards per window", "bits per token", log=True)
+    return drawing(drawn, what) + details("As a table", numbers) + _said(found, "decoders")
 
 
 def _decoded(study: Study, one: DecoderFigures) -> list[str]:
@@ -211,7 +196,7 @@ def _calibration(found: Sequence[Study], corpus: str) -> str:
     parts = []
     for study in found:
         if (one := study.calibration) is not None:
-            drawn = reliability(one.bins, "confidence (below: counts)", "right")
+            drawn = reliability(one.bins, "confidence", "right")
             said = (
                 f"ECE {one.error:.3f}; {one.count:,} predictions, mean confidence {one.confidence:.3f}, "
                 f"{one.accuracy:.3f} right"
@@ -251,9 +236,7 @@ def _violations(found: Sequence[Study]) -> str:
         if study.training is not None and study.training.violation
     ]
     drawn = chart(lines, "tokens seen", "MaxVio")
-    shown = {one.name for one in lines}
-    keys = [entry for entry in _names(found) if entry[1] in shown]
-    return drawing(drawn, keys, "MaxVio of the steps of training, averaged over stretches.") if drawn else ""
+    return drawing(drawn, "MaxVio of the steps of training, averaged over stretches.")
 
 
 def _texts(found: Sequence[Study], corpus: str) -> str:
@@ -315,10 +298,6 @@ def _said(found: Sequence[Study], part: str) -> str:
     return bullets([f"{study.name}: {study.missing[part]}." for study in found if part in study.missing])
 
 
-def _names(found: Sequence[Study]) -> list[tuple[str, str]]:
-    """A key for each model: the same colour and dash in every drawing."""
-    return [(key(palette.colour(n), _dash(n)), study.name) for n, study in enumerate(found, start=1)]
-
-
 def _dash(number: int) -> str:
+    """Of a model: with its colour the same in every drawing."""
     return DASHES[(number - 1) % len(DASHES)]

@@ -126,14 +126,9 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[st
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Keys (of `key`) and names, as a line of text."""
-    items = "".join(f"<span>{drawn} {html.escape(name)}</span>" for drawn, name in entries)
-    return f'<p class="legend small">{items}</p>'
-
-
-def drawing(drawn: str, keys: Sequence[tuple[str, str]], caption: str) -> str:
-    return f"<figure>{drawn}{legend(keys)}<figcaption>{paragraph(caption)}</figcaption></figure>" if drawn else ""
+def drawing(drawn: str, caption: str) -> str:
+    """A plot with its caption; nothing where there is no plot."""
+    return f"<figure>{drawn}<figcaption>{paragraph(caption)}</figcaption></figure>" if drawn else ""
 
 
 def small_drawing(title: str, drawn: str, said: str) -> str:
