@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from dcdm.likelihood.statistics import known, mean_and_stderr
+from dcdm.likelihood.statistics import known, mean_and_stderr, with_stderr
 
 
 def test_rows_of_equal_length_have_the_textbook_standard_error():
@@ -25,6 +25,8 @@ def test_a_single_row_says_nothing_about_the_error():
     assert mean == 2.0
     assert known(stderr) is None
     assert known(0.5) == 0.5
+    assert with_stderr(mean, stderr, 2) == "2.00"
+    assert with_stderr(mean, 0.5, 2) == "2.00 ± 0.50"
 
 
 def test_the_error_is_as_large_as_the_spread_of_the_figure_over_samples_of_rows():

@@ -124,7 +124,7 @@ def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | 
     if json:
         print(encoded)
     else:
-        tables.print_table(result)
+        tables.perplexity_table(result).print(width=180, caption=tables.LEGEND)
 
 
 def _draw(folder: Path, result: Evaluation, plan: ReportPlan, given: dict[str, Any], processes: int) -> None:

@@ -14,6 +14,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
 from dcdm.io.load import load_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
+from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
@@ -92,10 +93,10 @@ def _card(model: Model, source: Path) -> str:
     if figures is not None:
         step, values = figures
         lines += ["", "| validation figure | nats per token | kind of figure |", "|---|---|---|"]
-        lines.append(f"| step {step} | {values['valid_nll']:.4f} ± {values['valid_nll_stderr']:.4f} | {label} |")
-        if "surrogate_nll" in values:
-            error = values["surrogate_nll_stderr"]
-            lines.append(f"| step {step} | {values['surrogate_nll']:.4f} ± {error:.4f} | {LABELS['surrogate']} |")
+        for name, kind in (("valid_nll", label), ("surrogate_nll", LABELS["surrogate"])):
+            if name in values:
+                figure = with_stderr(values[name], values.get(f"{name}_stderr"))
+                lines.append(f"| step {step} | {figure} | {kind} |")
     auto = "AutoModelForCausalLM" if config.kind == "ar" else "AutoModelForMaskedLM"
     lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model"]
     lines += [f"from transformers import {auto}", ""]

@@ -28,6 +28,11 @@ def mean_and_stderr(rows: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return mean, math.sqrt(spread * len(pairs) / (len(pairs) - 1)) / tokens
 
 
+def with_stderr(mean: float, stderr: float | None, digits: int = 4) -> str:
+    """Mean ± standard error, for people; without what is not known."""
+    return f"{mean:.{digits}f}" + ("" if stderr is None or math.isnan(stderr) else f" ± {stderr:.{digits}f}")
+
+
 def known(value: float) -> float | None:
     """None in the place of `UNKNOWN`, for files and tables."""
     return None if math.isnan(value) else value

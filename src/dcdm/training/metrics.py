@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dcdm.config import ConfigError
 from dcdm.distributed import World
 from dcdm.files import write_whole
+from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.costs import bf16_peak, bill
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
@@ -86,9 +87,9 @@ class Recorder:
         self._write(step, {f"evaluation/{name}": value for name, value in figures.items()})
         parts = []
         for name, value in figures.items():
-            if f"{name}_stderr" in figures:
+            if not name.endswith("_stderr"):
                 label = "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
-                parts.append(f"{label} {value:.4f} ± {figures[f'{name}_stderr']:.4f}")
+                parts.append(f"{label} {with_stderr(value, figures.get(f'{name}_stderr'))}")
         shown = ", ".join(parts)
         self.console.print(f"step {step}: {shown} nats/token")
 

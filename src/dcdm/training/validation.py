@@ -7,7 +7,7 @@ import torch
 from dcdm.data.loader import WindowSet, in_order
 from dcdm.distributed import World, gather_objects
 from dcdm.likelihood.estimators import Estimator, default_estimator, score
-from dcdm.likelihood.statistics import mean_and_stderr
+from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.model.transformer import Model
 from dcdm.training.fsdp import unsharded
 
@@ -18,7 +18,8 @@ def evaluate(
     model: Model, dataset: WindowSet, world: World, *, sequences: int, samples: int, batch_size: int = 16
 ) -> dict[str, float]:
     """Nats per token on the first `sequences` windows: `valid_nll` by the valid estimator with its standard error
-    over windows, and for DCDM with the paper's routing `surrogate_nll`, which is no bound, beside it.
+    over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll` beside it, which
+    is no bound.
 
     Neither batch size nor number of ranks changes the result.
     """
@@ -35,5 +36,7 @@ def evaluate(
                 columns = (x.tolist() for x in (batch["index"], result.nats, result.tokens))
                 mine += list(zip(*columns, strict=True))
             rows = sorted(row for part in gather_objects(mine, world) for row in part)
-            figures[name], figures[f"{name}_stderr"] = mean_and_stderr((nats, count) for _, nats, count in rows)
+            figures[name], stderr = mean_and_stderr((nats, count) for _, nats, count in rows)
+            if (error := known(stderr)) is not None:
+                figures[f"{name}_stderr"] = error
     return figures

@@ -21,13 +21,13 @@ from dcdm.viewing.page import (
     details,
     drawing,
     escape,
-    grid,
     many,
     paragraph,
     section,
     small_drawing,
 )  # fmt: skip
 from dcdm.viewing.plots import DASHES, MARKERS, Series, averaged_points, bars, chart, reliability
+from dcdm.viewing.tables import Table
 
 TEXTS = 2  # windows whose chunks are shown
 Views = Mapping[str, Sequence[ChunkView]]
@@ -117,13 +117,10 @@ def _page(title: str, summary: str, sections: Sequence[str], texts: Sequence[Map
 
 
 def _figures(result: Evaluation) -> str:
-    header, lines = tables.pivot(result)
     unfit = dict.fromkeys(
         f"{row.model}: {row.estimator} does not fit ({row.reason})" for row in result.rows if isinstance(row, Unfit)
     )
-    return (
-        grid(header, lines, text=("corpus", "model", "left out")) + paragraph(f"{tables.LEGEND}.") + bullets(unfit)
-    )
+    return tables.perplexity_table(result).to_html() + paragraph(f"{tables.LEGEND}.") + bullets(unfit)
 
 
 def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -133,7 +130,7 @@ def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
         "value, chance: per cent; ±: standard error over questions; noise: mean Monte-Carlo standard error of a "
         "choice in nats, and in brackets the share of questions whose best choice leads within it."
     )
-    return grid(list(tables.TASK_COLUMNS), lines, text=("task", "metric")) + paragraph(why) + bullets(notes)
+    return Table(list(tables.TASK_COLUMNS), lines, ("task", "metric")).to_html() + paragraph(why) + bullets(notes)
 
 
 # --- drawings ----------------------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ def _decoders(found: Sequence[Study], source: str) -> str:
     lines += [Series(name, colour=0, markers=[marker]) for marker, name in zip(MARKERS, COMMITS, strict=True)]
     what = f"Exact likelihood of {source} under each decoder, ± its standard error over windows; lower is better."
     rows = [_decoded(study, one) for study in found for one in study.decoders]
-    numbers = grid(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit"))
+    numbers = Table(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit")).to_html()
     drawn = chart(lines, "forwards per window", "bits per token", log=True)
     return drawing(drawn, what) + details("As a table", numbers) + _said(found, "decoders")
 
@@ -204,7 +201,7 @@ def _calibration(found: Sequence[Study], corpus: str) -> str:
             parts.append(small_drawing(study.name, drawn, said))
     header = ["model", *(f"{low / 10:.1f}–{(low + 1) / 10:.1f}" for low in range(studies.BINS))]
     rows = [[s.name, *(f"{b.count:,}" for b in s.calibration.bins)] for s in found if s.calibration is not None]
-    counts = details("Counts of predictions by confidence", grid(header, rows, text=("model",)))
+    counts = details("Counts of predictions by confidence", Table(header, rows, text=("model",)).to_html())
     return f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>{counts}'
 
 

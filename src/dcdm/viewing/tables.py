@@ -1,4 +1,4 @@
-"""One table of many figures: for the terminal, as Markdown and as CSV.
+"""Tables: one builder for terminal, Markdown and pages, and the tables of evaluations.
 
 Valid figures, those of a decoder and the paper's surrogate have columns of their own: they are not to be compared.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dcdm.evaluation.corpora import PAPER
 from dcdm.evaluation.perplexity import Evaluation, Figures, Unfit
+from dcdm.viewing.page import grid
 
 CLASSES = {
     "exact or ≤ bound": ("exact", "bound", "sequential"),
@@ -25,8 +28,44 @@ LEGEND = (
 )
 
 
-def pivot(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
-    """Header and cells: a row per corpus and model, a pair of columns per class of figures that was asked for."""
+@dataclass(frozen=True)
+class Table:
+    """Cells under names of columns; those of `text` are set left, all others right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    text: Collection[str] = ()
+
+    def print(self, width: int = 130, caption: str | None = None) -> None:
+        """To the terminal; `width` where there is none."""
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=None, pad_edge=False, caption=caption, caption_justify="left")
+        for name in self.columns:
+            table.add_column(name, justify="left" if name in self.text else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*map(_cell, row))
+        Console(width=None if sys.stdout.isatty() else width).print(table)
+
+    def to_markdown(self) -> str:
+        rules = ["---" if name in self.text else "---:" for name in self.columns]
+        lines = [self.columns, rules, *([_cell(value) for value in row] for row in self.rows)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def to_html(self) -> str:
+        return grid(self.columns, [[_cell(value) for value in row] for row in self.rows], tuple(self.text))
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+# --- perplexity --------------------------------------------------------------------------------------------------
+
+
+def perplexity_table(evaluation: Evaluation) -> Table:
+    """A row per corpus and model, a pair of columns per class of figures that was asked for."""
     used = [name for name, members in CLASSES.items() if any(row.estimator in members for row in evaluation.rows)]
     header = ["corpus", "model"]
     for name in used:
@@ -39,7 +78,7 @@ def pivot(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
         lines += [
             _line(evaluation, corpus, model, used) for model in evaluation.models if corpus in evaluation.corpora
         ]
-    return header, lines
+    return Table(header, lines, ("corpus", "model", "left out"))
 
 
 def _line(evaluation: Evaluation, corpus: str, model: str, used: list[str]) -> list[str]:
@@ -47,9 +86,10 @@ def _line(evaluation: Evaluation, corpus: str, model: str, used: list[str]) -> l
     cells, counted = [corpus, model], next((row for row in here if isinstance(row, Figures)), None)
     for name in used:
         members = [row for row in here if row.estimator in CLASSES[name]]
-        found = next((row for row in members if isinstance(row, Figures)), None)
-        if found is not None:
-            cells += [_perplexity(found), "–" if found.bits_per_byte is None else f"{found.bits_per_byte:.3f}"]
+        figures = next((row for row in members if isinstance(row, Figures)), None)
+        if figures is not None:
+            bits = figures.bits_per_byte
+            cells += [_perplexity(figures), "–" if bits is None else f"{bits:.3f}"]
         else:
             cells += ["does not fit" if members else "", ""]
     return cells + (_counts(counted) if counted is not None else [""] * 4)
@@ -75,10 +115,7 @@ def _counts(row: Figures) -> list[str]:
 
 
 def to_markdown(evaluation: Evaluation) -> str:
-    header, lines = pivot(evaluation)
-    rules = ["---" if name in ("corpus", "model", "left out") else "---:" for name in header]
-    rows = [header, rules, *lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\n{LEGEND}.\n"
+    return f"{perplexity_table(evaluation).to_markdown()}\n{LEGEND}.\n"
 
 
 def to_csv(evaluation: Evaluation) -> str:
@@ -100,22 +137,6 @@ def _flat(row: Figures | Unfit) -> dict[str, Any]:
         return {**values, "note": f"does not fit: {why}"}
     left_out = values.pop("left_out")
     return {**values, **{f"left_out_{name.replace(' ', '_')}": count for name, count in left_out.items()}}
-
-
-def print_table(evaluation: Evaluation) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    header, lines = pivot(evaluation)
-    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
-    for name in header:
-        table.add_column(name, justify="left" if name in ("corpus", "model", "left out") else "right", no_wrap=True)
-    for number, cells in enumerate(lines):
-        last = number + 1 == len(lines) or lines[number + 1][0] != cells[0]
-        table.add_row(*cells, end_section=last)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 # --- benchmark tasks ---------------------------------------------------------------------------------------------
