@@ -29,7 +29,7 @@ SURROGATE: FigurePath = ("heldout", "surrogate")
 
 
 @dataclass(frozen=True)
-class Part:
+class Comparison:
     """One comparison: a name for it, the difference, and what it says."""
 
     name: str
@@ -44,7 +44,7 @@ class Claim:
     name: str
     statement: str
     experiment: str
-    parts: tuple[Part, ...]
+    parts: tuple[Comparison, ...]
 
     @property
     def verdict(self) -> str:
@@ -61,8 +61,8 @@ def verdict_of(difference: Interval | None) -> str:
     return CONTRADICTED if difference.above_zero else UNDECIDED
 
 
-def _part(name: str, difference: Interval | None) -> Part:
-    return Part(name, difference, verdict_of(difference))
+def _compare(name: str, difference: Interval | None) -> Comparison:
+    return Comparison(name, difference, verdict_of(difference))
 
 
 def claims(results: Results) -> list[Claim]:
@@ -82,12 +82,12 @@ def loss_order(results: Results) -> Claim:
     )  # fmt: skip
 
 
-def _order(results: Results, paper: str, bdlm: str, mdlm: str) -> tuple[Part, ...]:
+def _order(results: Results, paper: str, bdlm: str, mdlm: str) -> tuple[Comparison, ...]:
     """The three comparisons, between these variants."""
     return (
-        _part("DCDM (paper) − BDLM", results.difference(paper, bdlm)),
-        _part("BDLM − MDLM", results.difference(bdlm, mdlm)),
-        _part("DCDM (paper) − MDLM", results.difference(paper, mdlm)),
+        _compare("DCDM (paper) − BDLM", results.difference(paper, bdlm)),
+        _compare("BDLM − MDLM", results.difference(bdlm, mdlm)),
+        _compare("DCDM (paper) − MDLM", results.difference(paper, mdlm)),
     )
 
 
@@ -97,8 +97,8 @@ def surrogate_order(results: Results) -> Claim:
         "loss, as the paper counts it", "the same order by the surrogate, the number that the paper reports",
         "loss-curves",
         (
-            _part("surrogate of DCDM − bound of BDLM", results.difference("paper", "bdlm8", SURROGATE, VALID)),
-            _part("BDLM − MDLM", results.difference("bdlm8", "mdlm")),
+            _compare("surrogate of DCDM − bound of BDLM", results.difference("paper", "bdlm8", SURROGATE, VALID)),
+            _compare("BDLM − MDLM", results.difference("bdlm8", "mdlm")),
         ),
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def earlier(results: Results) -> Claim:
             share = tokens / rows[-1][0]
             if share > 1 / 3:
                 difference = interval([a - b for a, b in zip(values[::2], values[1::2], strict=True)])
-                parts.append(_part(f"{name} at {share:.0%} of training", difference))
+                parts.append(_compare(f"{name} at {share:.0%} of training", difference))
     return Claim(
         "earlier in training", "the order DCDM, BDLM, MDLM emerges early in training and stays", "training-steps",
         tuple(parts),
@@ -140,8 +140,8 @@ def every_size(results: Results) -> Claim:
     parts = []
     for size in ("-small", "", "-large"):
         label = size.removeprefix("-") or "main"
-        parts.append(_part(f"DCDM − BDLM, {label}", results.difference(f"paper{size}", f"bdlm8{size}")))
-        parts.append(_part(f"BDLM − MDLM, {label}", results.difference(f"bdlm8{size}", f"mdlm{size}")))
+        parts.append(_compare(f"DCDM − BDLM, {label}", results.difference(f"paper{size}", f"bdlm8{size}")))
+        parts.append(_compare(f"BDLM − MDLM, {label}", results.difference(f"bdlm8{size}", f"mdlm{size}")))
     return Claim("every scale", "the order holds at every model size", "scaling", tuple(parts))
 
 
@@ -149,8 +149,8 @@ def subspace_loss(results: Results) -> Claim:
     return Claim(
         "subspace: loss", "a subspace gives a lower loss than a point (h=1)", "point-vs-subspace",
         (
-            _part("subspace − point, valid bound", results.difference("paper", "paper-point")),
-            _part("subspace − point, surrogate", results.difference("paper", "paper-point", SURROGATE)),
+            _compare("subspace − point, valid bound", results.difference("paper", "paper-point")),
+            _compare("subspace − point, surrogate", results.difference("paper", "paper-point", SURROGATE)),
         ),
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def subspace_balance(results: Results) -> Claim:
             values.append(ends[0] - ends[1])
     return Claim(
         "subspace: balance", "a subspace keeps chunks balanced where a point does not", "point-vs-subspace",
-        (_part("MaxVio of subspace − of point, end of training", interval(values)),),
+        (_compare("MaxVio of subspace − of point, end of training", interval(values)),),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def k_rows(results: Results, fixed: bool) -> list[tuple[int, str]]:
     names = {name for name, _ in results.runs if name == "paper" or name.startswith("paper-k")}
     rows = []
     for name in names:
-        config = next(run["settings"]["model"] for (own, _), run in results.runs.items() if own == name)
+        config = next(run["settings"]["model"] for (variant, _), run in results.runs.items() if variant == name)
         rows.append((config["num_chunks"], config["chunk_dim"], name))
     main = next((dim for _, dim, name in rows if name == "paper"), None)
     if fixed:
@@ -195,12 +195,12 @@ def interior_optimum(results: Results) -> Claim:
     rows = k_rows(results, fixed=False)
     names = [name for _, name in rows]
     means = {name: mean.mean for name in names if (mean := results.mean(name, VALID, seeds=results.seeds(*names)))}
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Comparison, ...] = ()
     if len(means) == len(rows) >= 3:
         inner = min((name for _, name in rows[1:-1]), key=lambda name: means[name])
         best = next(k for k, name in rows if name == inner)
         parts = tuple(
-            _part(f"K={best} − K={k}", results.difference(inner, name)) for k, name in (rows[0], rows[-1])
+            _compare(f"K={best} − K={k}", results.difference(inner, name)) for k, name in (rows[0], rows[-1])
         )
     return Claim(
         "interior K", "the best K lies inside the range, not at an end", "k-ablation", parts,
@@ -210,7 +210,7 @@ def interior_optimum(results: Results) -> Claim:
 def mixture(results: Results) -> Claim:
     return Claim(
         "MoE", "chunks compose with a mixture of experts: it improves DCDM at about equal active parameters", "moe",
-        (_part("DCDM-MoE − DCDM", results.difference("paper-moe", "paper")),),
+        (_compare("DCDM-MoE − DCDM", results.difference("paper-moe", "paper")),),
     )  # fmt: skip
 
 
@@ -218,8 +218,8 @@ def zero_shot(results: Results) -> Claim:
     parts = []
     for corpus in ZERO_SHOT:
         path = ("zeroshot", corpus, "valid")
-        parts.append(_part(f"DCDM − BDLM, {corpus}", results.difference("paper", "bdlm8", path)))
-        parts.append(_part(f"DCDM − MDLM, {corpus}", results.difference("paper", "mdlm", path)))
+        parts.append(_compare(f"DCDM − BDLM, {corpus}", results.difference("paper", "bdlm8", path)))
+        parts.append(_compare(f"DCDM − MDLM, {corpus}", results.difference("paper", "mdlm", path)))
     return Claim(
         "zero-shot", "DCDM has the lowest perplexity of the diffusion models on texts of other kinds", "zero-shot",
         tuple(parts),
@@ -230,10 +230,10 @@ def adablock(results: Results) -> Claim:
     """Likelihood of true answers: DCDM by its own decoder, BDLM by AdaBlock, at one position a forward."""
     parts = []
     for task in ("gsm8k", "math", "humaneval"):
-        own: FigurePath = ("tasks", "answers", task, "decoders", "position")
-        ada: FigurePath = ("tasks", "answers", task, "decoders", "adablock position")
-        difference = results.difference("paper-tuned", "bdlm8-tuned", own, ada)
-        parts.append(_part(f"DCDM − AdaBlock, {task}", difference))
+        fixed: FigurePath = ("tasks", "answers", task, "decoders", "position")
+        adaptive: FigurePath = ("tasks", "answers", task, "decoders", "adablock position")
+        difference = results.difference("paper-tuned", "bdlm8-tuned", fixed, adaptive)
+        parts.append(_compare(f"DCDM − AdaBlock, {task}", difference))
     return Claim(
         "AdaBlock", "DCDM beats blocks that are chosen at decoding time", "adaptive", tuple(parts),
     )  # fmt: skip

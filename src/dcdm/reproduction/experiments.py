@@ -107,7 +107,7 @@ def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
     """The experiments called so, or `all`."""
     known = experiments(scale)
     if unknown := sorted(set(names) - {*known, "all"}):
-        raise ConfigError(f"no experiment is called {', '.join(unknown)}; there are {', '.join(known)}, and all")
+        raise ConfigError(f"no experiment is called {', '.join(unknown)}; choose from {', '.join(known)}, or all")
     return [one for one in known.values() if "all" in names or one.name in names]
 
 

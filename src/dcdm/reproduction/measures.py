@@ -193,7 +193,7 @@ def _model(folder: Path) -> tuple[Model, Tokenizer]:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextWindows:
     """Windows of a corpus in batches."""
 
     batches: list[WindowBatch]
@@ -205,30 +205,32 @@ class Text:
 
 
 @lru_cache(maxsize=16)
-def text(source: Path, name: str, model: Path, limit: int, few: int | None = None) -> Text:
+def text(source: Path, name: str, model: Path, limit: int, few: int | None = None) -> TextWindows:
     """`limit` windows spread over a corpus, or of these only `few`, again spread."""
     network, tokenizer = _model(model)
     return windows(source, name, tokenizer, network.config.context_length, limit, few)
 
 
-def windows(source: Path, name: str, tokenizer: Tokenizer, length: int, limit: int, few: int | None = None) -> Text:
+def windows(
+    source: Path, name: str, tokenizer: Tokenizer, length: int, limit: int, few: int | None = None
+) -> TextWindows:
     """The same for a tokenizer and a length."""
     corpus = tokenise(read_corpus(f"{name}={source}", ReadingSettings()), tokenizer)
     cut = CorpusWindows(corpus, tokenizer, length, WindowSettings(limit=limit))
     if few is not None:
         cut.chosen = cut.chosen[np.arange(few) * len(cut.chosen) // few]
-    return Text(list(cut.batches(8)), corpus)
+    return TextWindows(list(cut.batches(8)), corpus)
 
 
-def _test(spec: RunSpec, places: Places, few: int | None = None) -> Text:
+def _test(spec: RunSpec, places: Places, few: int | None = None) -> TextWindows:
     return text(places.data / TEST, "wikitext2", places.model(spec), spec.scale.heldout_windows, few)
 
 
-def _for_decoding(spec: RunSpec, places: Places) -> tuple[Model, Text]:
+def _for_decoding(spec: RunSpec, places: Places) -> tuple[Model, TextWindows]:
     return _model(places.model(spec))[0], _test(spec, places, spec.scale.frontier_windows)
 
 
-def _scored(model: Model, held: Text, estimator: Estimator, samples: int) -> dict[str, Any]:
+def _scored(model: Model, held: TextWindows, estimator: Estimator, samples: int) -> dict[str, Any]:
     scores = [
         score(model, batch.tokens, estimator, samples, prompt=batch.prompt, index=batch.index)
         for batch in held.batches
@@ -241,7 +243,7 @@ def _scored(model: Model, held: Text, estimator: Estimator, samples: int) -> dic
     }
 
 
-def _decoded(model: Model, held: Text, commit: str, **how: Any) -> dict[str, Any]:
+def _decoded(model: Model, held: TextWindows, commit: str, **how: Any) -> dict[str, Any]:
     scores = [
         score(model, batch.tokens, "trajectory", prompt=batch.prompt, index=batch.index, commit=commit, **how)
         for batch in held.batches
@@ -250,7 +252,7 @@ def _decoded(model: Model, held: Text, commit: str, **how: Any) -> dict[str, Any
     return {"forwards": round(float(forwards), 2), **summed(held, [(one.nats, one.tokens) for one in scores])}
 
 
-def summed(held: Text, scores: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+def summed(held: TextWindows, scores: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
     """Nats per token, bits per byte, and every window's nats, in the order of the corpus, from a batch's nats and
     tokens."""
     rows = []

@@ -47,7 +47,7 @@ def plots(results: Results) -> dict[str, Plot]:
     tokens = "million tokens (± one standard deviation over seeds)"
     forwards, exact = f"forwards for a window {seeds}", "nats per token, exact"
     pair = ("paper", "paper-point")
-    made = {
+    every = {
         "loss-curves": Plot(tokens, "nats per token", _curves(results, MAIN, "validation")),
         "frontier": Plot(forwards, exact, _frontier(results, MAIN), log=True),
         "frontier-partitions": Plot(forwards, exact, _frontier(results, PARTITIONS), log=True),
@@ -57,7 +57,7 @@ def plots(results: Results) -> dict[str, Plot]:
         "violation": Plot(tokens, "MaxVio", _curves(results, pair, "violation")),
         "point-vs-subspace": Plot(tokens, "training loss, nats per token", _curves(results, pair, "training")),
     }
-    return {name: plot for name, plot in made.items() if plot.lines}
+    return {name: plot for name, plot in every.items() if plot.lines}
 
 
 def draw(plot: Plot) -> str:

@@ -104,8 +104,8 @@ def grids(results: Results) -> dict[str, Grid]:
         "causes": one_change, "frontier": frontier, "policies": policies, "downstream": downstream,
         "adaptive": adaptive, "contents": contents, "cost": cost,
     }  # fmt: skip
-    made = {name: make(results) for name, make in makers.items()} if results.runs else {}
-    return {name: grid for name, grid in made.items() if grid.rows}
+    every = {name: make(results) for name, make in makers.items()} if results.runs else {}
+    return {name: grid for name, grid in every.items() if grid.rows}
 
 
 # --- what columns share -------------------------------------------------------------------------------------------
