@@ -58,7 +58,7 @@ def test_debug_shows_where_an_error_arose():
     plain, debug = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["--debug"]))
     assert plain.returncode == 2
     assert "Traceback" not in plain.stderr
-    assert "nowhere is no folder" in plain.stderr
+    assert "nowhere is not a folder" in plain.stderr
     assert "Traceback" in debug.stderr
 
 

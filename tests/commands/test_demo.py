@@ -70,7 +70,7 @@ def finished(place):
     return folder, process.returncode, done
 
 
-def test_an_interrupted_demo_saves_leaves_with_130_and_goes_on(finished):
+def test_an_interrupted_demo_saves_leaves_with_130_and_resumes(finished):
     folder, code, done = finished
     assert code == 130
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,8 @@ def test_the_report_needs_nothing_from_outside_and_the_terminal_says_what_comes_
     folder, _, done = finished
     page = (folder / "report.html").read_text()
     assert not re.findall(r"""(?:https?:)?//[\w.]+|\b(?:src|href)\s*=(?!"#)|url\((?!#)|@import""", page)
-    assert ">DCDM</text>" in page and ">BDLM</text>" in page
+    assert ">DCDM</text>" in page
+    assert ">BDLM</text>" in page
     assert len(re.findall(r"By the (?:bound|exact, 8 forwards) figure", page)) == 2  # neither is left out
     assert f"{folder / 'report.html'}" in done.stdout.replace("\n", "")
     assert "class Point" in done.stdout

@@ -107,7 +107,7 @@ def test_a_run_stopped_and_resumed_equals_one_never_interrupted_bit_for_bit(pres
             patch.setattr(Recorder, "on_step", signalling(stop_after))
             assert start(preset, parts, corpus, train__steps=8, **changes) == 130
         assert newest(parts).name.endswith(f"{stop_after}")
-    assert run(None, parts) == 0  # the folder alone is enough to go on
+    assert run(None, parts) == 0  # the folder alone is enough to resume
     ours, theirs = load_weights(newest(parts)), load_weights(newest(whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     ours, theirs = load_weights(newest(parts), "ema"), load_weights(newest(whole), "ema")
@@ -369,7 +369,7 @@ assert transformers.AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})('ab
 
 
 def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
-    """torchrun with gloo: the same command, the same figures, and a folder that one process goes on with."""
+    """torchrun with gloo: the same command, the same figures, and a folder that one process resumes."""
     alone, pair = tmp_path / "alone", tmp_path / "pair"
     assert start("dcdm-debug", alone, corpus, train__steps=4, checkpoint_every=2) == 0
     values = yaml.safe_load((alone / "settings.yaml").read_text())

@@ -82,7 +82,7 @@ def load_for(model: str | Path, device: Device, dtype: Dtype) -> tuple[Model, To
 
 
 def at_least_one(**counts: int | None) -> None:
-    """Refuse counts below 1, by the names of their options; None is no count."""
+    """Refuse counts below 1, by the names of their options; None is not a count."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {count}: must be at least 1")

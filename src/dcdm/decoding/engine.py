@@ -158,7 +158,7 @@ def generate(
     padding changes it.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
-    the others of its batch go on. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
+    the others of its batch continue. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
     window.
     """
     config = model.config

@@ -147,7 +147,7 @@ def _next_position(sets: Sets) -> Router:
 
 
 def _from_noise(model: Model, sets: Sets, name: str) -> Router:
-    """The paper's routing on the tokens of now: the lowest chunk with open positions is next.
+    """The paper's routing on the tokens as they stand: the lowest chunk with open positions is next.
 
     Revealed tokens count as earlier than it, unless the mask of the paper's appendix is asked for.
     """

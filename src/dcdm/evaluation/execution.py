@@ -2,7 +2,7 @@
 
 The process gets a fresh folder, an empty environment, limits on processor time, wall time, memory and file size,
 and no network: a network namespace of its own where the kernel grants one, else every socket call is refused by
-an audit hook. It is no full sandbox: the program runs as the same user and can read what that user can read.
+an audit hook. It is not a full sandbox: the program runs as the same user and can read what that user can read.
 """
 
 from __future__ import annotations

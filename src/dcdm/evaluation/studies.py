@@ -55,7 +55,7 @@ class Training:
 
     loss: list[tuple[int, float]]
     valid: list[tuple[int, float, float]]
-    """Nats per token by the kind's valid estimator, and their standard error over windows."""
+    """Nats per token by the estimator that is valid for the model's kind, and their standard error over windows."""
     violation: list[tuple[int, float]]
     """MaxVio of each step; empty where chunks are fixed."""
 

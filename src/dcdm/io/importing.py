@@ -228,7 +228,7 @@ def _open_file(path: Path, stack: ExitStack, fix: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}); {fix}") from error
     except SafetensorError as error:
         raise ConfigError(f"{path} is damaged ({error}); {fix}") from error
-    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
 
 
 def _check_tensors(tensors: dict[str, Any], shapes: dict[str, list[int]], source: _Source) -> None:

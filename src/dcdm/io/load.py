@@ -70,7 +70,7 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
     """Configuration and tokenizer of what `load_model` would load."""
     path = Path(path)
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; give a run folder, a checkpoint in it, or an exported folder")
+        raise ConfigError(f"{path} is not a folder; give a run folder, a checkpoint in it, or an exported folder")
     if (path / "config.json").exists():
         return _exported(path)
     run = path if (path / "settings.yaml").exists() else path.parent.parent

@@ -105,7 +105,7 @@ def score(
 ) -> Score:
     """Score `tokens` (B, L), each row starting with BOS, PAD ignored, positions in `prompt` given.
 
-    `estimator` "auto" takes the kind's valid one. `samples` "all" sums over every mask set instead of
+    `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
     drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
     `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `index` (B,) numbers the sequences and
     keys their randomness, so that neither the batch size nor a split over processes changes a score.

@@ -3,7 +3,7 @@
 In round k a hidden position's block-0 state needs its attention over the revealed tokens and itself. A clean
 token's block-0 keys and values depend on its own embedding alone, and every hidden position asks the same
 question, MASK, from its own place. So softmax sums are carried from round to round: each round adds the keys
-of the tokens that the last one revealed, and only the still hidden positions go on through the MLP.
+of the tokens that the last one revealed, and only the still hidden positions continue through the MLP.
 
     B batch   L positions   H query heads   G key/value heads   D head size   d hidden size   K chunks
     X hidden positions and Y newly revealed ones of a round, padded to the longest row

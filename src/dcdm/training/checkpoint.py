@@ -311,7 +311,7 @@ def _json(content: dict[str, Any], name: str) -> str:
 def _attempt(doing: str, action: Callable[[], T]) -> T | _Failure:
     try:
         return action()
-    except (Exception, CheckpointException) as error:  # the second is no Exception
+    except (Exception, CheckpointException) as error:  # the second is not an Exception
         return _Failure(f"{doing}: {_advice(error)}; earlier checkpoints are untouched")
 
 

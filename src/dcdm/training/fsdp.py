@@ -166,7 +166,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor of a shard, on every rank; a tensor that is no shard as it is. All ranks must call it."""
+    """The whole tensor of a shard, on every rank; any other tensor as it is. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -81,10 +81,10 @@ def train(
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1_000,
 ) -> int:
-    """Train `model` in place, going on from the newest checkpoint if there is one; returns the steps done.
+    """Train `model` in place, resuming from the newest checkpoint if there is one; returns the steps done.
 
     Every random choice follows from `settings.seed`. Fewer than `settings.steps` steps are returned when
-    `hooks.should_stop` said so on any rank; everything is saved then.
+    `hooks.should_stop` is true on any rank; everything is saved then.
     """
     objective, world, hooks = objective or ObjectiveConfig(), world or World(), hooks or Hooks()
     types = precision(settings.dtype, world.device)
@@ -117,7 +117,7 @@ def train(
 
         stop = any_true(hooks.should_stop(), world)
         last = stop or step == settings.steps
-        # also when stopping: going on starts behind this step and would never come back to it
+        # also when stopping: a resumed run starts after this step and would never come back to it
         if evaluate is not None and (step % evaluate_every == 0 or step == settings.steps):
             figures = evaluate(model, step)
             hooks.on_evaluation(step, figures)

@@ -20,7 +20,7 @@ FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
 }  # fmt: skip
-"""Settings that may differ when a run goes on: they do not change what it computes."""
+"""Settings that may differ when a run is resumed: they do not change what it computes."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Dotted names of the settings that differ and may not, when a run is to go on."""
+    """Dotted names of the settings that differ and may not, when a run is resumed."""
     flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
     names = sorted(set(flat) | set(flat_other))
     return [n for n in names if flat.get(n) != flat_other.get(n) and n not in FREE_TO_CHANGE]
@@ -247,8 +247,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def _unknown(name: str, value: Any, known: Any) -> str:
     """What to say of a value that is none of the names of a Literal."""
-    said = f"{name}={value!r} is not known; choose one of {', '.join(get_args(known))}"
-    return f"{said} (fp16 would need scaled losses; bf16 does not)" if value == "fp16" else said
+    message = f"{name}={value!r} is not known; choose one of {', '.join(get_args(known))}"
+    return f"{message} (fp16 would need scaled losses; bf16 does not)" if value == "fp16" else message
 
 
 def _plain(value: Any) -> Any:

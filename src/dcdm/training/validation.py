@@ -1,4 +1,4 @@
-"""Evaluation during training: the kind's valid estimator on the validation split, over all ranks."""
+"""Evaluation during training: an estimator valid for the model's kind, on the validation split, over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Nats per token on the first `sequences` windows: `valid_nll` by the valid estimator with its standard error
     over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll` beside it, which
-    is no bound.
+    is not a bound.
 
     Neither batch size nor number of ranks changes the result.
     """

@@ -227,7 +227,7 @@ def rule(config: ModelConfig) -> str:
 
 
 def labels(window: TextWindow) -> list[str]:
-    """What to show for each token: its letters, its bytes where they are no whole letters, or its name."""
+    """What to show for each token: its letters, its bytes where they are not whole letters, or its name."""
     return [
         _label(piece) if name is None else name for piece, name in zip(window.pieces, window.names, strict=True)
     ]
