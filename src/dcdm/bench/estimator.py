@@ -31,6 +31,7 @@ from dcdm.likelihood.estimators import Scorer, score
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
 from dcdm.training.loop import TrainConfig, train_windows
+from dcdm.viewing.tables import Table
 
 STEPS, WINDOWS, SAMPLES, LENGTH = 200, 4, 16, 64
 TARGET = 0.5
@@ -80,7 +81,7 @@ def measure_estimators(repeats: int, json: bool, out: str | None) -> None:
     if json:
         print(line)
     else:
-        print_rows(rows)
+        print_errors(rows)
 
 
 def trained(config: ModelConfig, windows: Tensor, steps: int) -> Model:
@@ -140,16 +141,12 @@ def _rows(case: str, drawn: dict[str, Tensor], stated: Tensor, tokens: int) -> l
     return rows
 
 
-def print_rows(rows: list[EstimatorAccuracy]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("case", "path", "error, nats/token", "to plain", "target", "reported/error", "bias, σ"):
-        table.add_column(column, justify="left" if column in ("case", "path") else "right", no_wrap=True)
+def print_errors(rows: list[EstimatorAccuracy]) -> None:
+    columns = ("case", "path", "error, nats/token", "to plain", "target", "reported/error", "bias, σ")
+    lines = []
     for row in rows:
         goal = f"≤ {TARGET:.2f}" if row.path == "as used" else ""
         stated = "" if row.reported is None else f"{row.reported:.2f}"
         cells = (f"{row.error:.4f}", f"{row.ratio:.2f}", goal, stated, f"{row.bias:+.1f}")
-        table.add_row(row.case, row.path, *cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        lines.append((row.case, row.path, *cells))
+    Table(columns, lines, text=("case", "path")).print(width=120)

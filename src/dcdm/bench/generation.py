@@ -24,7 +24,10 @@ from dcdm.evaluation.decoders import score_under_decoder
 from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
+from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
+from dcdm.viewing.palette import CHUNKS
+from dcdm.viewing.tables import Table
 
 COMMITS = (
     "chunk", "steps:4", "position", "threshold:0.9", "threshold:0.7", "entropy:0.5", "factor:1", "ancestral:8",
@@ -134,45 +137,41 @@ def run_generation(
     if json:
         print(line)
     else:
-        print_table(rows)
+        print_decoders(rows)
     if out:
         Path(out).write_text(line + "\n")
     if plot:
-        draw(rows, plot)
+        draw_decoders(rows, plot)
 
 
-def print_table(rows: list[DecoderTiming]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    names = ("kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token")
-    for name in (*names, "bits/token", "measure", "bits/token of samples"):
-        table.add_column(name, justify="left" if name in names[:4] or name == "measure" else "right", no_wrap=True)
-    for r in rows:
-        table.add_row(
+def print_decoders(rows: list[DecoderTiming]) -> None:
+    text = ("kind", "routing", "commit", "cache", "measure")
+    columns = (
+        "kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token",
+        "bits/token", "measure", "bits/token of samples",
+    )  # fmt: skip
+    lines = [
+        (
             r.kind, r.routing, r.commit, r.cache, f"{r.tokens_per_second:.0f}", f"{r.forwards:.1f}",
-            f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", f"{r.bits:.3f} ± {r.bits_stderr:.3f}", r.measure,
-            "" if r.sample_bits is None else f"{r.sample_bits:.3f} ± {r.sample_bits_stderr:.3f}",
-        )  # fmt: skip
-    Console(width=None if Console().is_terminal else 160).print(table)
+            f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", with_stderr(r.bits, r.bits_stderr, 3), r.measure,
+            "" if r.sample_bits is None else with_stderr(r.sample_bits, r.sample_bits_stderr, 3),
+        )
+        for r in rows
+    ]  # fmt: skip
+    Table(columns, lines, text).print(width=160)
 
 
-def draw(rows: list[DecoderTiming], path: Path) -> None:
+def draw_decoders(rows: list[DecoderTiming], path: Path) -> None:
     """Bits per token against tokens per forward, one colour per kind."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     marks = {"ar": "s", "mdlm": "v", "bdlm": "^", "dcdm-paper": "o", "dcdm-causal": "D"}
     named: dict[tuple[str, str], DecoderTiming] = {}
     for row in rows:
         if row.cache in ("exact", "none") and row.routing == "auto" and (row.kind, row.commit) not in named:
             named[row.kind, row.commit] = row
-    from dcdm.viewing.palette import CHUNKS
-
     for number, kind in enumerate(dict.fromkeys(kind for kind, _ in named)):
         points = sorted((r for (k, _), r in named.items() if k == kind), key=lambda r: r.tokens_per_forward)
         x, y = [r.tokens_per_forward for r in points], [r.bits for r in points]
@@ -192,6 +191,4 @@ def draw(rows: list[DecoderTiming], path: Path) -> None:
     axes.set_ylabel("bits per token of held-out text (lower is better)")
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)

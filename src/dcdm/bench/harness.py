@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from dcdm.viewing.tables import Table
+
 Run = Callable[[], None]
 
 
@@ -80,7 +82,7 @@ def measure_case(
 
 def peak_memory(subject: str, case: str, path: str) -> float:
     """Megabytes that one run adds to a fresh process's resident memory, at its peak."""
-    command = [sys.executable, "-m", "dcdm.bench.peak", subject, case, path, str(torch.get_num_threads())]
+    command = [sys.executable, "-m", "dcdm.bench.subjects", subject, case, path, str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])
 
@@ -119,15 +121,10 @@ def to_json(rows: list[PathTiming]) -> str:
 
 def print_table(rows: list[PathTiming], earlier: dict[tuple[str, str, str], float]) -> None:
     """A table for people; with earlier medians, how much faster each path has become."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
     columns = ["subject", "case", "path", "median s", "spread", "ratio", "target"]
     columns += ["peak MB"] if any(row.megabytes is not None for row in rows) else []
     columns += ["was s"] if earlier else []
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("subject", "case", "path") else "right", no_wrap=True)
+    lines = []
     for row in rows:
         cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
@@ -137,8 +134,8 @@ def print_table(rows: list[PathTiming], earlier: dict[tuple[str, str, str], floa
         if earlier:
             before = earlier.get((row.subject, row.case, row.path))
             cells.append("" if before is None else f"{before:.4g}")
-        table.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 130).print(table)
+        lines.append(cells)
+    Table(columns, lines, text=("subject", "case", "path")).print()
 
 
 def read_earlier(path: str) -> dict[tuple[str, str, str], float]:
@@ -152,10 +149,7 @@ STYLES = {"production": ("#0072b2", "o-"), "dense SDPA": ("#e69f00", "s--"), "li
 
 def draw_scaling(rows: list[PathTiming], path: Path) -> None:
     """One column per subject: seconds above, peak megabytes below, against L on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     points: dict[str, dict[str, list[tuple[int, float, float | None]]]] = {}
     for row in rows:
@@ -165,7 +159,8 @@ def draw_scaling(rows: list[PathTiming], path: Path) -> None:
         subject = row.case.split(" L=")[0] if " L=" in row.case else row.subject
         lines = points.setdefault(subject, {})
         lines.setdefault(row.path, []).append((int(length[1]), row.median, row.megabytes))
-    figure, axes = plt.subplots(2, len(points), figsize=(4 * len(points), 6.4), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(4 * len(points), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(points), squeeze=False)
     for column, (subject, lines) in enumerate(points.items()):
         for name, values in lines.items():
             colour, style = STYLES.get(name.removeprefix("literal, "), ("#009e73", "d-."))
@@ -185,4 +180,3 @@ def draw_scaling(rows: list[PathTiming], path: Path) -> None:
         axes[0][column].set_title(subject)
         axes[0][column].legend(fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -3,10 +3,13 @@
 Literal means `model/reference.py`: explicit softmax over dense masks, K softmax matrices, all logits. Its
 attention alone swapped for SDPA with the dense mask is a second baseline, and the only one where the
 explicit softmax no longer fits into memory.
+
+`python -m dcdm.bench.subjects SUBJECT CASE PATH THREADS` prints the peak memory of one path in a fresh process.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dcdm.bench.harness import Case, Run
+from dcdm.bench.harness import Case, Run, forget_peak, peak_megabytes
 from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
 from dcdm.decoding import predictors, routes
 from dcdm.decoding.engine import generate
@@ -315,3 +318,16 @@ def cases_of(subject: str) -> list[Case]:
 
 def find_case(subject: str, name: str) -> Case:
     return next(case for case in cases_of(subject) if case.name == name)
+
+
+def print_peak(subject: str, case: str, path: str, threads: str) -> None:
+    """Megabytes that one run of a path adds to this process, which must be fresh."""
+    torch.set_num_threads(int(threads))
+    run = find_case(subject, case).paths[path]()
+    before = forget_peak()
+    run()
+    print(peak_megabytes() - before)
+
+
+if __name__ == "__main__":
+    print_peak(*sys.argv[1:])
