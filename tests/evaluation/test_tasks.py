@@ -17,6 +17,7 @@ from dcdm.cli import main
 from dcdm.commands import eval_tasks as tasks_command
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.decoding.engine import generate
 from dcdm.evaluation.harness import Estimate, HarnessModel
 from dcdm.evaluation.tasks import BENCHMARKS, Loader, _leads_by_chance, choose, evaluate, read_rows
 
@@ -93,12 +94,15 @@ def requests(folder: Path, name: str, **shots: int) -> list:
 
 
 def test_all_nine_run_end_to_end_from_local_files(monkeypatch, capsys, folder):
-    answering(monkeypatch, "    return 1\n")
+    def generate_little(model, prompts, *, max_new_tokens, **settings):
+        return generate(model, prompts, max_new_tokens=min(8, max_new_tokens), **settings)
+
+    monkeypatch.setattr("dcdm.evaluation.harness.generate", generate_little)
     done = report(monkeypatch, capsys, folder, "--tasks", "all", "--allow-code-execution")
     assert list(done) == list(BENCHMARKS)
     assert {name: one["shots"] for name, one in done.items() if one["shots"]} == {"math": 2, "gsm8k": 4}
     figures = {(line["task"], line["metric"]): line for one in done.values() for line in one["figures"]}
-    assert figures["humaneval", "pass@1"]["value"] == 1
+    assert figures["humaneval", "pass@1"]["questions"] == 1
     assert figures["mmlu", "acc"]["questions"] == 3
     assert figures["minerva_math", "exact_match"]["value"] == 0
     assert figures["gsm8k", "exact_match (flexible-extract)"]["value"] == 0
@@ -126,6 +130,12 @@ def test_wrong_programs_fail(monkeypatch, capsys, folder):
     answering(monkeypatch, "    return 2\n")
     done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", "--allow-code-execution")
     assert done["humaneval"]["figures"][0]["value"] == 0
+
+
+def test_a_right_program_passes(monkeypatch, capsys, folder):
+    answering(monkeypatch, "    return 1\n")
+    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", "--allow-code-execution")
+    assert [(line["metric"], line["value"]) for line in done["humaneval"]["figures"]] == [("pass@1", 1)]
 
 
 def test_right_answers_in_free_text_count(monkeypatch, capsys, folder):

@@ -27,10 +27,10 @@ import torch
 from dcdm.config import ModelConfig
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import adablock_of
+from dcdm.decoding.config import DecodingConfig, adablock_of
 from dcdm.decoding.engine import generate
 from dcdm.evaluation.corpora import ReadingSettings, Tokens, read_corpus, tokenise
-from dcdm.evaluation.decoders import Continuation, padded
+from dcdm.evaluation.decoders import Continuation, padded, score_under_decoder
 from dcdm.evaluation.studies import balance_of, chunk_ids, training_of
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import load_model
@@ -239,26 +239,25 @@ def _scored(model: Model, held: TextWindows, estimator: Estimator, samples: int)
     return {
         "estimator": estimator,
         "samples": samples if drawn else None,
-        **summed(held, [(one.nats, one.tokens) for one in scores]),
+        **summed(held, [(one.nats.tolist(), one.tokens.tolist()) for one in scores]),
     }
 
 
 def _decoded(model: Model, held: TextWindows, commit: str, **how: Any) -> dict[str, Any]:
-    scores = [
-        score(model, batch.tokens, "trajectory", prompt=batch.prompt, index=batch.index, commit=commit, **how)
-        for batch in held.batches
-    ]
-    forwards = torch.cat([one.forwards for one in scores]).double().mean()
-    return {"forwards": round(float(forwards), 2), **summed(held, [(one.nats, one.tokens) for one in scores])}
+    decoder = DecodingConfig(commit, **how)
+    scores = [score_under_decoder(model, [batch], decoder) for batch in held.batches]
+    forwards = [count for one in scores for count in one.forwards]
+    mean = sum(forwards) / len(forwards)
+    return {"forwards": round(mean, 2), **summed(held, [(one.nats, one.tokens) for one in scores])}
 
 
-def summed(held: TextWindows, scores: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+def summed(held: TextWindows, scores: Iterable[tuple[list[float], list[int]]]) -> dict[str, Any]:
     """Nats per token, bits per byte, and every window's nats, in the order of the corpus, from a batch's nats and
     tokens."""
     rows = []
     for batch, (nats_b, tokens_b) in zip(held.batches, scores, strict=True):
         for row, number in enumerate(batch.index.tolist()):
-            rows.append((number, float(nats_b[row]), int(tokens_b[row]), held.bytes_of(batch, row)))
+            rows.append((number, nats_b[row], tokens_b[row], held.bytes_of(batch, row)))
     rows.sort()
     nats, tokens, size = (math.fsum(row[at] for row in rows) for at in (1, 2, 3))
     return {
@@ -287,7 +286,8 @@ def frequencies(scale: Scale, places: Places, data: PreparedData) -> Mapping[str
         held = windows(places.data / path, name, tokenizer, scale.base.context_length, limit)
         frees = [batch.place >= 0 for batch in held.batches]
         nats = [(nll_v[batch.tokens] * free).sum(-1) for batch, free in zip(held.batches, frees, strict=True)]
-        return summed(held, list(zip(nats, [free.sum(-1) for free in frees], strict=True)))
+        tokens = [free.sum(-1).tolist() for free in frees]
+        return summed(held, zip([one.tolist() for one in nats], tokens, strict=True))
 
     return {
         "heldout": {"valid": of("wikitext2", TEST, scale.heldout_windows)},
