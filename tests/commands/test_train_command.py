@@ -245,7 +245,7 @@ def test_wandb_is_told_figures_by_step_under_the_name_of_the_run(corpus, tmp_pat
 
 def test_wandb_without_its_package_is_refused_with_the_way_to_get_it(corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dcdm\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[wandb\]'"):
         start("mdlm-debug", tmp_path / "run", corpus, wandb="project")
 
 
@@ -324,7 +324,7 @@ def test_leaks_are_found_in_a_model_that_leaks():
 
 
 def test_missing_places_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         dcdm.load(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither"):

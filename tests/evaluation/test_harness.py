@@ -12,7 +12,7 @@ import torch
 
 import tiny
 
-pytest.importorskip("lm_eval", reason="needs dcdm[eval]")
+pytest.importorskip("lm_eval", reason="needs the extra [eval]")
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
@@ -317,7 +317,7 @@ def test_wrong_settings_are_refused_by_name():
         adapter(commit="all-at-once")
     with pytest.raises(ConfigError, match="routing"):
         adapter(routing="nowhere")
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         HarnessModel("nowhere")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import tiny
 
-pytest.importorskip("lm_eval", reason="needs dcdm[eval]")
+pytest.importorskip("lm_eval", reason="needs the extra [eval]")
 
 from dcdm.cli import main
 from dcdm.commands import eval_tasks as tasks_command
