@@ -18,7 +18,7 @@ from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
 from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset
 from dcdm.training.settings import resolve
-from dcdm.viewing.demo_report import Line, with_error
+from dcdm.viewing.demo_report import ComparedEstimate, with_error
 from dcdm.viewing.plots import Curve, averaged, line_plot
 
 STEPS = 5
@@ -169,7 +169,7 @@ def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
 
 def test_the_sentence_follows_the_sign_and_claims_nothing_within_the_error():
     def line(mean, error, exact=True):
-        return Line("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8, exact)
+        return ComparedEstimate("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8, exact)
 
     assert "the DCDM does better" in line(-0.5, 0.01).verdict
     assert "1.65 times" in line(-0.5, 0.01).verdict

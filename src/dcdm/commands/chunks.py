@@ -61,22 +61,22 @@ def chunks(
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
-    found = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
+    chunked = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
     if html is not None:
         from dcdm.files import write_whole
         from dcdm.viewing.chunks import chunks_page
 
         html.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(html, chunks_page(found).encode())
+        write_whole(html, chunks_page(chunked).encode())
         print(f"{html}: written; open it in a browser", file=sys.stderr)
     if json:
-        print_json(found.to_dict())
+        print_json(chunked.to_dict())
     elif html is None:
         from rich.console import Console
 
         from dcdm.viewing.terminal import show
 
-        show(found, Console())
+        show(chunked, Console())
 
 
 def _name(model: Path) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dcdm.likelihood.estimators import Estimator, Score
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import Filling
-    from dcdm.viewing.demo_report import Example, Line, Report
+    from dcdm.viewing.demo_report import CommandExample, ComparedEstimate, DemoReport
 
 EXAMPLES = ("dcdm demo", "dcdm demo --steps 50 --folder runs/short")
 
@@ -92,7 +92,7 @@ def demo(
 
     from dcdm.files import write_whole
     from dcdm.io.load import load_model
-    from dcdm.viewing.demo_report import page
+    from dcdm.viewing.demo_report import demo_page
     from dcdm.viewing.terminal import show_filling
 
     console = Console(stderr=json)
@@ -118,7 +118,7 @@ def demo(
     console.print("A model this small, trained this briefly, spells badly.", highlight=False)
     report = _report(folder, models, tokenizer, lines, fillings, steps, data)
     place = folder / "report.html"
-    write_whole(place, page(report).encode())
+    write_whole(place, demo_page(report).encode())
     if json:
         print_json({"figures": [line.to_dict() for line in lines], "report": str(place)})
     console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try", highlight=False)
@@ -166,19 +166,19 @@ def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: in
     return torch.stack([windows[place]["tokens"] for place in places])
 
 
-def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[Line]:
+def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[ComparedEstimate]:
     """Both models on the same windows: by a valid bound, and exactly, as decoders of one forward per chunk."""
     return [_line(estimator, dcdm, bdlm, windows, seed) for estimator in ("bound", "trajectory")]
 
 
-def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> Line:
+def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> ComparedEstimate:
     from dcdm.likelihood.estimators import score
     from dcdm.likelihood.statistics import mean_and_stderr
-    from dcdm.viewing.demo_report import Line
+    from dcdm.viewing.demo_report import ComparedEstimate
 
     ours, theirs = (score(model, windows, estimator, SAMPLES, seed, commit="chunk") for model in (dcdm, bdlm))
     exact = estimator == "trajectory"
-    return Line(
+    return ComparedEstimate(
         name=f"exact, {int(ours.forwards.max())} forwards" if exact else "bound",
         meaning="−log p of the decoder that fills a chunk with each forward" if exact
         else f"an upper bound of −log p, {SAMPLES} draws of masks for each window",
@@ -192,7 +192,7 @@ def _rows(scores: Score) -> list[tuple[float, int]]:
     return list(zip(scores.nats.tolist(), scores.tokens.tolist(), strict=True))
 
 
-def show_comparison(lines: list[Line], console: Console) -> None:
+def show_comparison(lines: list[ComparedEstimate], console: Console) -> None:
     """The table, and what it means."""
     from rich.table import Table
 
@@ -241,15 +241,15 @@ def _filled(model: Model, text: str, tokenizer: Tokenizer, seed: int) -> Filling
 
 
 def _report(
-    folder: Path, models: Mapping[str, Model], tokenizer: Tokenizer, lines: list[Line],
+    folder: Path, models: Mapping[str, Model], tokenizer: Tokenizer, lines: list[ComparedEstimate],
     fillings: Mapping[str, Filling], steps: int, data: tuple[str, ...],
-) -> Report:  # fmt: skip
+) -> DemoReport:  # fmt: skip
     from dcdm.viewing.chunks import view, window_of
-    from dcdm.viewing.demo_report import Curve, Report
+    from dcdm.viewing.demo_report import Curve, DemoReport
 
     size = sum(p.numel() for p in models["dcdm"].parameters())
     window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
-    return Report(
+    return DemoReport(
         summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
         recipes=[recipe.says for recipe in recipes()],
         lines=lines,
@@ -270,18 +270,20 @@ def _losses(run: Path) -> list[float]:
     return [row["nll"] for row in rows if "nll" in row]
 
 
-def _commands(model: Path) -> list[Example]:
-    from dcdm.viewing.demo_report import Example
+def _commands(model: Path) -> list[CommandExample]:
+    from dcdm.viewing.demo_report import CommandExample
 
     return [
-        Example(f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"),
-        Example(
+        CommandExample(
+            f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"
+        ),
+        CommandExample(
             f'dcdm chunks {model} "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"
         ),
-        Example(
+        CommandExample(
             "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
             "a model whose router forms the chunks by itself",
         ),
-        Example(f"dcdm export {model} exported", "a folder that transformers loads"),
-        Example("dcdm presets", "every model of the paper's table, and more"),
+        CommandExample(f"dcdm export {model} exported", "a folder that transformers loads"),
+        CommandExample("dcdm presets", "every model of the paper's table, and more"),
     ]

@@ -100,18 +100,10 @@ def print_json(value: Any) -> None:
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """A plain table of rows that have the same columns; None is shown as a dash."""
-    import sys
+    from dcdm.viewing.tables import Table
 
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name, value in rows[0].items():
-        numeric = isinstance(value, int | float)
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*("–" if value is None else str(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    text = [name for name, value in rows[0].items() if not isinstance(value, int | float)]
+    Table(list(rows[0]), [list(row.values()) for row in rows], text).print(width=100)
 
 
 def harmless(text: str) -> str:

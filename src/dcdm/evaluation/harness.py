@@ -40,7 +40,7 @@ from dcdm.model.transformer import Model
 log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
-UNSAID_DEVICE = "cuda:0"  # what the harness's command line passes when nothing was said
+DEFAULT_DEVICE = "cuda:0"  # what the harness's command line passes without --device
 SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
 
 
@@ -338,7 +338,7 @@ def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
     kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
-    place = choose_device("auto" if device == UNSAID_DEVICE else device)
+    place = choose_device("auto" if device == DEFAULT_DEVICE else device)
     return load_model(path, device=place, dtype=kinds[dtype])
 
 

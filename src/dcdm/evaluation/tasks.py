@@ -135,13 +135,13 @@ def _chosen(name: str, data_dir: Path | None, shots: int | None) -> Chosen:
 def _files(benchmark: Benchmark, folder: Path) -> dict[str, Path]:
     """The benchmark's files in a folder, by split."""
     names = {split: f"{benchmark.stem}_{split}" for split in SPLITS}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for split, name in names.items():
         stems = (name, benchmark.whole) if split == benchmark.evaluated and benchmark.whole else (name,)
         for path in (folder / f"{stem}{ending}" for stem in stems for ending in ENDINGS):
             if path.is_file():
-                found.setdefault(split, path)
-    return found
+                files.setdefault(split, path)
+    return files
 
 
 def _check_files(chosen: Chosen, folder: Path) -> None:
@@ -191,14 +191,14 @@ class LocalData:
         from datasets import Dataset, DatasetDict
 
         benchmark = self.chosen.benchmark
-        made = DatasetDict()
+        splits = DatasetDict()
         for split, path in (self.chosen.files or {}).items():
             rows = read_rows(path, benchmark.fields)
             if benchmark.subject_field is not None:
                 rows = [row for row in rows if _plain(row[benchmark.subject_field]) == self.subject]
             if rows:
-                made[split] = Dataset.from_list(rows)
-        return made
+                splits[split] = Dataset.from_list(rows)
+        return splits
 
 
 def _plain(subject: str) -> str:
@@ -244,7 +244,7 @@ class Loader:
     def _task(self, entry: Any) -> Any:
         """The task, or None for a subject that the local files do not hold."""
         from lm_eval.api.task import ConfigurableTask
-        from lm_eval.tasks._yaml_loader import load_yaml
+        from lm_eval.tasks._yaml_loader import load_yaml  # its public loader takes no data set for each subject
 
         runs_code = self.chosen.name == "humaneval"
         config = dict(load_yaml(entry.yaml_path, resolve_func=not runs_code))

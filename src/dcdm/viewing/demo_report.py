@@ -21,7 +21,7 @@ MinusSign = str.maketrans("-", "−")
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedEstimate:
     """One estimate of both models, each with its standard error, in nats per byte."""
 
     name: str
@@ -57,7 +57,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Example:
+class CommandExample:
     """A command to try, and what it gives."""
 
     text: str
@@ -65,15 +65,15 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     summary: str
     recipes: Sequence[str]
-    lines: Sequence[Line]
+    lines: Sequence[ComparedEstimate]
     curves: Sequence[Curve]
     chunks: Mapping[str, ChunkView]
     """The same text as each model divides it."""
     fillings: Mapping[str, Filling]
-    commands: Sequence[Example]
+    commands: Sequence[CommandExample]
 
 
 def with_error(value: tuple[float, float], sign: bool = False) -> str:
@@ -82,7 +82,7 @@ def with_error(value: tuple[float, float], sign: bool = False) -> str:
     return f"{mean:{'+' if sign else ''}.3f} ± {error:.3f}".translate(MinusSign)
 
 
-def page(report: Report) -> str:
+def demo_page(report: DemoReport) -> str:
     """The report as one self-contained HTML file."""
     body = Template(asset("demo.html")).substitute(
         summary=html.escape(report.summary),
@@ -98,16 +98,16 @@ def page(report: Report) -> str:
     return assemble("DCDM demo", body, _data(report), "report")
 
 
-def _row(line: Line) -> str:
+def _row(line: ComparedEstimate) -> str:
     cells = "".join(f"<td>{cell}</td>" for cell in line.cells)
     return f'<tr><th scope="row">{html.escape(line.name)}</th>{cells}</tr>'
 
 
-def _command(example: Example) -> str:
+def _command(example: CommandExample) -> str:
     return f"<dt><code>{html.escape(example.text)}</code></dt><dd>{html.escape(example.gives)}</dd>"
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: DemoReport) -> dict[str, Any]:
     return {
         "chunks": [
             {"name": name, "rule": view.rule, "tokens": [token.text for token in view.tokens],

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError
-from dcdm.evaluation import studies
 from dcdm.evaluation.perplexity import Evaluation, Say, Unfit
 from dcdm.evaluation.provenance import Provenance
-from dcdm.evaluation.studies import COMMITS, DecoderFigures, ReportPlan, Studied, Study, Training, study_models
+from dcdm.evaluation.studies import (
+    BINS,
+    COMMITS,
+    DecoderFigures,
+    ReportPlan,
+    Studied,
+    Study,
+    Training,
+    study_models,
+)
 from dcdm.files import write_whole
 from dcdm.viewing import tables
 from dcdm.viewing.chunks import ChunkView, view, window_from
@@ -53,11 +61,11 @@ def study_and_view(
     models: Sequence[str], plan: ReportPlan, say: Say
 ) -> tuple[list[Study], dict[str, list[ChunkView]]]:
     """A study of every model, and the chunks of its first windows."""
-    found, views = [], {}
+    studies, views = [], {}
     for one in study_models(models, plan, say):
-        found.append(one.study)
+        studies.append(one.study)
         views[one.study.name] = _views(one, plan.seed) if one.source.config.kind != "ar" else []
-    return found, views
+    return studies, views
 
 
 def _views(studied: Studied, seed: int) -> list[ChunkView]:
@@ -76,22 +84,22 @@ def study_record(study: Study, views: Sequence[ChunkView] = ()) -> dict[str, Any
 
 
 def perplexity_page(
-    result: Evaluation, found: Sequence[Study], views: Views, plan: ReportPlan, repeat: Provenance
+    result: Evaluation, studies: Sequence[Study], views: Views, plan: ReportPlan, repeat: Provenance
 ) -> str:
     """The page of `dcdm eval ppl --report`."""
-    count = max((study.decoders[0].windows for study in found if study.decoders), default=0)
+    count = max((study.decoders[0].windows for study in studies if study.decoders), default=0)
     source = f"{count} windows of {plan.corpus.name}"
     sections = [
         section("Perplexity", _figures(result), wide=True),
-        section("Loss and valid bound against tokens seen", _training(found)),
-        section("Bits per token against forwards", _decoders(found, source)),
-        section("Calibration of confidence", _calibration(found, plan.corpus.name), wide=True),
-        section("Balance of chunks", _balance(found, plan.corpus.name), wide=True),
-        section("Chunks of sample texts", _texts(found, plan.corpus.name), wide=True),
+        section("Loss and valid bound against tokens seen", _training(studies)),
+        section("Bits per token against forwards", _decoders(studies, source)),
+        section("Calibration of confidence", _calibration(studies, plan.corpus.name), wide=True),
+        section("Balance of chunks", _balance(studies, plan.corpus.name), wide=True),
+        section("Chunks of sample texts", _texts(studies, plan.corpus.name), wide=True),
         section("To repeat it", _repeated(repeat), wide=True),
     ]
     summary = f"{many(len(result.models), 'model')} on {many(len(result.corpora), 'corpus', 'corpora')}"
-    return _page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, _texts_data(found, views))
+    return _page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, _texts_data(studies, views))
 
 
 def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Provenance) -> str:
@@ -103,7 +111,7 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Prove
     sections = [
         section("Benchmark tasks", _tasks(reports), wide=True),
         section("Loss and valid bound against tokens seen", _training([study])),
-        section("Balance of chunks", _violations([study]) or _said([study], "balance")),
+        section("Balance of chunks", _violations([study]) or _missing([study], "balance")),
         section("What is not here", paragraph(absent), wide=True),
         section("To repeat it", _repeated(repeat), wide=True),
     ]
@@ -136,9 +144,9 @@ def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
 # --- drawings ----------------------------------------------------------------------------------------------------
 
 
-def _training(found: Sequence[Study]) -> str:
+def _training(studies: Sequence[Study]) -> str:
     lines: list[Series] = []
-    for number, study in enumerate(found, start=1):
+    for number, study in enumerate(studies, start=1):
         if study.training is not None:
             lines += _curves(study, study.training, number)
     if lines:
@@ -147,7 +155,7 @@ def _training(found: Sequence[Study]) -> str:
         "Lines: loss of training, averaged over stretches. Marks: a valid estimator for the model's kind, on "
         "held-out text of the training's own data, ± its standard error over windows."
     )
-    return drawing(chart(lines, "tokens seen", "nats per token"), what) + _said(found, "training")
+    return drawing(chart(lines, "tokens seen", "nats per token"), what) + _missing(studies, "training")
 
 
 def _curves(study: Study, training: Training, number: int) -> list[Series]:
@@ -159,9 +167,9 @@ def _curves(study: Study, training: Training, number: int) -> list[Series]:
     ]
 
 
-def _decoders(found: Sequence[Study], source: str) -> str:
+def _decoders(studies: Sequence[Study], source: str) -> str:
     lines = []
-    for number, study in enumerate(found, start=1):
+    for number, study in enumerate(studies, start=1):
         points = sorted(study.decoders, key=lambda one: one.forwards)
         lines.append(
             Series(
@@ -171,10 +179,10 @@ def _decoders(found: Sequence[Study], source: str) -> str:
         )  # fmt: skip
     lines += [Series(name, colour=0, markers=[marker]) for marker, name in zip(MARKERS, COMMITS, strict=True)]
     what = f"Exact likelihood of {source} under each decoder, ± its standard error over windows; lower is better."
-    rows = [_decoded(study, one) for study in found for one in study.decoders]
+    rows = [_decoded(study, one) for study in studies for one in study.decoders]
     numbers = Table(["model", "commit", "forwards", "bits/token"], rows, text=("model", "commit")).to_html()
     drawn = chart(lines, "forwards per window", "bits per token", log=True)
-    return drawing(drawn, what) + details("As a table", numbers) + _said(found, "decoders")
+    return drawing(drawn, what) + details("As a table", numbers) + _missing(studies, "decoders")
 
 
 def _decoded(study: Study, one: DecoderFigures) -> list[str]:
@@ -182,7 +190,7 @@ def _decoded(study: Study, one: DecoderFigures) -> list[str]:
     return [study.name, one.commit, f"{one.forwards:.1f}", f"{one.bits:.3f}{spread}"]
 
 
-def _calibration(found: Sequence[Study], corpus: str) -> str:
+def _calibration(studies: Sequence[Study], corpus: str) -> str:
     what = (
         f"Windows of {corpus}, one forward per chunk (AR: per token): every prediction of a masked token, sorted "
         "by the probability of its best token. Bars: how often that token is the true one; dots: at the mean "
@@ -191,60 +199,60 @@ def _calibration(found: Sequence[Study], corpus: str) -> str:
         "line, by counts; chance alone makes it larger than 0."
     )
     parts = []
-    for study in found:
+    for study in studies:
         if (one := study.calibration) is not None:
             drawn = reliability(one.bins, "confidence", "right")
-            said = (
+            summary = (
                 f"ECE {one.error:.3f}; {one.count:,} predictions, mean confidence {one.confidence:.3f}, "
                 f"{one.accuracy:.3f} right"
             )
-            parts.append(small_drawing(study.name, drawn, said))
-    header = ["model", *(f"{low / 10:.1f}–{(low + 1) / 10:.1f}" for low in range(studies.BINS))]
-    rows = [[s.name, *(f"{b.count:,}" for b in s.calibration.bins)] for s in found if s.calibration is not None]
+            parts.append(small_drawing(study.name, drawn, summary))
+    header = ["model", *(f"{low / 10:.1f}–{(low + 1) / 10:.1f}" for low in range(BINS))]
+    rows = [[s.name, *(f"{b.count:,}" for b in s.calibration.bins)] for s in studies if s.calibration is not None]
     counts = details("Counts of predictions by confidence", Table(header, rows, text=("model",)).to_html())
     return f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>{counts}'
 
 
-def _balance(found: Sequence[Study], corpus: str) -> str:
+def _balance(studies: Sequence[Study], corpus: str) -> str:
     parts = []
-    for study in found:
+    for study in studies:
         if (one := study.balance) is not None:
             level = sum(one.sizes) / len(one.sizes)
             drawn = bars(one.sizes, "chunk", "tokens", level)
-            said = (
+            summary = (
                 f"{many(one.windows, 'window')}: MaxVio {one.violation:.3f} over all of them, "
                 f"{one.window_violation:.3f} of a window on average"
             )
-            parts.append(small_drawing(f"{study.name}: {study.kind}", drawn, said))
+            parts.append(small_drawing(f"{study.name}: {study.kind}", drawn, summary))
     what = (
         f"Tokens of {corpus} in each chunk; broken line: equal shares. MaxVio is how far the largest chunk exceeds "
         "an equal share: 0 is perfect balance. Chunks of the paper's routing depend on noise; half of the tokens "
         "are masked here."
     )
     drawn = f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>' if parts else ""
-    return drawn + _violations(found) + _said(found, "balance")
+    return drawn + _violations(studies) + _missing(studies, "balance")
 
 
-def _violations(found: Sequence[Study]) -> str:
+def _violations(studies: Sequence[Study]) -> str:
     """MaxVio while training."""
     lines = [
         Series(study.name, averaged_points(study.training.violation), number, _dash(number))
-        for number, study in enumerate(found, start=1)
+        for number, study in enumerate(studies, start=1)
         if study.training is not None and study.training.violation
     ]
     drawn = chart(lines, "tokens seen", "MaxVio")
     return drawing(drawn, "MaxVio of the steps of training, averaged over stretches.")
 
 
-def _texts(found: Sequence[Study], corpus: str) -> str:
+def _texts(studies: Sequence[Study], corpus: str) -> str:
     what = (
         f"Windows of {corpus}. Tokens of one colour and number form a chunk: they are predicted together, seeing "
         "the chunks with smaller numbers. Outlined tokens are MASK to the router."
     )
-    return paragraph(what) + '<div id="texts" class="texts"></div>' + _said(found, "views")
+    return paragraph(what) + '<div id="texts" class="texts"></div>' + _missing(studies, "views")
 
 
-def _texts_data(found: Sequence[Study], views: Views) -> list[dict[str, Any]]:
+def _texts_data(studies: Sequence[Study], views: Views) -> list[dict[str, Any]]:
     return [
         {
             "name": f"Text {number + 1}, {study.name}: {study.kind}", "rule": _rule(one),
@@ -252,7 +260,7 @@ def _texts_data(found: Sequence[Study], views: Views) -> list[dict[str, Any]]:
             "hidden": one.frame.hidden if one.axis == "noise" else None,
         }
         for number in range(TEXTS)
-        for study in found
+        for study in studies
         for one in views[study.name][number : number + 1]
     ]  # fmt: skip
 
@@ -291,8 +299,8 @@ def _shown(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _said(found: Sequence[Study], part: str) -> str:
-    return bullets([f"{study.name}: {study.missing[part]}." for study in found if part in study.missing])
+def _missing(studies: Sequence[Study], part: str) -> str:
+    return bullets([f"{study.name}: {study.missing[part]}." for study in studies if part in study.missing])
 
 
 def _dash(number: int) -> str:

@@ -131,8 +131,8 @@ def drawing(drawn: str, caption: str) -> str:
     return f"<figure>{drawn}<figcaption>{paragraph(caption)}</figcaption></figure>" if drawn else ""
 
 
-def small_drawing(title: str, drawn: str, said: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{drawn}<figcaption>{paragraph(said)}</figcaption></figure>"
+def small_drawing(title: str, drawn: str, caption: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>{drawn}<figcaption>{paragraph(caption)}</figcaption></figure>"
 
 
 def many(count: int, one: str, more: str | None = None) -> str:
