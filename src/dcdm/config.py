@@ -9,12 +9,15 @@ from typing import Any, Literal, get_args
 VERSION = "0.2.0"
 """Of the package; pyproject.toml and `dcdm.__version__` take it from here."""
 
-Kind = Literal["ar", "mdlm", "bdlm", "dcdm"]
+Kind = Literal["ar", "mdlm", "bdlm", "dcdm", "lanes"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]
+Predict = Literal["mask", "left"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 
+DEFAULT_LANES = (1, 2, 4, 8, 16)
+LANE_LENGTH = 4  # training draws no number of lanes that would make them shorter than this
 NUM_SPECIALS = 3  # BOS, PAD, MASK: the last three ids of every vocabulary, in this order
 PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balance bias
 
@@ -66,7 +69,11 @@ class ModelConfig:
     """What a model is. Every field is checked on construction.
 
     `kind` is `ar`, `mdlm`, `bdlm` (needs `block_size`) or `dcdm` (needs `num_chunks` and `chunk_dim`).
-    `routing`, `prior`, `prior_weight` and `chunk_growth` say how a `dcdm` model forms its chunks.
+    `routing`, `prior`, `prior_weight` and `chunk_growth` say how a `dcdm` model forms its chunks. A model of kind
+    `lanes` writes many runs of a text at once, each from left to right; the field `lanes` lists the numbers of
+    lanes to train with, and `num_chunks` and `chunk_dim` give it a chunking attention. `predict` says what predicts
+    a token: a MASK slot in its own place, or, for partitions that do not depend on noise, the token on its left
+    wherever that is known.
     `vocab_size` counts the three specials BOS, PAD and MASK, which are its last three ids.
     """
 
@@ -94,6 +101,8 @@ class ModelConfig:
     init_std: float = 0.02
     chunk_out_init_std: float = 0.0
     routing_seed: int = 0
+    predict: Predict = "mask"
+    lanes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):
@@ -101,13 +110,34 @@ class ModelConfig:
         _one_of("kind", self.kind, get_args(Kind))
         _one_of("routing", self.routing, get_args(Routing))
         _one_of("prior", self.prior, get_args(Prior))
+        _one_of("predict", self.predict, get_args(Predict))
         _at_least("vocab_size", self.vocab_size, NUM_SPECIALS + 1)
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             _at_least(name, getattr(self, name), 1)
         for name in ("context_length", "max_position"):
             _at_least(name, getattr(self, name), 1)
         self._check_backbone()
+        self._check_lanes()
         self._check_partition()
+
+    def _check_lanes(self) -> None:
+        if self.kind != "lanes":
+            if self.lanes is not None:
+                raise ConfigError(f"lanes={self.lanes} belongs to kind 'lanes', not {self.kind!r}")
+            if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
+                what = "the paper's routing" if self.kind == "dcdm" else f"kind {self.kind!r}"
+                raise ConfigError(
+                    f"predict='left' does not fit {what}; it is for bdlm, and for dcdm with a routing that does "
+                    "not depend on noise"
+                )
+            return
+        object.__setattr__(self, "predict", "left")
+        lanes = DEFAULT_LANES if self.lanes is None else tuple(self.lanes)
+        object.__setattr__(self, "lanes", lanes)
+        if not lanes or len(set(lanes)) < len(lanes):
+            raise ConfigError(f"lanes={lanes} must name at least one number of lanes, each once")
+        for number in lanes:
+            _at_least("lanes", number, 1)
 
     def _check_backbone(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -143,15 +173,15 @@ class ModelConfig:
                 )
         elif self.block_size is not None:
             raise ConfigError(f"block_size={self.block_size} belongs to kind 'bdlm', not {self.kind!r}")
-        if self.kind == "dcdm":
+        if self.kind == "dcdm" or (self.kind == "lanes" and (self.num_chunks or self.chunk_dim) is not None):
             _at_least("num_chunks", self.num_chunks, 1)
             _at_least("chunk_dim", self.chunk_dim, 1)
+        if self.kind == "dcdm":
             self._check_routing()
             return
-        only_dcdm = {
-            "num_chunks": None, "chunk_dim": None, "routing": "paper",
-            "prior": "none", "prior_weight": 0.0, "chunk_growth": 1.0,
-        }  # fmt: skip
+        only_dcdm: dict[str, Any] = {"routing": "paper", "prior": "none", "prior_weight": 0.0, "chunk_growth": 1.0}
+        if self.kind != "lanes":
+            only_dcdm |= {"num_chunks": None, "chunk_dim": None}
         for name, default in only_dcdm.items():
             if getattr(self, name) != default:
                 raise ConfigError(
@@ -197,6 +227,16 @@ class ModelConfig:
         return self.kind == "dcdm" and self.routing == "paper"
 
     @property
+    def predicts_from_left(self) -> bool:
+        """True where the token on the left predicts a token, wherever it is known: then likelihoods are exact."""
+        return self.predict == "left"
+
+    @property
+    def has_chunking(self) -> bool:
+        """Whether the network has a chunking attention layer."""
+        return self.num_chunks is not None
+
+    @property
     def prior_decides(self) -> bool:
         """True where an infinitely weighted prior has no ties that the router could break."""
         without_ties = self.prior == "contiguous" or (self.prior == "strided" and self.chunk_growth == 1)
@@ -210,10 +250,14 @@ class ModelConfig:
         if self.kind == "dcdm":
             assert self.num_chunks is not None
             return self.num_chunks
-        return 1
+        return length if self.kind == "lanes" else 1
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; `predict` and `lanes` only where they say something, as in folders of earlier versions."""
+        values = asdict(self)
+        if self.predict == "mask":
+            del values["predict"], values["lanes"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -270,5 +314,5 @@ class ObjectiveConfig:
 
     def _default_for(self, config: ModelConfig, value: float | None) -> float:
         if value is not None:
-            return value if config.kind == "dcdm" else 0.0
+            return value if config.has_chunking else 0.0
         return PAPER_BALANCE if config.routes_from_noise else 0.0

@@ -65,9 +65,13 @@ _TABLE: dict[str, Callable[[], ModelConfig]] = {
     "dcdm-1.7b-k16": partial(_chunked, _at_1_7b, 16, 128),
     "dcdm-moe-0.8b": partial(_moe, 896, 8, 128),
     "dcdm-moe-2.8b": partial(_moe, 1792, 12, 192),
+    "lanes-0.1b": partial(_at_0_1b, kind="lanes"),
+    "lanes-0.5b": partial(_at_0_5b, kind="lanes"),
+    "lanes-1.7b": partial(_at_1_7b, kind="lanes"),
     "ar-debug": partial(_debug, kind="ar"),
     "mdlm-debug": _debug,
     "bdlm-debug": partial(_debug, kind="bdlm", block_size=8),
+    "lanes-debug": partial(_debug, kind="lanes"),
     "dcdm-debug": partial(_chunked, _debug, 8, 16),
     "dcdm-moe-debug": partial(_chunked, _debug, 8, 16, intermediate_size=None, moe=_DEBUG_MOE),
 }

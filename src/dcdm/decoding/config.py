@@ -15,6 +15,7 @@ from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.predictors import resolve_cache
 from dcdm.decoding.routes import AdaBlock, check_routing
 from dcdm.decoding.sampling import Sampling
+from dcdm.model.routing import default_lanes
 
 
 class DecodingOptions(TypedDict, total=False):
@@ -27,6 +28,7 @@ class DecodingOptions(TypedDict, total=False):
     top_p: float | None
     cache: str
     adablock: AdaBlock | None
+    lanes: int | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class DecodingConfig:
     sampling: Sampling = field(default_factory=Sampling)
     cache: str = "auto"
     """"exact", "none", or "frozen" (an approximation for the paper's routing)."""
+    lanes: int | None = None
+    """For models that write in lanes: how many, so many tokens a forward; None is the model's default."""
 
     @classmethod
     def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
@@ -53,6 +57,7 @@ class DecodingConfig:
             options.get("adablock"),
             sampling,
             options.get("cache", "auto"),
+            options.get("lanes"),
         )
 
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
@@ -64,8 +69,14 @@ class DecodingConfig:
                 raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
             adablock = adablock_of(config, tokenizer)
         commit = str(commit_policy(default_commit(config) if self.commit == "auto" else self.commit))
+        if config.predicts_from_left and commit != "chunk":
+            raise ConfigError(
+                f"commit={self.commit!r} fills part of a chunk, which a model that predicts from the left cannot; "
+                "use commit='chunk'" + (", and lanes to choose the speed" if config.kind == "lanes" else "")
+            )
+        lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
-        return replace(self, commit=commit, adablock=adablock, cache=cache)
+        return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes)
 
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
@@ -83,7 +94,22 @@ class DecodingConfig:
         return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
 
 
+def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
+    """The number of lanes that None means for a model, or a refusal of what does not fit."""
+    if config.kind != "lanes":
+        if lanes is not None:
+            raise ConfigError(f"lanes={lanes} does not fit a {config.kind} model; leave it out")
+        return None
+    if lanes is None:
+        return default_lanes(config)
+    if lanes < 1:
+        raise ConfigError(f"lanes={lanes} must be at least 1")
+    return lanes
+
+
 def default_commit(config: ModelConfig) -> str:
+    if config.predicts_from_left:
+        return "chunk"
     return "position" if config.kind == "ar" else "threshold:0.9"
 
 

@@ -153,9 +153,9 @@ def generate(
     being the prompt of the next one.
 
     The decoder (docs/decoding.md) is chosen by keywords, `routing`, `commit`, `temperature`, `top_k`, `top_p`,
-    `cache` and `adablock`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt, its
-    `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor the
-    padding changes it.
+    `cache`, `adablock` and `lanes`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
+    its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
+    the padding changes it.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
     the others of its batch continue. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
@@ -229,16 +229,16 @@ class _Run:
         offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
         if number:
             self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
-        numbers = torch.tensor([self.numbers[row] for row in rows])
+        numbers, decoding = torch.tensor([self.numbers[row] for row in rows]), self.decoding
         fill_canvas(
             canvas,
             sets,
-            router_of(self.model, sets, numbers, self.decoding.routing, self.decoding.adablock),
-            predictor_of(self.model, sets, self.decoding.cache),
-            commit_policy(self.decoding.commit),
+            router_of(self.model, sets, numbers, decoding.routing, decoding.adablock, decoding.lanes),
+            predictor_of(self.model, sets, decoding.cache),
+            commit_policy(decoding.commit),
             self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
             order=self._noise("order", rows, number, canvas.shape[1]),
-            stopped=self._stopped(rows, contexts, sizes, sets.real),
+            settled=self._settled(rows, contexts, sizes, sets.real),
             on_commit=self._recorder(rows, offsets, number),
         )
 
@@ -277,19 +277,24 @@ class _Run:
 
         return reveal
 
-    def _stopped(
+    def _settled(
         self, rows: list[int], contexts: list[list[int]], sizes: list[int], real: Tensor
     ) -> Callable[[Tensor, Tensor, Counts], Tensor]:
-        """Rows that need nothing more: full, complete up to an EOS, or cancelled. Each is taken over at once."""
+        """What needs no token any more: rows that are full, complete up to an EOS, or cancelled, each taken over at
+        once; and what lies behind an EOS, where chunks can stay unfinished.
+        """
         place = torch.arange(real.shape[1], device=real.device)
         behind = place >= torch.tensor([len(c) for c in contexts], device=real.device)[:, None]
         taken = [False] * len(rows)
 
-        def stopped(z: Tensor, revealed: Tensor, counts: Counts) -> Tensor:
+        def settled(z: Tensor, revealed: Tensor, counts: Counts) -> Tensor:
+            behind_end = torch.zeros_like(real)
             done = ~(real & ~revealed).any(dim=-1)
             if self.eos_id is not None:
                 ends = (z == self.eos_id) & revealed & behind
                 first = torch.where(ends, place, real.shape[1]).amin(dim=-1, keepdim=True)
+                if self.model.config.kind == "lanes":  # their chunks do not depend on what is written
+                    behind_end = place > first
                 done |= ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
             over = done.tolist()
             for at, row in enumerate(rows):
@@ -299,9 +304,9 @@ class _Run:
                     taken[at] = True
                     self.statistics.add(row, counts, at)
                     self._accept(row, contexts[at], sizes[at], z[at].tolist())
-            return torch.tensor(taken, device=z.device)
+            return behind_end | torch.tensor(taken, device=z.device)[:, None]
 
-        return stopped
+        return settled
 
     def _recorder(self, rows: list[int], offsets: list[int], number: int) -> Callable[[Committed], None]:
         def record(committed: Committed) -> None:

@@ -71,13 +71,14 @@ def fill_canvas(
     reveal: Reveal,
     *,
     order: Tensor | None = None,
-    stopped: Callable[[Tensor, Tensor, Counts], Tensor] | None = None,
+    settled: Callable[[Tensor, Tensor, Counts], Tensor] | None = None,
     on_commit: Callable[[Committed], None] | None = None,
 ) -> tuple[Tensor, Counts]:
     """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk.
 
-    `order` (B, L) is the noise of random commit policies. `stopped(z, revealed, counts)` names rows (B,) that need
-    nothing more; it is asked between forwards and once more at the end. Returns the filled canvas and what it cost.
+    `order` (B, L) is the noise of random commit policies. `settled(z, revealed, counts)` names positions (B, L)
+    that need no token any more; it is asked between forwards and once more at the end. Returns the filled canvas
+    and what it cost.
     """
     order = torch.zeros(z.shape, device=z.device) if order is None else order.to(z.device)
     revealed, route = sets.real & ~sets.free, routes.start(sets)
@@ -85,9 +86,8 @@ def fill_canvas(
     step = chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
     z = z.clone()
     while True:
-        pending = sets.real & ~revealed
-        if stopped is not None:
-            pending &= ~stopped(z, revealed, counts)[:, None]
+        closed = revealed if settled is None else revealed | settled(z, revealed, counts)
+        pending = sets.real & ~closed
         busy = pending.any(dim=-1)
         if not bool(busy.any()):
             return z, counts
@@ -95,7 +95,9 @@ def fill_canvas(
         asking = busy & (spent | router.every_step)
         stage_one = None
         if bool(asking.any()):
-            route = router.next(z, revealed, route, asking).where(asking, route)
+            route = router.next(z, torch.where(asking[:, None], closed, revealed), route, asking).where(
+                asking, route
+            )
             stage_one = route.stage_one if torch.equal(asking, busy) else None
             counts.rounds += (asking & router.counted).cpu()
         step, chunk = torch.where(spent, 0, step), chunk + (spent & busy)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
@@ -16,7 +17,7 @@ from dcdm.decoding.commits import Distributions
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.attention import at_least_fp32
 from dcdm.model.layout import RaggedIndex
-from dcdm.model.masks import Slots
+from dcdm.model.masks import CLEAN, NOISY, Slots, led_positions
 from dcdm.model.transformer import Model, Sets
 
 
@@ -104,6 +105,8 @@ class Cached(Predictor):
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         self._drop(~route.active.any(dim=-1)[self.rows])
+        if self.model.config.predicts_from_left:
+            return self._from_left(z, revealed, route)
         count, rows, is_ar = len(z), self.rows, self.model.config.kind == "ar"
         z, route = z[rows], Route(route.ids[rows], route.active[rows])
         level, real = route.level(), route.ids >= 0
@@ -123,6 +126,35 @@ class Cached(Predictor):
         computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.cache.length
         return Predicted(states[row, at], computed, reused)
 
+    def _from_left(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        """The tokens committed since the last forward come in, and predict what stands on their right.
+
+        Beside them go the seed slots of the active chunk, which nobody reads later.
+        """
+        count, rows = len(z), self.rows
+        z, ids, active = z[rows], route.ids[rows], route.active[rows]
+        route = Route(ids, active)
+        new = (ids < route.level()) & revealed[rows] & ~self.written
+        led = led_positions(ids) & active
+        asked = F.pad(led[:, 1:], (0, 1))  # the slots on the left of what is led
+        leaders, seeds, rest = RaggedIndex(asked & new), RaggedIndex(active & ~led), RaggedIndex(new & ~asked)
+        slots = Slots.cat(
+            self._slots(z, route, leaders, CLEAN), self._slots(z, route, seeds), self._slots(z, route, rest, CLEAN)
+        )
+        keep = torch.cat([leaders.valid, torch.zeros_like(seeds.valid), rest.valid], dim=1)
+        tokens = torch.cat([part.pick(z) for part in (leaders, seeds, rest)], dim=1)
+        first_seed = leaders.index.shape[1]
+        states = self.model.extend(tokens, slots, keep, self.cache, first_seed + seeds.index.shape[1])
+        self.written |= new
+        home = torch.zeros_like(z)
+        for part, first in ((leaders, 0), (seeds, first_seed)):
+            part.put(home, first + torch.arange(part.index.shape[1], device=z.device).expand_as(part.index))
+        row, position = active.nonzero(as_tuple=True)
+        at = torch.where(led[row, position], home[row, (position - 1).clamp(min=0)], home[row, position])
+        computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
+        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.cache.length
+        return Predicted(states[row, at], computed, reused)
+
     def _drop(self, ended: Tensor) -> None:
         """Forget rows (R,) bool."""
         if bool(ended.any()):
@@ -130,9 +162,9 @@ class Cached(Predictor):
             self.cache.keep_rows(kept)
             self.rows, self.written = self.rows[kept], self.written[kept]
 
-    def _slots(self, z: Tensor, route: Route, where: RaggedIndex) -> Slots:
+    def _slots(self, z: Tensor, route: Route, where: RaggedIndex, stream: int = NOISY) -> Slots:
         chunk = torch.where(where.valid, where.pick(route.ids), -1)
-        return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, position=where.index)
+        return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, stream, position=where.index)
 
 
 def predictable(model: Model, states: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ def start(sets: Sets) -> Route:
 
 def described(config: ModelConfig) -> str:
     """The kind of a model as people call it."""
+    if config.kind == "lanes":
+        return "lanes"
     return f"DCDM with {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
 
 
@@ -99,7 +101,7 @@ def fitting_routings(config: ModelConfig) -> list[str]:
     fits = ["auto"]
     if config.routes_from_noise:
         fits += ["paper-chunk", "paper-step", "appendix-b"]
-    if config.kind in ("bdlm", "mdlm"):
+    if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
         fits += ["blocks", "adablock"]
     return fits
 
@@ -119,9 +121,14 @@ def check_routing(config: ModelConfig, name: str) -> None:
 
 
 def router_of(
-    model: Model, sets: Sets, index: Tensor | None = None, name: str = "auto", adablock: AdaBlock | None = None
+    model: Model,
+    sets: Sets,
+    index: Tensor | None = None,
+    name: str = "auto",
+    adablock: AdaBlock | None = None,
+    lanes: int | Tensor | None = None,
 ) -> Router:
-    """The routing policy `name` for a model; "auto" is the one of its kind."""
+    """The routing policy `name` for a model; "auto" is the one of its kind. `lanes`: of all rows, or each (B,)."""
     config = model.config
     check_routing(config, name)
     if name == "adablock":
@@ -135,7 +142,7 @@ def router_of(
         return _causal_rounds(model, sets)
     if name.startswith("blocks"):
         return _blocks(config, sets, name)
-    fixed = routing.fixed_partition(config, sets.free, sets.real, index)
+    fixed = routing.fixed_partition(config, sets.free, sets.real, index, lanes)
     return Router(lambda z, revealed, *_: Route(fixed, lowest(fixed, sets.real & ~revealed)))
 
 

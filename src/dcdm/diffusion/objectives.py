@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, ObjectiveConfig
+from dcdm.config import LANE_LENGTH, ConfigError, ModelConfig, ObjectiveConfig
 from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
@@ -87,6 +87,14 @@ def loss(
         encoded = model.encode(batch.tokens)
         states, targets = encoded.states[:, :-1][free], batch.tokens[:, 1:][free]
         weight = torch.ones_like(targets)
+    elif model.config.predicts_from_left:
+        refuse_noise(settings)
+        free, prompt = visibility(model, batch, key, settings)
+        lanes = draw_lanes(model.config, key, _rows(batch)[0], free.sum(dim=-1).cpu())
+        ids = model.partition(batch.tokens, prompt, batch.index, lanes).ids
+        encoded = model.encode(batch.tokens, prompt=prompt, chunk_ids=ids)
+        states, targets = encoded.states[free], batch.tokens[free]
+        weight = torch.ones_like(targets)
     else:
         sample = draw(model, batch, key, settings)
         encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
@@ -96,9 +104,35 @@ def loss(
     tokens = free.sum()
     global_batch = global_batch or GlobalBatch(tokens, rows=len(batch.tokens))
     summed = weighted_nll(states, model.head_weight(), targets, weight)
-    passes = 1 if model.config.kind == "ar" else settings.noise_draws
+    passes = 1 if model.config.kind == "ar" or model.config.predicts_from_left else settings.noise_draws
     nll = summed / (passes * global_batch.tokens.clamp(min=1))
     return _with_balance(model, batch, key, settings, encoded, nll, tokens, global_batch)
+
+
+def refuse_noise(settings: ObjectiveConfig) -> None:
+    """Refuse settings of the noise for a model that predicts from the left: its chunks are always fully masked."""
+    plain = ObjectiveConfig()
+    for name in ("t_min", "t_max", "noise_draws", "complementary_draws"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise ConfigError(
+                f"{name}={getattr(settings, name)} has no effect on a model that predicts from the left, "
+                "whose chunks are always fully masked; leave it out"
+            )
+    if settings.full_mask_share not in (0.0, 1.0):
+        raise ConfigError(
+            f"full_mask_share={settings.full_mask_share}: a model that predicts from the left trains every chunk "
+            "fully masked; leave it out, or set it to 1"
+        )
+
+
+def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) -> Tensor | None:
+    """How many lanes each row is trained with, (B,): from the list, none shorter than `LANE_LENGTH` if possible."""
+    if config.lanes is None:
+        return None
+    choices = torch.tensor(sorted(config.lanes))
+    fits = (num_free[:, None] >= LANE_LENGTH * choices).sum(dim=-1).clamp(min=1)
+    drawn = key.fold("lanes").rows(rows, 1)[:, 0]
+    return choices[(drawn * fits).long()]
 
 
 def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> tuple[Tensor, Tensor]:

@@ -100,6 +100,7 @@ def score(
     adablock: AdaBlock | None = None,
     sampling: Sampling | None = None,
     cache: str = "auto",
+    lanes: int | None = None,
     index: Tensor | None = None,
     batch_size: int = 16,
 ) -> Score:
@@ -107,12 +108,13 @@ def score(
 
     `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
     drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
-    `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `index` (B,) numbers the sequences and
-    keys their randomness, so that neither the batch size nor a split over processes changes a score.
+    `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `lanes` is the number of lanes, for models
+    of that kind. `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a
+    split over processes changes a score.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
-    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache)
+    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache, lanes)
     decoder.check_likelihood()
     decoder = decoder.resolve(model.config)
     if index is None:
@@ -129,7 +131,7 @@ def score(
 
 def estimators_of(config: ModelConfig) -> list[Estimator]:
     """The estimators that fit a model, the valid one of its kind first."""
-    if config.kind == "ar":
+    if config.kind == "ar" or config.predicts_from_left:
         return ["exact", "trajectory"]
     return ["sequential", "surrogate", "trajectory"] if config.routes_from_noise else ["bound", "trajectory"]
 
@@ -168,9 +170,17 @@ class Scorer:
     """The decoder whose likelihood `trajectory` is."""
 
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        if self.model.config.predicts_from_left:
+            return self._exact_from_left(tokens, sets, index)
         states = self.model.encode(tokens).states[:, :-1]
         nll = _scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
         return _certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
+
+    def _exact_from_left(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        """Every token predicted once, given the earlier chunks: what a decoder with a forward per chunk does."""
+        ids = self.model.partition(tokens, sets.visible, index, self.decoder.lanes).ids
+        states = self.model.encode(tokens, prompt=sets.visible, chunk_ids=ids).states
+        return _certain(_scattered(self.model, states, tokens, sets.free), sets.free.sum(dim=-1), 1)
 
     def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         ids = self.model.partition(tokens, sets.visible, index).ids
@@ -211,7 +221,8 @@ class Scorer:
 
     def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         model, decoder = self.model, self.decoder
-        if decoder.one_pass_per_chunk and model.config.kind != "ar" and not model.config.routes_from_noise:
+        by_mask = "bound" in estimators_of(model.config)
+        if decoder.one_pass_per_chunk and by_mask:
             return self._trajectory_in_one_pass(tokens, sets, index)
         total = torch.zeros(tokens.shape, dtype=torch.float64)
 
@@ -228,7 +239,7 @@ class Scorer:
         _, counts = fill_canvas(
             tokens.masked_fill(sets.free, model.config.mask_id),
             sets,
-            router_of(model, sets, index, decoder.routing, decoder.adablock),
+            router_of(model, sets, index, decoder.routing, decoder.adablock, decoder.lanes),
             predictor_of(model, sets, decoder.cache),
             commit_policy(decoder.commit),
             reveal,

@@ -64,6 +64,8 @@ def _tile_relations(mask: Mask, slots: Slots, draws: int, block: int) -> tuple[T
     if mask is masks.chunk_causal:
         low, high, _ = _ranges(chunk, real)
         return _at_least(high, low), _at_least(low, high) & both_whole
+    if mask is masks.left:
+        return _left_relations(chunk, stream, real, both_whole)
     some, every = torch.zeros_like(both_whole), both_whole.clone()
     clean_low, clean_high, has_clean = _ranges(chunk, real & (stream == CLEAN))
     for number in range(1, draws + 1):
@@ -83,6 +85,18 @@ def _tile_relations(mask: Mask, slots: Slots, draws: int, block: int) -> tuple[T
             every &= ~(has[:, :, None] & has_other[:, None, :]) & ~(has_other[:, :, None] & has[:, None, :])
     some |= _at_least(clean_high, clean_low)
     every &= ~(has_clean[:, :, None] & has_clean[:, None, :]) | _at_least(clean_low, clean_high)
+    return some, every
+
+
+def _left_relations(chunk: Tensor, stream: Tensor, real: Tensor, both_whole: Tensor) -> tuple[Tensor, Tensor]:
+    low, high, has = _ranges(chunk, real & (stream == CLEAN))
+    seed_low, seed_high, has_seed = _ranges(chunk, real & (stream != CLEAN))
+    some = _at_least(high, low) | (seed_high[:, :, None] > low[:, None, :]) | torch.diag_embed(has_seed)
+    # within chunk 0, whose tokens see what stands before them, tiles are left to the predicate
+    above = (low[:, :, None] > high[:, None, :]) | (_at_least(low, high) & (high >= 1)[:, None, :])
+    every = both_whole & ~has_seed[:, None, :]
+    every &= ~(has[:, :, None] & has[:, None, :]) | above
+    every &= ~(has_seed[:, :, None] & has[:, None, :]) | (seed_low[:, :, None] > high[:, None, :])
     return some, every
 
 

@@ -35,8 +35,7 @@ class KVCache:
         size = (config.num_kv_heads, config.head_dim)
         self.layers = [LayerCache(self._place, zeros(*size), zeros(*size)) for _ in range(config.num_layers)]
         self.chunking: LayerCache | None = None
-        if config.kind == "dcdm":
-            assert config.num_chunks is not None
+        if config.num_chunks is not None:
             assert config.chunk_dim is not None
             projections = zeros(config.num_chunks, config.chunk_dim)
             self.chunking = LayerCache(self._place, projections, zeros(config.hidden_size))

@@ -70,11 +70,11 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     total, active = parameter_counts(config)
     d, heads = config.hidden_size, config.num_heads * config.head_dim
     embedding = config.vocab_size * d * (1 if config.tie_embeddings else 2)
-    chunk_layer = 0 if config.kind != "dcdm" else config.num_chunks * d * config.chunk_dim + 2 * d * d  # type: ignore[operator]
+    chunk_layer = 0 if not config.has_chunking else config.num_chunks * d * config.chunk_dim + 2 * d * d  # type: ignore[operator]
     per_slot = 2 * (active - embedding - chunk_layer) / config.num_layers  # one block, one slot
     groups = min(config.num_groups(length), length)
     size = length / groups
-    if config.kind == "ar":
+    if config.kind in ("ar", "lanes"):
         slots, pairs = float(length), length * (length + 1) / 2
         last_slots, last_pairs = slots, pairs
     else:
@@ -86,7 +86,7 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     attention = 4 * heads * (blocks * pairs + last_pairs)
     linear = per_slot * (blocks * slots + last_slots)
     chunking = rounds = 0.0
-    if config.kind == "dcdm":
+    if config.has_chunking:
         assert config.num_chunks is not None
         assert config.chunk_dim is not None
         width = 2 * config.num_chunks * config.chunk_dim + 2 * d
@@ -94,7 +94,7 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
         chunking = 2 * chunk_layer * slots + width * soft_pairs
         if config.routing == "causal" and not config.prior_decides:
             rounds = per_slot * length * (config.num_chunks + 1) / 2 + 4 * heads * length * length / 2
-    predicted = length if config.kind == "ar" else MASKED_SHARE * length
+    predicted = length if config.kind == "ar" or config.predicts_from_left else MASKED_SHARE * length
     head = 2 * d * config.vocab_size * predicted
     return Bill(length, total, active, slots, linear, attention, chunking, rounds, head)
 

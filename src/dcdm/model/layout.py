@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcdm.model.masks import CLEAN, NOISY, Slots, read_slots
+from dcdm.model.masks import CLEAN, NOISY, Slots, led_positions, read_slots
 
 _LAST = torch.iinfo(torch.long).max  # sorts behind every chunk
 
@@ -76,6 +76,26 @@ def dual_stream(ids: Tensor, masked_bnl: Tensor, compact: bool = True) -> Layout
     size = noisy_order.shape[1]
     home = torch.cat([_inverse(noisy_order, length) + draw * size for draw in range(draws)], dim=1)
     return Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, noisy_read.repeat(1, draws))
+
+
+def from_left(ids: Tensor, wanted: Tensor, clean: Tensor, compact: bool = True) -> Layout:
+    """Slots of the `clean` positions (B, L) sorted by chunk, and behind them seed slots.
+
+    A led position is predicted by the clean slot on its left, every other `wanted` position by a seed slot of its
+    own; `home` is that slot. Of the streams, the first is the seeds' (MASK), the second the clean one.
+    """
+    length = ids.shape[1]
+    led = led_positions(ids) & wanted
+    clean_order, clean_kept = _sorted_stream(clean, ids, compact)
+    seed_order, seed_kept = _sorted_stream(wanted & ~led, ids, compact)
+    nothing = torch.zeros_like(wanted)
+    slots = Slots.cat(
+        _slots(ids, clean_order, clean_kept, CLEAN, nothing), _slots(ids, seed_order, seed_kept, NOISY, ~nothing)
+    )
+    source = torch.cat([clean_order + length, seed_order], dim=1)
+    left_home = torch.nn.functional.pad(_inverse(clean_order, length)[:, :-1], (1, 0))
+    home = torch.where(led, left_home, _inverse(seed_order, length) + clean_order.shape[1])
+    return Layout(slots, source, slots.chunk.shape[1], home, wanted)
 
 
 def chunk_sorted(ids: Tensor, masked: Tensor, compact: bool = False) -> Layout:

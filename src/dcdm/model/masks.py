@@ -108,6 +108,21 @@ clean_to_clean = Mask(
 )
 dual_stream = (not_padding & (noisy_to_noisy | noisy_to_clean | clean_to_clean)).named("dual_stream")
 
+# predict from the left: clean slots, and where nothing known stands left MASK slots that nobody else sees, "seeds".
+# Always-visible tokens see what stands before them, as in AR; later chunks see each other whole.
+clean_in_order = Mask(
+    "clean in order",
+    lambda q, k: (
+        (q.stream == CLEAN)
+        & (k.stream == CLEAN)
+        & ((k.chunk < q.chunk) | ((k.chunk == q.chunk) & ((q.chunk > 0) | (k.position <= q.position))))
+    ),
+)
+seed_itself = Mask(
+    "seed itself", lambda q, k: (q.stream != CLEAN) & (k.stream == q.stream) & (k.position == q.position)
+)
+left = (not_padding & (clean_in_order | noisy_to_clean | seed_itself)).named("left")
+
 # next-token prediction
 causal = (not_padding & Mask("not later", lambda q, k: k.position <= q.position)).named("causal")
 
@@ -134,6 +149,12 @@ def read_slots(ids: Tensor) -> Tensor:
     """
     clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
     return torch.cat([ids >= 1, clean], dim=-1)
+
+
+def led_positions(ids: Tensor) -> Tensor:
+    """(…, L) bool: positions whose left neighbour stands exactly one chunk earlier, and so can predict them."""
+    before = torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-2)
+    return (ids >= 1) & (before == ids - 1)
 
 
 def dual_stream_mask(ids: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ logits. It reads the weights of a `Model` and shares with it the predicates of `
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -84,11 +86,17 @@ def router_scores(model: Model, z: Tensor, real: Tensor) -> Tensor:
     return torch.einsum("bld,kdh->blkh", x_bld, model.chunking.mu).norm(dim=-1)
 
 
-def partition(model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+def partition(
+    model: Model,
+    tokens: Tensor,
+    prompt: Tensor | None = None,
+    index: Tensor | None = None,
+    lanes: int | Tensor | None = None,
+) -> Tensor:
     """Chunk ids (B, L) where they do not depend on noise; causal rounds run all of block 0 each."""
     sets = model.sets(tokens, prompt)
     if model.config.kind != "dcdm" or model.config.routing != "causal":
-        return routing.fixed_partition(model.config, sets.free, sets.real, index)
+        return routing.fixed_partition(model.config, sets.free, sets.real, index, lanes)
 
     revealed = torch.zeros_like(sets.real)
 
@@ -99,6 +107,26 @@ def partition(model: Model, tokens: Tensor, prompt: Tensor | None = None, index:
     return routing.causal_partition(router, sets.free, sets.real, model.config)[0]
 
 
+def _encode_from_left(model: Model, tokens: Tensor, ids: Tensor) -> Encoded:
+    """All L clean slots, and all L MASK slots, which nobody but themselves sees; each free position takes its own.
+
+    A position whose left neighbour stands exactly one chunk earlier is predicted there, the others by their MASK.
+    """
+    length = tokens.shape[1]
+    only = Pass(model, masks.left, masks.dual_stream_slots(ids))
+    both = torch.cat([torch.full_like(tokens, model.config.mask_id), tokens], dim=1)
+    seed_bld, clean_bld = model.norm(only.run(model.embed_tokens(both))).split(length, dim=1)
+    led = masks.led_positions(ids)
+    states = torch.where(led[..., None], clean_bld.roll(1, dims=1), seed_bld)
+    read = torch.cat([(ids >= 1) & ~led, (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))], dim=1)
+    r = (
+        None
+        if only.r is None
+        else torch.where(led[..., None], only.r[:, length:].roll(1, dims=1), only.r[:, :length])
+    )
+    return Encoded(states, ids, r, [gate[read] for gate in only.gates])
+
+
 def encode(
     model: Model,
     tokens: Tensor,
@@ -107,6 +135,7 @@ def encode(
     prompt: Tensor | None = None,
     chunk_ids: Tensor | None = None,
     index: Tensor | None = None,
+    lanes: int | Tensor | None = None,
 ) -> Encoded:
     """Final states of the noisy stream, at every position."""
     config, length = model.config, tokens.shape[1]
@@ -115,6 +144,9 @@ def encode(
         only = Pass(model, masks.causal, Slots.of(torch.where(sets.real, 0, -1)))
         states = model.norm(only.run(model.embed_tokens(tokens)))
         return Encoded(states, None, None, [gate[sets.real] for gate in only.gates])
+    if config.predicts_from_left:
+        ids = partition(model, tokens, prompt, index, lanes) if chunk_ids is None else chunk_ids
+        return _encode_from_left(model, tokens, ids)
     assert masked is not None
     noisy = tokens.masked_fill(masked, config.mask_id)
     if config.routes_from_noise:
@@ -137,11 +169,13 @@ def encode(
     return Encoded(model.norm(h_bsd[:, :length]), ids, r, early + gates)
 
 
-def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **options: Tensor | None) -> Output:
+def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **options: Any) -> Output:
     """What `Model.forward` returns, all B × L × V logits included."""
     encoded = encode(model, tokens, masked, **options)
     logits = F.linear(encoded.states, model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight)
     if model.config.kind != "ar":
+        if model.config.predicts_from_left:
+            masked = model.sets(tokens, options.get("prompt")).free
         assert masked is not None
         logits[..., -NUM_SPECIALS:] = -torch.inf
         logits = substitute(logits, tokens, masked)

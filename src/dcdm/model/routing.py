@@ -108,11 +108,56 @@ def causal_partition(
     return ids, deciding
 
 
-def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None) -> Tensor:
-    """Ids of the partitions that need no router: MDLM, BDLM, the controls, and priors that decide alone.
+def even_starts(num_free: Tensor, lanes: Tensor, most: int) -> Tensor:
+    """Where lanes begin, as ranks from 0 among the free positions: (B, most), n for lanes that a row does not have.
 
-    `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only.
+    Lanes differ by at most one position, longer ones first, so that chunks never grow.
     """
+    lanes = torch.minimum(lanes, num_free.clamp(min=1))
+    number = torch.arange(most, device=num_free.device)
+    size, longer = (num_free // lanes)[:, None], (num_free % lanes)[:, None]
+    starts = number * size + torch.minimum(number, longer)
+    return torch.where(number < lanes[:, None], starts, num_free[:, None])
+
+
+def lane_numbers(free: Tensor, starts: Tensor) -> Tensor:
+    """The lane (B, L), from 0, of each free position, by the starts of the row's lanes; elsewhere meaningless."""
+    rank = (free_rank(free) - 1).clamp(min=0)
+    return (torch.searchsorted(starts, rank, right=True) - 1).clamp(min=0)
+
+
+def lane_ids(free: Tensor, real: Tensor, starts: Tensor) -> Tensor:
+    """Chunk k holds the k-th position of every lane: ids (B, L) from the starts (B, S) of the row's lanes."""
+    rank = free_rank(free) - 1
+    start = starts.gather(1, lane_numbers(free, starts))
+    return label(free, real, rank - start + 1)
+
+
+def lanes_of_rows(config: ModelConfig, lanes: int | Tensor | None, rows: int, device: torch.device) -> Tensor:
+    """The number of lanes of each row, (B,): given, or the model's default."""
+    lanes = default_lanes(config) if lanes is None else lanes
+    if isinstance(lanes, int):
+        return torch.full((rows,), lanes, device=device)
+    return lanes.to(device)
+
+
+def default_lanes(config: ModelConfig) -> int:
+    """Four where the model was trained with four, else its largest number below, else its smallest."""
+    assert config.lanes is not None
+    return max((number for number in config.lanes if number <= 4), default=min(config.lanes))
+
+
+def fixed_partition(
+    config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None, lanes: int | Tensor | None = None
+) -> Tensor:
+    """Ids of the partitions that need no router: MDLM, BDLM, lanes, the controls, and priors that decide alone.
+
+    `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only. `lanes` is the number of
+    lanes, of all rows or of each (B,).
+    """
+    if config.kind == "lanes":
+        wanted = lanes_of_rows(config, lanes, len(free), free.device)
+        return lane_ids(free, real, even_starts(free.sum(dim=-1), wanted, int(wanted.max())))
     rank = free_rank(free)
     if config.kind == "mdlm":
         ids = torch.ones_like(rank)

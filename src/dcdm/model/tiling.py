@@ -98,6 +98,8 @@ def _row_tiles(mask: Mask, row: Slots) -> Iterator[Tile]:
     """Tiles of one row, rows not yet filled in."""
     if mask is masks.noise:
         yield from _noise_tiles(row)
+    elif mask is masks.left:
+        yield from _left_tiles(runs_of(row.stream.tolist(), row.chunk.tolist()))
     elif mask is masks.causal:
         total = len(row.chunk)
         for start in range(0, total, ROW_BLOCK):
@@ -132,15 +134,31 @@ def _chunk_tiles(mask: Mask, runs: list[Run]) -> Iterator[Tile]:
                 yield Tile(0, 0, q0, q1, q0, q1, masked=masked)
 
 
-def _shared(runs: list[Run]) -> Iterator[list[Run]]:
+def _left_tiles(runs: list[Run]) -> Iterator[Tile]:
+    """Clean slots see all up to their chunk's end; seed slots the clean ones of earlier chunks, and themselves."""
+    clean = [run for run in runs if run.stream == CLEAN]
+    for group in _shared(clean, ROW_BLOCK):
+        alone = len(group) == 1 and (group[0].chunk > 0 or group[0].end - group[0].start == 1)
+        yield Tile(0, 0, group[0].start, group[-1].end, clean[0].start, group[-1].end, masked=not alone)
+    for group in _shared([run for run in runs if run.stream != CLEAN]):
+        q0, q1 = group[0].start, group[-1].end
+        earlier = [run for run in clean if run.chunk < group[-1].chunk]
+        a0, a1 = (earlier[0].start, earlier[-1].end) if earlier else (0, 0)
+        if len(group) == 1:
+            yield Tile(0, 0, q0, q1, a0, a1, own=True)
+        else:
+            yield Tile(0, 0, q0, q1, a0, a1, q0, q1, masked=True)
+
+
+def _shared(runs: list[Run], smallest: int = SMALLEST) -> Iterator[list[Run]]:
     """Runs that make a tile together: large ones alone, small ones in company."""
     group: list[Run] = []
     for run in runs:
-        if group and run.end - run.start >= SMALLEST:
+        if group and run.end - run.start >= smallest:
             yield group
             group = []
         group.append(run)
-        if run.end - group[0].start >= SMALLEST:
+        if run.end - group[0].start >= smallest:
             yield group
             group = []
     if group:

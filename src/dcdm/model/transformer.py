@@ -74,7 +74,7 @@ class StageOne:
 
 
 class Model(nn.Module):
-    """AR, MDLM, BDLM or DCDM, as its `config` says."""
+    """AR, MDLM, BDLM, DCDM or lanes, as its `config` says."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Model(nn.Module):
         self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.chunking = ChunkingAttention(config) if config.kind == "dcdm" else None
+        self.chunking = ChunkingAttention(config) if config.has_chunking else None
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -119,14 +119,19 @@ class Model(nn.Module):
         prompt: Tensor | None = None,
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
+        lanes: int | Tensor | None = None,
     ) -> Output:
         """Predict `tokens` (B, L), clean ids, where `masked` (B, L) hides them.
 
         BOS and the positions in `prompt` (bool) are always visible and may not be masked; PAD is ignored.
-        `chunk_ids` replaces the model's own partition. `index` (B,) numbers the sequences for random routing.
+        `chunk_ids` replaces the model's own partition. `index` (B,) numbers the sequences for random routing,
+        `lanes` (one number, or one for each row) says how many lanes a model of that kind writes. A model that
+        predicts from the left takes no `masked`: it predicts every free token, each given the earlier chunks.
         """
-        encoded = self.encode(tokens, masked, prompt=prompt, chunk_ids=chunk_ids, index=index)
+        encoded = self.encode(tokens, masked, prompt=prompt, chunk_ids=chunk_ids, index=index, lanes=lanes)
         logits = self.head(encoded.states)
+        if self.config.predicts_from_left:
+            masked = self.sets(tokens, prompt).free
         if self.config.kind != "ar":
             assert masked is not None
             logits = substitute(logits, tokens, masked)
@@ -140,12 +145,21 @@ class Model(nn.Module):
         prompt: Tensor | None = None,
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
+        lanes: int | Tensor | None = None,
     ) -> Encoded:
         """`forward` without the head. `masked` may be (B, n, L): n noise draws over one clean stream."""
         sets = self.sets(tokens, prompt)
         if self.config.kind == "ar":
             h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(sets.real))
             return Encoded(self.norm(h_bld), None, None, gates)
+        if self.config.predicts_from_left:
+            if masked is not None and not torch.equal(masked, sets.free):
+                raise ValueError(
+                    "a model that predicts from the left predicts every free token: leave `masked` out"
+                )
+            ids = self.partition(tokens, prompt, index, lanes).ids if chunk_ids is None else chunk_ids
+            clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
+            return self._encode_from_left(tokens, ids, ids >= 1, clean)
         masked = self._checked(tokens, masked, sets)
         if self.config.routes_from_noise:
             if masked.ndim == 3:
@@ -164,6 +178,16 @@ class Model(nn.Module):
         if r is not None:
             r = place.restore(r[:, : place.num_noisy])[:, : tokens.shape[1]]
         return Encoded(states, ids, r, gates)
+
+    def _encode_from_left(self, tokens: Tensor, ids: Tensor, wanted: Tensor, clean: Tensor) -> Encoded:
+        """One stream of `clean` slots, and seed slots where no known token stands on the left of a `wanted` one."""
+        place = layout.from_left(ids, wanted, clean, compact=self._backend() != "flex")
+        plan = self._plan(masks.left, place.slots)
+        streams = torch.cat([torch.full_like(tokens, self.config.mask_id), tokens], dim=1)
+        h_bsd, r, gates = self._run(self.embed_tokens(place.gather(streams)), plan)
+        if r is not None:
+            r = place.restore(r)
+        return Encoded(place.restore(self.norm(h_bsd)), ids, r, gates)
 
     def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
@@ -189,6 +213,8 @@ class Model(nn.Module):
         if self.config.kind == "ar":
             return self.norm(self._run(self.embed_tokens(z), self._causal_plan(real))[0])
         masked = z == self.config.mask_id
+        if self.config.predicts_from_left:
+            return self._encode_from_left(z, ids, real & masked, real & ~masked).states
         place = layout.chunk_sorted(ids, masked, compact=self._backend() != "flex")
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
@@ -209,7 +235,7 @@ class Model(nn.Module):
         paper's routing there are none; keeping them anyway is the approximation named "frozen".)
         """
         cache.place(slots, keep)
-        routed = cache.allowed(masks.chunk_causal)
+        routed = cache.allowed(masks.left if self.config.predicts_from_left else masks.chunk_causal)
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config.head_dim, self.config.rope_theta, h_bqd.dtype)
@@ -260,13 +286,19 @@ class Model(nn.Module):
             visible = visible | (real & (torch.arange(tokens.shape[1], device=tokens.device) == 0))
         return Sets(real, visible, real & ~visible)
 
-    def partition(self, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None) -> Partition:
+    def partition(
+        self,
+        tokens: Tensor,
+        prompt: Tensor | None = None,
+        index: Tensor | None = None,
+        lanes: int | Tensor | None = None,
+    ) -> Partition:
         """Chunk ids of clean tokens, for every diffusion kind whose ids do not depend on noise."""
         if self.config.kind == "ar" or self.config.routes_from_noise:
             raise ValueError("AR has no chunks, and the paper's routing has none without noise: call the model")
         sets, config = self.sets(tokens, prompt), self.config
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
-            return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
+            return Partition(routing.fixed_partition(config, sets.free, sets.real, index, lanes), None)
         with torch.no_grad():
             rounds = self.rounds(sets.free)
 
