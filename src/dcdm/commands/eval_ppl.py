@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, Progress, at_least_one, weights_dtype
+from dcdm.commands.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    Progress,
+    at_least_one,
+    weights_dtype,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from dcdm.evaluation.perplexity import Evaluation
@@ -26,6 +34,7 @@ def ppl(
     data: Annotated[list[str], tyro.conf.arg(metavar="[NAME=]SOURCE...")],
     estimator: tuple[str, ...] = ("auto",),
     samples: int | Literal["all"] = 16,
+    lanes: str = "",
     seed: int = 0,
     windows: Literal["disjoint", "sliding"] = "disjoint",
     stride: int | None = None,
@@ -57,6 +66,8 @@ def ppl(
             corpus is detokenised.
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them.
+        lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
+            that each was trained with).
         seed: Seed of the draws.
         windows: Windows that share nothing, or ones whose earlier part is visible and does not count.
         stride: Tokens that a sliding window counts (default: half of it).
@@ -84,7 +95,7 @@ def ppl(
     from dcdm.viewing.evaluation_report import make_folder
 
     at_least_one(report_windows=report_windows)
-    sampling = EstimatorSettings(samples, seed, batch_size)
+    sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes))
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
     if report is not None:

@@ -88,6 +88,14 @@ def at_least_one(**counts: int | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {count}: must be at least 1")
 
 
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """The numbers of an option such as 1,2,4; an empty text is none."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ConfigError(f"--{name} {text}: write whole numbers with commas between them, as in 1,2,4") from None
+
+
 # --- printing ----------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ def sample(
     window: int | None = None,
     routing: str = "auto",
     commit: str = "auto",
+    lanes: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -70,6 +71,7 @@ def sample(
         window: Positions of a canvas; by default the model's context length. Longer texts take several.
         routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
         commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
+        lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order.
         temperature: 0 takes the most probable token.
         top_k: Draw from the k most probable tokens.
         top_p: Draw from the most probable tokens that together reach this probability.
@@ -98,7 +100,7 @@ def sample(
     with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
-            commit=commit, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
+            commit=commit, lanes=lanes, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
             eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
             on_event=on_event, blanks=blanks,
         )  # fmt: skip

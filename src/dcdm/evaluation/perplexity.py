@@ -39,8 +39,12 @@ class EstimatorSettings:
     samples: int | Literal["all"] = 16
     seed: int = 0
     batch_size: int = 16
+    lanes: tuple[int, ...] = ()
+    """Numbers of lanes to score models with that write in lanes; none means each model's own list."""
 
     def __post_init__(self) -> None:
+        if min(self.lanes, default=1) < 1:
+            raise ConfigError(f"lanes={self.lanes} must each be at least 1")
         for name in ("samples", "batch_size"):
             value = getattr(self, name)
             if value != "all" and value < 1:
@@ -108,13 +112,14 @@ def measure_perplexity(
     sampling: EstimatorSettings,
     world: World,
     advance: Advance = lambda done, total: None,
+    lanes: int | None = None,
 ) -> Tally:
     """Score the windows, this process its share of them, and gather all of it on every process."""
     total, mine = len(windows.chosen[world.rank :: world.size]), Tally()
     for batch in windows.batches(sampling.batch_size, world.rank, world.size):
         scored = score(
             model, batch.tokens.to(world.device), estimator, sampling.samples, sampling.seed,
-            prompt=batch.prompt.to(world.device), index=batch.index, batch_size=len(batch.tokens),
+            prompt=batch.prompt.to(world.device), index=batch.index, batch_size=len(batch.tokens), lanes=lanes,
         )  # fmt: skip
         mine.add(batch, scored, windows.corpus)
         advance(len(mine.rows), total)
@@ -243,7 +248,8 @@ def evaluate(
     for (name, source), path in zip(sources.items(), models, strict=True):
         say(f"{name}: loading")
         model = source.load(world.device, dtype)
-        result.models[name] = _model_described(source, path)
+        variants = _lane_variants(name, source.config, sampling.lanes)
+        result.models |= {variant: _model_described(source, path) for variant in variants}
         fitting, unfit = chosen_estimators(source.config, estimators)
         for corpus in corpora:
             key = (corpus.name, source.tokenizer.fingerprint)
@@ -253,13 +259,21 @@ def evaluate(
             windows = CorpusWindows(
                 tokens[key], source.tokenizer, window.length or source.config.context_length, window
             )
-            for estimator in fitting:
-                advance = say(f"{name} on {corpus.name}, {estimator}")
-                tally = measure_perplexity(model, windows, estimator, sampling, world, advance)
-                result.rows.append(tally.figures(name, corpus, windows, estimator, sampling))
-            why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
-            result.rows += [Unfit(name, corpus.name, estimator, why) for estimator in unfit]
+            for variant, lanes in variants.items():
+                for estimator in fitting:
+                    advance = say(f"{variant} on {corpus.name}, {estimator}")
+                    tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes)
+                    result.rows.append(tally.figures(variant, corpus, windows, estimator, sampling))
+                why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
+                result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
     return result
+
+
+def _lane_variants(name: str, config: ModelConfig, lanes: tuple[int, ...]) -> dict[str, int | None]:
+    """A line of the table for each number of lanes, or one for a model that does not write in lanes."""
+    if config.lanes is None:
+        return {name: None}
+    return {f"{name}, {number} lane{'s' if number > 1 else ''}": number for number in lanes or config.lanes}
 
 
 def names_of(models: Sequence[str]) -> dict[str, str]:

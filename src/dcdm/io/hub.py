@@ -87,7 +87,11 @@ class DCDMForMaskedLM(_Wrapped):
         masked = input_ids == config.mask_id
         tokens = torch.where(masked & (labels != IGNORED), labels, input_ids)
         masked = masked & (labels != IGNORED)
-        logits = model(tokens, masked, prompt=prompt).logits
+        if config.predicts_from_left:  # what is not masked is given
+            given = ~masked & (tokens != config.pad_id)
+            logits = model(tokens, prompt=given if prompt is None else given | prompt).logits
+        else:
+            logits = model(tokens, masked, prompt=prompt).logits
         loss = F.cross_entropy(logits[masked], tokens[masked])
         return MaskedLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.io.export import wrong_sums
@@ -59,8 +60,9 @@ def cache_errors(model: Model, length: int = 24) -> list[str]:
     tokens[:, 0] = model.config.bos_id
     given = torch.zeros_like(tokens, dtype=torch.bool)
     given[0, : length // 3] = True
+    commit = "chunk" if model.config.predicts_from_left else "position"
     cached, afresh = (
-        score(model, tokens, "trajectory", commit="position", prompt=given, cache=cache).nats
+        score(model, tokens, "trajectory", commit=commit, prompt=given, cache=cache).nats
         for cache in ("exact", "none")
     )
     apart = ((cached - afresh).abs() / afresh.abs()).max()
@@ -76,6 +78,8 @@ def leaks(model: Model, length: int = 24) -> list[str]:
     tokens[0, 0] = config.bos_id
     masked = (draws[1] < 0.5)[None]
     masked[0, 0] = False
+    if config.predicts_from_left:
+        return _leaks_from_left(model, tokens, draws[2])
     before = model(tokens, masked).logits
     problems = []
     for position in range(1, length):
@@ -85,5 +89,20 @@ def leaks(model: Model, length: int = 24) -> list[str]:
         seen = slice(0, position) if config.kind == "ar" else slice(position, position + 1)
         asked = config.kind == "ar" or bool(masked[0, position])
         if asked and not torch.allclose(after[0, seen], before[0, seen], atol=1e-5):
+            problems.append(f"position {position} changes what it should not")
+    return problems
+
+
+def _leaks_from_left(model: Model, tokens: Tensor, draws: Tensor) -> list[str]:
+    """Positions whose token changes a prediction of its own or an earlier chunk."""
+    symbols, problems = model.config.vocab_size - 3, []
+    ids = model.partition(tokens).ids
+    before = model.encode(tokens, chunk_ids=ids).states
+    for position in range(1, tokens.shape[1]):
+        other = tokens.clone()
+        other[0, position] = (tokens[0, position] + 1 + int(draws[position] * (symbols - 1))) % symbols
+        after = model.encode(other, chunk_ids=ids).states
+        not_later = (ids[0] >= 1) & (ids[0] <= ids[0, position])
+        if not torch.allclose(after[0, not_later], before[0, not_later], atol=1e-5):
             problems.append(f"position {position} changes what it should not")
     return problems

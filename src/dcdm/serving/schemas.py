@@ -32,6 +32,7 @@ Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Lanes = Annotated[int, Field(ge=1, le=4096)]
 Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -62,6 +63,9 @@ class Generating(Body):
     stream_options: StreamOptions | None = None
     routing: Short | None = Field(None, description="Which chunk comes next; /v1/models lists what fits.")
     commit: Short | None = Field(None, description="Which positions a forward fills; /v1/models lists them.")
+    lanes: Lanes | None = Field(
+        None, description="For models that write in lanes: how many, so many tokens a forward."
+    )
     cache: Short | None = Field(
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
@@ -78,7 +82,7 @@ class Generating(Body):
 
     def decoding(self) -> dict[str, Any]:
         """The decoder that was asked for, for `Served.decoding`."""
-        names = ("routing", "commit", "cache", "temperature", "top_k", "top_p")
+        names = ("routing", "commit", "lanes", "cache", "temperature", "top_k", "top_p")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -132,6 +136,7 @@ class DenoiseRequest(Body):
     )
     routing: Short = "auto"
     commit: Short = "auto"
+    lanes: Lanes | None = None
     temperature: Temperature = 1.0
     top_k: TopK | None = None
     top_p: TopP | None = None

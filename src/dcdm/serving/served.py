@@ -14,6 +14,7 @@ from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, d
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import check_routing, described, fitting_routings
+from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import Refusal, bad_request, refused_setting
 from dcdm.serving.settings import Settings
@@ -111,7 +112,7 @@ class Served:
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, and under `dcdm` what this one can do."""
         config, settings = self.model.config, self.settings
-        commits = ["position"] if config.kind == "ar" else list(POLICIES)
+        commits = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
         return {
             "id": self.name,
             "object": "model",
@@ -124,6 +125,8 @@ class Served:
                 "context_length": config.context_length,
                 "vocab_size": config.vocab_size,
                 "num_chunks": config.num_chunks,
+                "lanes": config.lanes,
+                "default_lanes": None if config.lanes is None else default_lanes(config),
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "routings": fitting_routings(config),
                 "commits": [_commit(name) for name in commits],

@@ -19,20 +19,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Nats per token on the first `sequences` windows: `valid_nll` by the valid estimator with its standard error
     over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll` beside it, which
-    is not a bound.
+    is not a bound; for a model that writes in lanes `lanes_S_nll` for each number S it is trained with.
 
     Neither batch size nor number of ranks changes the result.
     """
-    names: list[tuple[str, Estimator]] = [(MAIN, default_estimator(model))]
+    names: list[tuple[str, Estimator, int | None]] = [(MAIN, default_estimator(model), None)]
     if model.config.routes_from_noise:
-        names.append(("surrogate_nll", "surrogate"))
+        names.append(("surrogate_nll", "surrogate", None))
+    names += [(f"lanes_{lanes}_nll", "exact", lanes) for lanes in model.config.lanes or ()]
     figures: dict[str, float] = {}
     with unsharded(model), torch.no_grad():
-        for name, estimator in names:
+        for name, estimator, lanes in names:
             mine = []
             for batch in in_order(dataset, batch_size, rank=world.rank, world=world.size, limit=sequences):
                 tokens, prompt = batch["tokens"].to(world.device), batch["prompt"].to(world.device)
-                result = score(model, tokens, estimator, samples, prompt=prompt, index=batch["index"])
+                result = score(model, tokens, estimator, samples, prompt=prompt, index=batch["index"], lanes=lanes)
                 columns = (x.tolist() for x in (batch["index"], result.nats, result.tokens))
                 mine += list(zip(*columns, strict=True))
             rows = sorted(row for part in gather_objects(mine, world) for row in part)
