@@ -285,6 +285,35 @@ def decoding(commit: str, target: float | None = None, rows: int = 1) -> Case:
     return Case(f"{commit}, batch {rows}", paths, ("whole canvas",), target)
 
 
+def lanes_step(length: int, against: str, target: float, layers: int = 4, rows: int = 4) -> Case:
+    """A training step of lanes, 1 to 16 of them in the rows of one batch, against AR or strided chunks of MASKs."""
+    lanes = replace(preset("lanes-0.1b"), num_layers=layers, context_length=length)
+    strided = replace(_config(length, layers, "strided"), num_chunks=max(1, length // 8))
+    others = {"AR": replace(preset("ar-0.1b"), num_layers=layers, context_length=length), "strided": strided}
+
+    def step_of(model: Model, tokens: Tensor) -> None:
+        share = 1.0 if model.config.kind == "dcdm" else 0.0
+        objective = replace(PLAIN, full_mask_share=share)
+        loss(model, Batch(tokens.expand(rows, -1)), Key(0), objective).total.backward()
+
+    paths = {"lanes": _on_model(lanes, step_of), against: _on_model(others[against], step_of)}
+    return Case(f"step, {rows} × L={length}, {layers} layers, against {against}", paths, (against,), target)
+
+
+def lanes_decoding(lanes: int, target: float | None, tokens: int = 128) -> Case:
+    """One text of GPT-2's vocabulary by a network of width 768 with 12 layers, cached: lanes against AR."""
+
+    def path(name: str, **options: int) -> Callable[[], Run]:
+        def make() -> Run:
+            model = build(preset(name), seed=0).eval()
+            return lambda: (generate(model, [[]], max_new_tokens=tokens, **options), None)[1]  # type: ignore[arg-type]
+
+        return make
+
+    paths = {f"{lanes} lanes": path("lanes-0.1b", lanes=lanes), "AR": path("ar-0.1b")}
+    return Case(f"one text of {tokens} tokens, {lanes} lanes", paths, ("AR",), target)
+
+
 SUBJECTS: dict[str, Callable[[], list[Case]]] = {
     "attention": lambda: [attention(2048, 2.0), attention(4096, 2.5)],
     "chunking": lambda: [chunking(2048, 1.5)],
@@ -298,6 +327,14 @@ SUBJECTS: dict[str, Callable[[], list[Case]]] = {
         decoding("steps:8", 3.0),
         decoding("position"),
         decoding("steps:8", rows=4),
+    ],
+    "lanes": lambda: [
+        *(lanes_step(n, "AR", 1 / 1.15) for n in (512, 1024)),
+        *(lanes_step(n, "strided", 1 / 0.6) for n in (512, 1024)),
+        lanes_decoding(1, None),
+        lanes_decoding(4, 2.0),
+        lanes_decoding(8, 4.0),
+        lanes_decoding(16, 7.0),
     ],
     "scaling": lambda: [
         *(replace(attention(n), name=f"attention L={n}") for n in (512, 1024, 2048, 4096, 8192)),

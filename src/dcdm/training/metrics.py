@@ -88,8 +88,7 @@ class Recorder:
         parts = []
         for name, value in figures.items():
             if not name.endswith("_stderr"):
-                label = "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
-                parts.append(f"{label} {with_stderr(value, figures.get(f'{name}_stderr'))}")
+                parts.append(f"{_label(name)} {with_stderr(value, figures.get(f'{name}_stderr'))}")
         shown = ", ".join(parts)
         self.console.print(f"step {step}: {shown} nats/token")
 
@@ -156,6 +155,13 @@ class Recorder:
         except ImportError as error:
             raise ConfigError("wandb is set, but the package is missing; pip install -e '.[wandb]'") from error
         return wandb.init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
+
+
+def _label(name: str) -> str:
+    """What a figure of an evaluation is called on the screen."""
+    if name.startswith("lanes_"):
+        return f"{name.split('_')[1]} lanes"
+    return "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcdm.evaluation.studies import Bin
-from dcdm.model.masks import Slots, causal, chunk_causal, dual_stream, dual_stream_slots, noise
+from dcdm.model.masks import (
+    CLEAN,
+    Mask,
+    Slots,
+    causal,
+    chunk_causal,
+    dual_stream,
+    dual_stream_slots,
+    led_positions,
+    left,
+    noise,
+)
 from dcdm.viewing.chunks import Filling
 from dcdm.viewing.palette import colour, ink
 
@@ -262,6 +273,7 @@ def draw_masks(folder: str) -> list[str]:
             [f"{'z' if s else 'x'}{c}" for c, s in zip(*sorted_labels, strict=True)],
             "the same mask, slots sorted by chunk",
         ),
+        *_left_examples(),
     ]
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = []
@@ -281,6 +293,21 @@ def draw_masks(folder: str) -> list[str]:
         paths.append(str(Path(folder) / f"{mask.name}.png"))
         figure.savefig(paths[-1], dpi=110)
     return paths
+
+
+def _left_examples() -> list[tuple[Mask, Slots, list[str], str]]:
+    """BOS and twelve tokens in three lanes, whose second and third start with a seed slot."""
+    ids = torch.tensor([0, *[1, 2, 3, 4] * 3])
+    seeds = (ids == 1) & ~led_positions(ids)
+    clean, masked = Slots.of(ids, stream=CLEAN), Slots.of(ids, torch.ones_like(seeds))[seeds]
+    lane = [0, *[number for number in "abc" for _ in range(4)]]
+    labels = ["BOS", *(f"{lane[at]}{ids[at]}" for at in range(1, 13)), "?b1", "?c1"]
+    order = [*ids.argsort(stable=True).tolist(), 13, 14]
+    slots = Slots.cat(clean, masked)
+    return [
+        (left, slots, labels, "three lanes in reading order; ?: seeds"),
+        (left.named("left_sorted"), slots[order], [labels[at] for at in order], "the same, sorted by chunk"),
+    ]
 
 
 if __name__ == "__main__":
