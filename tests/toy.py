@@ -14,19 +14,20 @@ from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import World
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.loop import Hooks, StepReport, TrainConfig, adamw
+from dcdm.training.loop import Hooks, StepReport, TrainConfig
 from dcdm.training.loop import train as run_loop
+from dcdm.training.optimizers import make_optimizer
 
 ROWS, LENGTH = 6, 12
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 Weights = dict[str, np.ndarray]
 
 
-def settings(steps: int = 1, dtype: torch.dtype = torch.float32) -> TrainConfig:
+def settings(steps: int = 1, dtype: torch.dtype = torch.float32, optimizer: str = "adamw") -> TrainConfig:
     """A rate that does not depend on the number of steps, so that shorter runs are beginnings of longer ones."""
     return TrainConfig(
         steps=steps, batch_size=ROWS, learning_rate=1e-2, schedule="constant", decay_share=0.0, warmup_steps=0,
-        ema_decay=0.9, dtype=DTYPES[dtype],
+        ema_decay=0.9, dtype=DTYPES[dtype], optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def new_state(kind: str, world: World, dtype: torch.dtype = torch.float32) -> Tr
     """Model, optimizer and averaged weights as the loop makes them."""
     model = fsdp.shard(tiny.model(kind, seed=0).to(dtype), world)
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
-    return TrainState(model, adamw(model, settings()), {"ema": average}, {"losses": []})
+    return TrainState(model, make_optimizer(model, settings()), {"ema": average}, {"losses": []})
 
 
 class Watched(Checkpointer):
@@ -73,6 +74,7 @@ def train(
     kind: str = "paper",
     every: int = 2,
     dtype: torch.dtype = torch.float32,
+    optimizer: str = "adamw",
     on_phase: Callable[[str], None] = lambda phase: None,
     on_step: Callable[[int], None] = lambda step: None,
     keep_last: int = 2,
@@ -89,7 +91,7 @@ def train(
 
     with Watched(folder, world, keep_last=keep_last, keep_best=1, on_phase=on_phase) as checkpointer:
         run_loop(
-            model, batches, settings(steps, dtype), world=world, hooks=Hooks(on_step=note),
+            model, batches, settings(steps, dtype, optimizer), world=world, hooks=Hooks(on_step=note),
             checkpointer=checkpointer, checkpoint_every=every,
             evaluate=lambda model, step: {"loss": losses[-1]}, evaluate_every=1,
         )  # fmt: skip

@@ -9,7 +9,8 @@ from dcdm.config import ConfigError
 from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.model.transformer import build
-from dcdm.training.loop import TrainConfig, adamw, learning_rate, train_windows
+from dcdm.training.loop import TrainConfig, learning_rate, train_windows
+from dcdm.training.optimizers import adamw
 
 
 def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -28,6 +28,7 @@ def train(
     batch_size: int | None = None,
     micro_batch: int | None = None,
     learning_rate: float | None = None,
+    optimizer: Literal["adamw", "muon"] | None = None,
     seed: int | None = None,
     checkpoint_every: int | None = None,
     evaluate_every: int | None = None,
@@ -54,6 +55,7 @@ def train(
         batch_size: Windows of one optimizer step, over all devices.
         micro_batch: Windows of one pass on one device.
         learning_rate: Peak learning rate.
+        optimizer: adamw as in the paper, or muon, which moves the network's matrices by Muon.
         seed: Seed of the weights, the data order and the noise.
         checkpoint_every: Steps between checkpoints.
         evaluate_every: Steps between evaluations on the validation split.
@@ -70,6 +72,7 @@ def train(
     flags = {
         "data.sources": data, "data.tokenizer": tokenizer, "data.validation": validation, "train.steps": steps,
         "train.batch_size": batch_size, "train.micro_batch": micro_batch, "train.learning_rate": learning_rate,
+        "train.optimizer": optimizer,
         "train.seed": seed, "checkpoint_every": checkpoint_every, "evaluate_every": evaluate_every, "init": init,
         "train.dtype": dtype,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
 from dcdm.data.loader import InMemory, Loader
@@ -21,6 +21,7 @@ from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, TrainState
 from dcdm.training.fsdp import clip_gradients, run, shard, sync_gradients
+from dcdm.training.optimizers import make_optimizer
 from dcdm.training.settings import TrainConfig
 
 Evaluate = Callable[[Model, int], Mapping[str, float]]
@@ -92,7 +93,7 @@ def train(
     if settings.compile:
         model.compile_blocks()
     model.activation_checkpointing = settings.activation_checkpointing
-    optimizer = adamw(model, settings)
+    optimizer = make_optimizer(model, settings)
     average = {name: p.detach().clone() for name, p in model.named_parameters()} if settings.ema_decay else {}
     state = TrainState(model, optimizer, {"ema": average} if average else {})
     step = _resume(state, loader, checkpointer)
@@ -106,7 +107,7 @@ def train(
         report = _gradients(model, micro, key.fold("noise", step), objective, world, step, settings, types)
         rate = learning_rate(step, settings)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("rate_scale", 1.0)
         optimizer.step()
         if model.chunking is not None and bias_rate > 0:
             assert report.chunk_counts is not None
@@ -216,14 +217,3 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
         return settings.learning_rate * min(1.0, (settings.steps - step) / decay)
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def adamw(model: Model, settings: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices, not on norms and embeddings."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        is_plain = parameter.ndim < 2 or name.startswith("embed_tokens")
-        (plain if is_plain else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.adam_eps)

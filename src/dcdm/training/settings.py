@@ -16,6 +16,7 @@ from dcdm.presets import preset
 T = TypeVar("T")
 
 Schedule = Literal["cosine", "constant"]
+Optimizer = Literal["adamw", "muon"]
 FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
@@ -37,6 +38,11 @@ class TrainConfig:
     """After warm-up a cosine to 0, or constant with a linear decay over the last `decay_share` of the steps."""
     decay_share: float = 0.2
     warmup_steps: int = 2_500
+    optimizer: Optimizer = "adamw"
+    """adamw as in the paper, or muon: the matrices of the network by Muon, the rest by AdamW."""
+    muon_rate: float = 1e-2
+    """Peak learning rate of the matrices that Muon moves; `learning_rate` is that of all else."""
+    muon_momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
     weight_decay: float = 0.01
@@ -56,15 +62,17 @@ class TrainConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ConfigError(f"micro_batch={self.micro_batch} must be at least 1")
-        for name in ("learning_rate", "clip", "adam_eps"):
+        for name in ("learning_rate", "muon_rate", "clip", "adam_eps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
-        for name, known in (("schedule", Schedule), ("dtype", Dtype)):
+        for name, known in (("schedule", Schedule), ("dtype", Dtype), ("optimizer", Optimizer)):
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(_unknown(name, getattr(self, name), known))
         for name in ("decay_share", "ema_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if not 0 <= self.muon_momentum < 1:
+            raise ConfigError(f"muon_momentum={self.muon_momentum} must be at least 0 and below 1")
         if self.ema_decay == 1:
             raise ConfigError("ema_decay=1 would never take up a trained weight; choose a value below 1")
         if self.warmup_steps < 0:

@@ -1,0 +1,85 @@
+"""Muon: what its iterations do, what it moves, and that runs with it resume and spread over ranks exactly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+import toy
+from dcdm.config import ConfigError
+from dcdm.distributed import World
+from dcdm.training.optimizers import Muon, make_optimizer, orthogonalised
+from dcdm.training.settings import TrainConfig
+from ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16), (5, 24, 8)])
+def test_newton_schulz_in_fp32_gives_singular_values_near_one(shape):
+    matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalised(matrices))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_a_batch_of_matrices_is_orthogonalised_one_by_one():
+    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alone = torch.stack([orthogonalised(matrix) for matrix in matrices])
+    torch.testing.assert_close(orthogonalised(matrices), alone, rtol=0, atol=1e-12)
+
+
+def test_muon_moves_the_matrices_of_blocks_and_chunking_attention_and_adamw_the_rest():
+    model = tiny.model("paper-moe", tie_embeddings=False)
+    optimizer = make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=2e-3, muon_rate=1e-2))
+    assert isinstance(optimizer, Muon)
+    kinds = {id(p): group["orthogonal"] for group in optimizer.param_groups for p in group["params"]}
+    by_muon = {name for name, parameter in model.named_parameters() if kinds[id(parameter)]}
+    assert {"chunking.mu", "layers.0.self_attn.q_proj.weight", "layers.1.mlp.experts.down_proj"} <= by_muon
+    rest = {name for name, _ in model.named_parameters()} - by_muon
+    assert {"embed_tokens.weight", "lm_head.weight", "norm.weight"} <= rest
+    assert all("norm" in name or name in ("embed_tokens.weight", "lm_head.weight") for name in rest)
+    assert [round(group["rate_scale"], 9) for group in optimizer.param_groups] == [5.0, 1.0, 1.0]
+
+
+def test_an_update_has_the_size_that_the_rate_says():
+    model = tiny.model("ar")
+    optimizer = make_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-2, weight_decay=0.0))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    weight = model.layers[0].mlp.gate_proj.weight
+    before = weight.detach().clone()
+    model(tiny.tokens(2, 9)).logits.square().sum().backward()
+    optimizer.step()
+    moved = torch.linalg.svdvals(weight.detach() - before) / (1e-2 * 0.2 * max(weight.shape) ** 0.5)
+    assert moved.max() < 1.3
+    assert moved.median() > 0.5
+
+
+@pytest.mark.parametrize("kind", ["bdlm", "paper-moe", "causal"])
+def test_a_run_with_muon_resumes_bit_for_bit(kind, tmp_path):
+    whole, _ = toy.train(tmp_path / "whole", World(), 6, kind=kind, optimizer="muon")
+    toy.train(tmp_path / "broken", World(), 3, kind=kind, optimizer="muon")
+    resumed_run, resumed = toy.train(tmp_path / "broken", World(), 6, kind=kind, optimizer="muon")
+    assert resumed.step == 3
+    assert toy.differences(resumed_run, whole) == []
+
+
+def train_with_muon(world: World, folder: Path) -> toy.Weights:
+    return toy.train(folder, world, 4, kind="paper-moe", dtype=torch.float64, optimizer="muon")[0]
+
+
+def test_ranks_end_where_one_process_does_in_float64(tmp_path):
+    whole = train_with_muon(World(), tmp_path / "one")
+    for run in on_ranks(2, train_with_muon, tmp_path / "two"):
+        assert toy.differences(run, whole, tolerance=1e-7) == []
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ConfigError, match="optimizer='sgd' is not known; choose one of adamw, muon"):
+        TrainConfig(optimizer="sgd")
+    with pytest.raises(ConfigError, match="muon_rate=0"):
+        TrainConfig(muon_rate=0)
+    with pytest.raises(ConfigError, match="muon_momentum=1"):
+        TrainConfig(muon_momentum=1.0)
