@@ -1,6 +1,6 @@
 """Twenty steps of every debug preset must reproduce stored losses, so that changed mathematics is noticed.
 
-After a change that is meant to alter them: `python tests/test_curves.py` writes the file anew.
+After a change that is meant to alter them: `python tests/training/test_curves.py` writes the file anew.
 """
 
 import json
