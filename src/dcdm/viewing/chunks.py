@@ -24,6 +24,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Generation
 from dcdm.keys import Key
+from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.viewing.page import assemble, asset
 
@@ -160,7 +161,7 @@ def refuse_without_chunks(model: Model) -> None:
     if model.config.kind == "ar":
         raise ConfigError(
             "this is an AR model, which predicts tokens from left to right and has no chunks; "
-            "choose a model of kind mdlm, bdlm or dcdm"
+            "choose a model of kind mdlm, bdlm, lanes or dcdm"
         )
 
 
@@ -185,6 +186,8 @@ def view(
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
     free = model.sets(tokens).free[0].tolist()
     num_chunks = config.num_groups(sum(free))
+    if config.kind == "lanes":
+        num_chunks = -(-sum(free) // default_lanes(config))
     levels = _levels(model, noise, round)
     frames = _noise_frames(model, tokens, levels, seed) if levels else _round_frames(model, tokens, num_chunks)
     kinds = kinds_of(window.pieces)
@@ -214,6 +217,8 @@ def rule(config: ModelConfig) -> str:
     """How the chunk of a token is decided."""
     if config.kind == "mdlm":
         return "All tokens form one chunk."
+    if config.kind == "lanes":
+        return f"{default_lanes(config)} lanes are written at once; chunk k holds the k-th token of each."
     if config.kind == "bdlm":
         return f"Every {config.block_size} tokens in a row form a chunk."
     if config.routes_from_noise:
