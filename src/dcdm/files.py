@@ -54,8 +54,14 @@ def file_digest(path: Path | str) -> str:
 
 @contextmanager
 def stops_handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handler` on SIGINT and SIGTERM; whatever handled them before does so again afterwards."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Call `handler` on SIGINT, SIGTERM and SIGHUP; whatever handled them before does so again afterwards.
+
+    A SIGHUP that is ignored stays so: `nohup` asks for that.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

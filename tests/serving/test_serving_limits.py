@@ -342,7 +342,8 @@ def test_a_run_is_served_as_what_it_exports(tmp_path, capsys):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported, number):
     command = [sys.executable, "-m", "dcdm", "serve", str(exported), "--port", "0", "--name", NAME]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "DCDM_API_KEY": KEY}
@@ -355,7 +356,7 @@ def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported):
         assert httpx.post(f"{url}v1/completions", json=BODY).status_code == 401
         answer = httpx.post(f"{url}v1/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
         assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(60) == 0
         errors = process.stderr.read()
         assert "Traceback" not in errors

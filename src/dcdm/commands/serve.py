@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Serve a model: a page to watch it in a browser, and an API that OpenAI's clients understand.
 
-    Ctrl-C or SIGTERM stops it: no new requests are taken, running ones may finish.
+    Ctrl-C, SIGTERM or SIGHUP stops it: no new requests are taken, running ones may finish.
 
     Args:
         model: An exported folder; a run folder or a checkpoint in it is exported to a temporary folder first.
@@ -54,7 +54,7 @@ def serve(
         max_batch_tokens: Positions that are computed together.
         batch_wait_ms: How long a batch that is not full waits for more.
         timeout_seconds: From a request's arrival to its last token.
-        drain_seconds: How long running requests may take after Ctrl-C or SIGTERM.
+        drain_seconds: How long running requests may take once the server is asked to stop.
         max_body_bytes: Size of a request.
         log_prompts: Write prompts and completions into the log.
         threads: PyTorch threads; by default PyTorch's own choice.
