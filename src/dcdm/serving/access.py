@@ -7,6 +7,7 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import re
 import time
 from uuid import uuid4
 
@@ -24,8 +25,23 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z.-]+))(?::(?P<port>[0-9]{1,5}))?")
+"""A Host header: a name or an address, version 6 in brackets, and perhaps a port."""
+
+
+def names_loopback(header: str) -> bool:
+    """Whether a Host header asks for this machine by a name that nobody else can have."""
+    parts = HOST.fullmatch(header)
+    if parts is None or int(parts["port"] or 0) >= 2**16:
+        return False
+    if parts["v6"] is not None:
+        return ":" in parts["v6"] and is_loopback(parts["v6"])
+    return is_loopback(parts["name"])
 
 
 def is_loopback(host: str) -> bool:
@@ -40,6 +56,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
+        self.open_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -61,9 +78,11 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
+        self.open_requests += 1
         try:
             await self._answer(scope, receive, sending)
         finally:
+            self.open_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - started
             self.metrics.requests.labels(route, str(status or "gone")).inc()
@@ -102,13 +121,18 @@ class Gate:
             await Json(defect.body(), defect.status)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        if scope["path"] in OPEN:
-            return
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see other requests in it
+            raise Refusal(
+                400, "give Content-Length or Transfer-Encoding, not both: they may disagree on where a body ends",
+                code="ambiguous_length",
+            )  # fmt: skip
+        if scope["path"] in OPEN and scope["method"] != "POST":
+            return
+        if self.open_requests > self.settings.max_connections:
+            raise Refusal(503, "too many requests are open", code="busy", headers={"Retry-After": "1"})
         if self.settings.api_key is None:
-            host = headers.get("host", "")
-            name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-            if not (name and is_loopback(name)):
+            if not names_loopback(headers.get("host", "")):
                 raise Refusal(
                     403, "without an API key only localhost, 127.0.0.1 and [::1] are answered; start the server "
                     "with --api-key to reach it by another name", code="host_not_allowed",

@@ -38,7 +38,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     413: {"model": ErrorBody, "description": "The body is too large."},
     415: {"model": ErrorBody, "description": "The body is not application/json."},
     429: {"model": ErrorBody, "description": "Too many requests wait; Retry-After says when to come again."},
-    503: {"model": ErrorBody, "description": "The server is shutting down."},
+    503: {"model": ErrorBody, "description": "The server is shutting down, or too many requests are open."},
 }
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 STATUS: dict[int | str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -25,6 +26,7 @@ from dcdm.files import stops_handled_by
 from dcdm.io.export import SUMS, export, wrong_sums
 from dcdm.io.load import find_model, load_model
 from dcdm.model.transformer import Model
+from dcdm.serving.connections import SilentConnections, TimedProtocol, connections_possible
 
 
 def load_safetensors(
@@ -67,11 +69,13 @@ class Server(uvicorn.Server):
     """uvicorn's server, which tells the application when it is asked to stop."""
 
     def __init__(self, app: FastAPI, drain_seconds: float) -> None:
+        settings = app.state.served.settings
+        silent = SilentConnections(connections_possible(settings.max_connections), settings.head_seconds)
         super().__init__(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="on",
-                timeout_graceful_shutdown=int(drain_seconds) + 5, limit_concurrency=1024,
-                h11_max_incomplete_event_size=1 << 16,
+                timeout_graceful_shutdown=int(drain_seconds) + 5, h11_max_incomplete_event_size=1 << 16,
+                http=cast(Any, partial(TimedProtocol, silent=silent)),
             )
         )  # fmt: skip
         self.scheduler, self.drain_seconds = app.state.scheduler, drain_seconds

@@ -33,6 +33,10 @@ class Settings:
     """How long a batch that is not full waits for more."""
     timeout_seconds: float = 120.0
     """From a request's arrival to its last token."""
+    max_connections: int = 1024
+    """Open connections; beyond them those that ask for nothing are closed, the longest silent first."""
+    head_seconds: float = 10.0
+    """How long a connection may take until the headers of a request are complete."""
     max_body_bytes: int = 1 << 20
     body_seconds: float = 10.0
     """How long a request's body may take to arrive."""

@@ -1,0 +1,160 @@
+"""Connections that ask for nothing, or ask in two ways at once: they are closed, and keep nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import time
+
+import pytest
+
+from dcdm.serving import connections
+from dcdm.serving.access import names_loopback
+from live import live, until
+
+BODY = {"prompt": "a", "max_tokens": 4, "seed": 0, "stop_at_eos": False}
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connected(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has ended it; what it has sent before is passed over."""
+    connection.settimeout(0.05)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    with live(head_seconds=0.5) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HT", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 9\r\n\r\nabc"]
+)
+def test_a_connection_without_complete_headers_is_closed(hasty, sent):
+    with connected(hasty) as connection:
+        connection.sendall(sent)
+        until(lambda: is_closed(connection), 4)  # keep-alive alone would leave it 5 s
+
+
+def test_one_letter_after_the_other_buys_no_time(hasty):
+    with connected(hasty) as connection:
+        last = time.monotonic() + 4
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < last and not is_closed(connection):
+                connection.sendall(b"X")
+        assert time.monotonic() < last
+
+
+def test_a_request_that_takes_longer_than_headers_may_is_answered(monkeypatch):
+    from live import slow_down
+
+    slow_down(monkeypatch, 0.3)
+    with live(head_seconds=0.2) as server:
+        assert server.post("/v1/completions", {**BODY, "commit": "position"}).status_code == 200
+
+
+def test_1030_silent_connections_keep_neither_health_checks_nor_callers_out():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4000:
+        pytest.skip("both ends of the connections are files of this process")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4000), hard))
+    with live(api_key="a-key") as server, contextlib.ExitStack() as stack:
+        for number in range(1030):
+            connection = stack.enter_context(connected(server))
+            if number % 2:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        assert server.get("/healthz").status_code == 200
+        answer = server.post("/v1/completions", BODY, headers={"Authorization": "Bearer a-key"})
+        assert answer.status_code == 200
+
+
+def test_the_longest_silent_connection_makes_room_for_a_new_one():
+    with live(max_connections=3) as server, contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(4):
+            opened.append(stack.enter_context(connected(server)))
+            time.sleep(0.05)
+        until(lambda: is_closed(opened[0]), 5)
+        assert not any(is_closed(connection) for connection in opened[1:])
+
+
+def test_too_many_open_requests_are_refused_but_health_is_answered():
+    with live(max_connections=2) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connected(server)).sendall(POST + b"Content-Length: 9\r\n\r\n{")
+
+        def busy() -> bool:
+            return server.post("/v1/completions", BODY).status_code == 503
+
+        until(busy)
+        assert server.get("/healthz").status_code == 200
+        refused = server.post("/v1/completions", BODY)
+        assert refused.json()["error"]["code"] == "busy"
+        assert refused.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [((20_000, 20_000), 1024), ((256, 20_000), 1024), ((1024, 1024), 448), ((64, 64), 1), ((-1, -1), 1024)],
+)
+def test_connections_leave_room_under_the_limit_of_open_files(monkeypatch, limits, expected):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, to: raised.append(to))
+    assert connections.connections_possible(1024) == expected
+    assert raised == ([] if limits[0] in (20_000, -1) else [(min(2176, limits[1]), limits[1])])
+
+
+# --- what a request says about itself ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:65535", "127.9.9.9", "[::1]", "[::1]:8000"]
+)
+def test_names_of_this_machine_are_known(host):
+    assert names_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "", ":80", "localhost:", "localhost:x", "localhost:80:80", "localhost:65536", "localhost:٣", "localhost/",
+        "localhost:80@evil.example", "evil@localhost", "localhost evil.example", "localhost,evil.example",
+        "[::1]evil.example", "[::1]]", "[[::1]]", "[::1", "::1", "[127.0.0.1]", "[localhost]", "[::1%25eth0]",
+        "127.1", "127.0.0.1.", "127.0.0.1]", "[]", "localhost.evil.example", "10.0.0.1", "[::2]",
+    ],
+)  # fmt: skip
+def test_a_host_header_that_only_resembles_such_a_name_is_refused(hasty, host):
+    assert not names_loopback(host)
+    if host.isascii():
+        assert hasty.get("/v1/models", headers={"Host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/healthz"])
+def test_a_request_with_two_lengths_is_refused_and_what_follows_it_is_not_read(hasty, path):
+    lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with connected(hasty) as connection:
+        connection.sendall(POST.replace(b"/v1/completions", path) + lengths + HEAD + b"\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"ambiguous_length" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_no_other_site_may_embed_an_answer(hasty):
+    for path in ("/", "/v1/models", "/assets/icon.svg", "/healthz", "/nowhere"):
+        assert hasty.get(path).headers["cross-origin-resource-policy"] == "same-origin"
