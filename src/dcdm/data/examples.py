@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from dcdm.config import DataError
+from dcdm.data.chats import ChatError, ChatTemplate
 from dcdm.data.settings import DataConfig
-from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 
 

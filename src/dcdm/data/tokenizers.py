@@ -1,7 +1,7 @@
-"""Text to ids and back, and chats to text. Every vocabulary ends with BOS, PAD and MASK.
+"""Text to ids and back. Every vocabulary ends with BOS, PAD and MASK.
 
-First the `Tokenizer`, then the ways to get one (`load_tokenizer` knows them all), chat templates, and last what it
-takes to make any `tokenizer.json` fit.
+First the `Tokenizer`, then the ways to get one (`load_tokenizer` knows them all), and last what it takes to make
+any `tokenizer.json` fit.
 """
 
 from __future__ import annotations
@@ -280,36 +280,6 @@ def _byte_level(model: models.BPE) -> Backend:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-# --- chats -------------------------------------------------------------------------------------------------------
-
-
-class ChatError(Exception):
-    """The chat template refuses a chat; the message says why."""
-
-
-class ChatTemplate:
-    """The chat template of a tokenizer that has one. Its text is encoded with `templated=True`."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        from transformers import PreTrainedTokenizerFast
-
-        self._renderer: Any = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend, eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
-        )
-
-    def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
-        """The chat as text; `answering` ends it where an answer begins."""
-        try:
-            return self._renderer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=answering,
-                bos_token="",  # every window begins with BOS anyway
-            )
-        except Exception as error:  # templates raise what they like about roles they do not know
-            raise ChatError(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error
 
 
 # --- spelling bytes ----------------------------------------------------------------------------------------------

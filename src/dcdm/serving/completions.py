@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dcdm.data.tokenizers import ChatError, ChatTemplate, Tokenizer
+from dcdm.data.chats import ChatError, ChatTemplate
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
 from dcdm.serving.served import Served

@@ -1,0 +1,146 @@
+"""Chat templates: rendered as `transformers` does, within limits of time, memory and size."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dcdm.data import chats
+from dcdm.data.chats import ChatError, ChatTemplate
+from dcdm.data.examples import BadRow, ExampleMaker
+from dcdm.data.settings import DataConfig
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
+
+BYTES = byte_tokenizer()
+CHAT = [{"role": "user", "content": "<b>1+1?</b> ä\n"}, {"role": "assistant", "content": "2 🙂"}]
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(Tokenizer(BYTES.backend, BYTES.eos_id, text))
+
+
+FAMILIAR = {
+    "plain": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
+    "trimmed": "{%- for m in messages -%}\n  {% if loop.first %}\n [{{ m.role }}]\n  {% endif %}\n{%- endfor %}",
+    "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ tools }}|{{ documents is none }}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2, sort_keys=true) }}",
+    "namespace": "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}{% endfor %}{{ n.k }}",
+    "loops": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{% set x = 1 %}x{% endgeneration %}{{ x }}{% endfor %}",
+    "macro": "{% macro say(m) %}<{{ m.role }}>{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+    "methods": "{{ messages[0].content.split('+')[0] }}{{ dict(a=1).items() | list }}{{ messages[1:] | length }}",
+    "year": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIAR)
+@pytest.mark.parametrize("answering", [True, False])
+def test_templates_give_what_transformers_gives(name, answering):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=BYTES.backend, eos_token=BYTES.eos_token, chat_template=FAMILIAR[name]
+    )
+    expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=answering, bos_token="")
+    assert template(FAMILIAR[name]).render(CHAT, answering=answering) == expected
+
+
+FAR = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+GREEDY = {
+    "a long product": ("{{ 'x' * 20000000000 }}", "more than 512 MiB"),
+    "a wide field": ("{{ 'x'.center(20000000000) }}", "more than 512 MiB"),
+    "a doubled list": (
+        "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}", "512 MiB"
+    ),
+    "a big number": (
+        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "512|longer"
+    ),
+    "endless loops": (FAR + "{% endfor %}" * 3, "took longer than"),
+    "endless text": ("{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 4,194,304 characters"),
+    "a deep macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
+    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply|died"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_a_greedy_template_is_ended_and_the_next_chat_is_rendered(name, monkeypatch):
+    monkeypatch.setattr(chats, "SECONDS", 2)
+    text, said = GREEDY[name]
+    greedy = template("{% if messages | length > 1 %}" + text + "{% endif %}done")
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ChatError, match=said):
+            greedy.render(CHAT, answering=True)
+    assert time.monotonic() - started < 30
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 700 << 10
+    if name != "deep brackets":  # they cannot even be compiled
+        assert greedy.render(CHAT[:1], answering=True) == "done"
+
+
+def test_a_template_with_a_syntax_error_is_refused_with_it():
+    with pytest.raises(ChatError, match="refuses it: Expected an expression"):
+        template("{% if %}").render(CHAT, answering=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{% set n = namespace(__class__=1) %}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(text):
+    with pytest.raises(ChatError, match="refuses it"):
+        template(text).render(CHAT, answering=True)
+
+
+def test_the_renderer_sees_no_keys(monkeypatch):
+    monkeypatch.setenv("DCDM_API_KEY", "a-key")
+    made = template("x")
+    made.render(CHAT, answering=True)
+    with open(f"/proc/{made._process.pid}/environ", "rb") as file:
+        assert b"a-key" not in file.read()
+
+
+def test_one_template_serves_many_threads_and_outlives_its_process():
+    made = template("{{ messages[0].content }}")
+    with ThreadPoolExecutor(8) as pool:
+        texts = [f"chat {number} " + "x" * 100_000 for number in range(40)]
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        assert list(pool.map(lambda chat: made.render(chat, answering=True), asked)) == texts
+    made._process.kill()
+    made._process.wait()
+    assert made.render(CHAT, answering=True) == CHAT[0]["content"]
+
+
+def test_a_fork_starts_a_renderer_of_its_own():
+    made = template("{{ messages[0].content }}")
+    made.render(CHAT, answering=True)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if made.render(CHAT, answering=True) == CHAT[0]["content"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert made.render(CHAT, answering=True) == CHAT[0]["content"]
+
+
+def test_nothing_is_left_running_behind_a_template():
+    made = template("x")
+    made.render(CHAT, answering=True)
+    process = made._process
+    del made
+    assert process.returncode is not None
+
+
+def test_a_row_on_which_the_template_takes_too_much_is_a_bad_row():
+    tokenizer = Tokenizer(BYTES.backend, BYTES.eos_id, "{{ 'x' * 20000000000 }}")
+    with pytest.raises(BadRow, match="512 MiB"):
+        ExampleMaker(DataConfig(messages_field="m"), tokenizer).examples_of({"m": CHAT})
