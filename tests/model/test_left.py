@@ -322,6 +322,27 @@ def test_what_lies_behind_an_end_of_text_is_cut_and_no_longer_written():
             seen = seen or ends in event.positions
 
 
+def test_the_harness_scores_and_generates_with_one_lane_unless_told():
+    pytest.importorskip("lm_eval")
+    from dcdm.data.tokenizers import byte_tokenizer
+    from dcdm.evaluation.harness import HarnessModel
+
+    tokenizer = byte_tokenizer()
+    network = tiny.model("mdlm", tokenizer.vocab_size - 3, kind="lanes", lanes=(1, 2)).float()
+    one, two = (HarnessModel((network, tokenizer), lanes=lanes) for lanes in (None, 2))
+    row = [tokenizer.bos_id, *tokenizer.encode("a question and its answer")]
+    from dcdm.evaluation.decoders import Continuation
+
+    for harness, lanes in ((one, 1), (two, 2)):
+        nats, error, _ = harness._score([Continuation(row, 12, 0)])[0]
+        prompt = (torch.arange(len(row)) < 12)[None]
+        exact = dcdm.score(network, torch.tensor([row]), "exact", prompt=prompt, lanes=lanes)
+        assert error == 0
+        assert nats == pytest.approx(-exact.nats.item(), rel=1e-5)
+    with pytest.raises(ConfigError, match="lanes=2 does not fit a mdlm model"):
+        HarnessModel((tiny.model("mdlm", tokenizer.vocab_size - 3).float(), tokenizer), lanes=2)
+
+
 # --- settings -----------------------------------------------------------------------------------------------------
 
 

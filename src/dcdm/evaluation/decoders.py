@@ -92,7 +92,7 @@ def padded(rows: Sequence[Continuation], pad_id: int, device: torch.device | Non
     return tokens.to(device), prompt.to(device), torch.tensor([row.index for row in rows])
 
 
-def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor) -> Tensor:
+def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor, lanes: int | None = None) -> Tensor:
     """(B,) whether the most probable tokens are the true ones wherever `prompt` does not give them.
 
     AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one forward,
@@ -105,7 +105,7 @@ def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor) -> Te
         if model.config.kind == "ar":
             states, truth, where = model.encode(tokens).states[:, :-1], tokens[:, 1:], sets.free[:, 1:]
         else:
-            ids = model.partition(tokens, sets.visible, index).ids
+            ids = model.partition(tokens, sets.visible, index, lanes).ids
             states = model.encode(tokens, sets.free, prompt=sets.visible, chunk_ids=ids).states
             truth, where = tokens, sets.free
         right = torch.ones_like(where)

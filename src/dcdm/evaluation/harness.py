@@ -28,6 +28,7 @@ from tqdm import tqdm
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.config import resolve_lanes
 from dcdm.decoding.engine import generate
 from dcdm.decoding.predictors import resolve_cache
 from dcdm.decoding.routes import check_routing
@@ -77,7 +78,8 @@ class HarnessModel(TemplateLM):
     exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
     neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
     `item_log` names a file that gets one JSON line per scored request, with its Monte-Carlo error.
-    `window`, `routing`, `commit` and `cache` go to `dcdm.generate`.
+    `window`, `routing`, `commit` and `cache` go to `dcdm.generate`. `lanes` is how many lanes a model of that kind
+    is asked with, for likelihoods and for generation; one, its best, by default.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class HarnessModel(TemplateLM):
         max_gen_toks: int = 256,
         add_bos_token: bool = True,
         item_log: str | None = None,
+        lanes: int | None = None,
         **decoding: Any,
     ) -> None:
         super().__init__()
@@ -101,6 +104,9 @@ class HarnessModel(TemplateLM):
         config = loaded[0].config if loaded else find_model(str(pretrained)).config
         self.estimator = likelihood.estimators_of(config)[0] if estimator == "auto" else estimator
         _check(config, self.estimator, samples, decoding)
+        if lanes is None and config.kind == "lanes":
+            lanes = 1
+        self.lanes = resolve_lanes(config, lanes)
         self.is_ar = config.kind == "ar"
         if not add_bos_token and not self.is_ar:
             raise ConfigError("add_bos_token=False needs an AR model: the others are trained with BOS in front")
@@ -292,9 +298,9 @@ class HarnessModel(TemplateLM):
         tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
         score = likelihood.score(
             self.model, tokens, self.estimator, self.samples, self.seed,
-            prompt=prompt, index=index, batch_size=len(rows),
+            prompt=prompt, index=index, batch_size=len(rows), lanes=self.lanes,
         )  # fmt: skip
-        greedy = is_greedy(self.model, tokens, prompt, index)
+        greedy = is_greedy(self.model, tokens, prompt, index, self.lanes)
         return list(zip((-score.nats).tolist(), score.stderr.tolist(), greedy.tolist(), strict=True))
 
     # --- text ---
@@ -314,7 +320,7 @@ class HarnessModel(TemplateLM):
         done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
             index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
-            **sampling, **{"window": self.max_length, **self.decoding},
+            lanes=self.lanes, **sampling, **{"window": self.max_length, **self.decoding},
         )  # fmt: skip
         texts = [self.text.decode(completion) for completion in done.completions]
         return [postprocess_generated_text(text, until, None) for text in texts]
