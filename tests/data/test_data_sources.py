@@ -1,5 +1,7 @@
 import gzip
 import json
+import os
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -13,7 +15,7 @@ from corpora import documents, prose, write_jsonl
 from dcdm.config import DataError
 from dcdm.data.examples import ExampleMaker
 from dcdm.data.loader import pack
-from dcdm.data.prepare import prepare
+from dcdm.data.prepare import Silent, prepare
 from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
@@ -362,3 +364,122 @@ def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_wi
     assert windows.tolist() == [[257, *b"abcd"], [257, *b"e", 256, *b"fg"], [257, 256, *b"hi", 256]]
     with pytest.raises(DataError, match="fewer than one window"):
         pack(["ab"], BYTES, 9)
+
+
+# --- long lines, and what is passed over -------------------------------------------------------------------------
+
+
+def long_lines(path, sizes):
+    """Rows whose text has these sizes, packed if the name says so."""
+    rows = b"".join(json.dumps({"text": "x" * size}).encode() + b"\n" for size in sizes)
+    path.write_bytes(gzip.compress(rows, 1) if path.suffix == ".gz" else rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_beyond_the_limit_is_a_bad_line_and_the_rest_is_read(tmp_path, name):
+    path = long_lines(tmp_path / name, [50, 988, 989, 5000, 60])  # 12 bytes around each text
+    strict = DataConfig(max_line_bytes=1000, validation_share=0)
+    with pytest.raises(DataError, match=rf"{name}:3: longer than max_line_bytes=1000 \(--max-line-bytes\)"):
+        prepare(str(path), out=tmp_path / "strict", settings=strict, workers=1)
+    lenient = DataConfig(max_line_bytes=1000, validation_share=0, max_bad=2)
+    prepared = prepare(str(path), out=tmp_path / "out", settings=lenient, workers=1)
+    assert [line for _, line, _ in prepared.manifest["bad"]["first"]] == [3, 4]
+    assert prepared.manifest["splits"]["train"]["bytes"] == 50 + 988 + 60
+    with pytest.raises(DataError, match="max_line_bytes was 1000 and is None"):
+        prepare(str(path), out=tmp_path / "out", settings=DataConfig(validation_share=0), workers=1)
+
+
+def test_a_line_that_unpacks_to_more_than_memory_may_hold_is_never_held(tmp_path):
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(300):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"text": "short"}\n')
+    tracemalloc.start()
+    try:
+        prepared = prepare(
+            str(path), out=tmp_path / "out", settings=DataConfig(validation_share=0, max_bad=1), workers=1
+        )
+        assert tracemalloc.get_traced_memory()[1] < 3 * DataConfig().max_line_bytes
+    finally:
+        tracemalloc.stop()
+    assert prepared.manifest["splits"]["train"]["bytes"] == 5
+
+
+def test_plans_of_earlier_versions_are_still_the_same():
+    assert "max_line_bytes" not in DataConfig().identity(False)
+
+
+class Heard(Silent):
+    def __init__(self):
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def corpus_folder(folder):
+    for name in (
+        "a.txt",
+        "sub/b.txt",
+        "private/c.txt",
+        "notes.md",
+        "table.csv",
+        "sub/more.md",
+        "README",
+        ".git/d.txt",
+    ):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("some text\n" * 40)
+    return folder
+
+
+def lock_away(monkeypatch, name):
+    """Folders of this name cannot be read, even by root."""
+    real = os.scandir
+
+    def scandir(path="."):
+        if os.path.basename(str(path)) == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+def test_unreadable_folders_are_reported_and_files_passed_over_counted(tmp_path, monkeypatch):
+    folder, heard = corpus_folder(tmp_path / "corpus"), Heard()
+    lock_away(monkeypatch, "private")
+    prepared = prepare(str(folder), out=tmp_path / "out", settings=DataConfig(validation_share=0), reporter=heard)
+    assert any("cannot be read" in said and "corpus/private: Permission denied" in said for said in heard.said)
+    assert "files of other kinds passed over: 4 (2 .md, 1 .csv, 1 without ending)" in heard.said
+    assert "hidden files and folders passed over: 1" in heard.said
+    assert [entry["name"] for entry in prepared.manifest["plan"]["source"]] == ["a.txt", "sub/b.txt"]
+    kept = prepared.manifest["passed_over"]
+    assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
+    assert "missing: 1 folders that cannot be read" in prepared.summary()
+
+
+def test_a_pattern_reports_folders_that_it_cannot_look_into(tmp_path, monkeypatch):
+    folder, heard = corpus_folder(tmp_path / "corpus"), Heard()
+    lock_away(monkeypatch, "private")
+    prepare(f"{folder}/**/*.txt", out=tmp_path / "out", settings=DataConfig(validation_share=0), reporter=heard)
+    assert any("corpus/private: Permission denied" in said for said in heard.said)
+
+
+def test_a_folder_of_which_nothing_can_be_read_says_so(tmp_path, monkeypatch):
+    (tmp_path / "corpus" / "private").mkdir(parents=True)
+    lock_away(monkeypatch, "private")
+    with pytest.raises(DataError, match=r"holds no file .* cannot be read.*private"):
+        prepare(str(tmp_path / "corpus"), out=tmp_path / "out")
+
+
+def test_an_evaluation_does_not_leave_out_folders_silently(tmp_path, monkeypatch):
+    from dcdm.evaluation.corpora import ReadingSettings, read_corpus
+
+    folder = corpus_folder(tmp_path / "corpus")
+    lock_away(monkeypatch, "private")
+    with pytest.raises(DataError, match="make them readable"):
+        read_corpus(str(folder), ReadingSettings())

@@ -33,7 +33,7 @@ from dcdm.data.reading import (
 )  # fmt: skip
 from dcdm.data.settings import SPLITS, DataConfig, held_out
 from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
-from dcdm.data.sources import resolve
+from dcdm.data.sources import PassedOver, resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
 from dcdm.files import digest, file_digest, sync_folder, write_whole
@@ -91,8 +91,11 @@ def prepare(
         raise DataError(f"workers={workers} must be at least 1")
 
     # what there is to read, and what decides the result
-    files = [file for spec in sources for file in resolve(spec, settings, "train" if validation else None)]
-    files += [file for spec in validation for file in resolve(spec, settings, "validation")]
+    passed_over, split = PassedOver(), SPLITS[0] if validation else None
+    files = [file for spec in sources for file in resolve(spec, settings, split, passed_over)]
+    files += [file for spec in validation for file in resolve(spec, settings, "validation", passed_over)]
+    for sentence in passed_over.sentences():
+        reporter.say(sentence)
     examined, stamps = examine(files, settings, _known_stamps(out))
     spec = tokenizer if isinstance(tokenizer, str) else "given"
     ready = _tokenizer_if_ready(tokenizer)
@@ -120,6 +123,7 @@ def prepare(
 
         # vouch for it and put it in its place
         manifest = _manifest(plan, records, kept, work.path, settings)
+        manifest["passed_over"] = passed_over.entry()
         manifest["given"] = {"tokenizer": spec, "sources": list(sources), "validation": list(validation)}
         try:
             _check_filled(manifest, settings, bool(validation), list(sources), reporter)

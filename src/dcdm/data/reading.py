@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import DataError
-from dcdm.data.settings import DataConfig, Split, held_out
+from dcdm.data.settings import MAX_LINE_BYTES, DataConfig, Split, held_out
 from dcdm.data.sources import Format, SourceFile
 from dcdm.data.tokenizers import BETWEEN_WORDS
 from dcdm.files import file_digest
@@ -66,6 +67,8 @@ class Part:
     ends: bool = True
     """Whether a document that is the whole file ends here."""
     lenient: bool = False
+    max_line_bytes: int = MAX_LINE_BYTES
+    """Of a line of JSON."""
 
 
 @dataclass
@@ -110,7 +113,7 @@ def examine(
         stamps: Stamps = dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
     for source in paths.values():
         if source.format != "text":
-            fields = _first_fields(source.path, source.format)
+            fields = _first_fields(source.path, source.format, settings.max_line_bytes)
             if fields is not None and (missing := [c for c in settings.columns if c not in fields]):
                 raise DataError(
                     f"{source.path}: {_missing_fields(missing, fields)}. Name the right one with field (--field), "
@@ -150,7 +153,7 @@ def cut_into_parts(
         source, size = file.source, file.stamp[0]
         part = Part(
             str(source.path.absolute()), source.name, source.format, 0, size, size, file.stamp,
-            source.split, lenient=source.lenient,
+            source.split, lenient=source.lenient, max_line_bytes=settings.max_line_bytes,
         )  # fmt: skip
         if source.format == "jsonl.gz":
             yield part
@@ -267,14 +270,14 @@ def read_rows(part: Part, columns: tuple[str, ...], bad: BadRows) -> Iterator[tu
     _check_unchanged(part)
 
 
-def _first_fields(path: Path, form: Format) -> list[str] | None:
+def _first_fields(path: Path, form: Format, max_line_bytes: int) -> list[str] | None:
     """Names of the fields in a file's first row; None where there is no readable row."""
     part = Part(str(path), path.name, form, 0, -1, 0, (0, 0))
     try:
         if form in ("parquet", "arrow"):
             return list(_schema_names(part))
-        with gzip.open(path, "rb") if form == "jsonl.gz" else open(path, "rb") as file:
-            for raw in file:
+        with _open_lines(part) as file:
+            while raw := file.readline(max_line_bytes):  # of a longer one this is no JSON
                 if raw.strip():
                     row = json.loads(raw.removeprefix(BOM))
                     return list(row) if isinstance(row, dict) else None
@@ -305,7 +308,7 @@ def _text(part: Part, bad: BadRows) -> str:
 
 
 def _json_rows(part: Part, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, raw in enumerate(_json_lines(part), start=1):
+    for line, raw in _json_lines(part, bad):
         if not raw.strip():
             continue
         try:
@@ -323,13 +326,25 @@ def _json_rows(part: Part, bad: BadRows) -> Iterator[tuple[int, dict[str, Any]]]
                 bad.add(part, line, f"not a JSON object but {_kind(row)}")
 
 
-def _json_lines(part: Part) -> Iterator[bytes]:
-    if part.format == "jsonl":
-        yield from _bytes(part).split(b"\n")
-        return
-    with gzip.open(part.path, "rb") as file:
-        for number, line in enumerate(file):
-            yield line.removeprefix(BOM) if number == 0 else line
+def _json_lines(part: Part, bad: BadRows) -> Iterator[tuple[int, bytes]]:
+    """The lines of a part with their numbers, but for those that are too long: they count as bad."""
+    most = part.max_line_bytes
+    with _open_lines(part) as file:
+        file.seek(part.start)
+        at, number = part.start, 0
+        while (at < part.stop or part.format == "jsonl.gz") and (raw := file.readline(most + 2)):
+            at, number = at + len(raw), number + 1
+            if len(raw.rstrip(b"\r\n")) > most:
+                bad.add(part, number, f"longer than max_line_bytes={most} (--max-line-bytes)")
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(1 << 20)
+                    at += len(raw)
+            else:
+                yield number, raw.removeprefix(BOM) if part.start == 0 and number == 1 else raw
+
+
+def _open_lines(part: Part) -> gzip.GzipFile | BufferedReader:
+    return gzip.open(part.path, "rb") if part.format == "jsonl.gz" else open(part.path, "rb")
 
 
 def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dcdm.config import DataError
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
@@ -20,6 +21,7 @@ FORMATS: dict[str, Format] = {
     ".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 STDLIB_SHARE = 0.05
+NAMED = 10  # folders and kinds of files that a report names
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
 
@@ -36,8 +38,43 @@ class SourceFile:
     """Whether bytes that are not UTF-8 are replaced rather than reported."""
 
 
-def resolve(spec: str, settings: DataConfig, split: Split | None = None) -> list[SourceFile]:
-    """The files of `spec`, in order; all of them of `split` if one is named.
+@dataclass
+class PassedOver:
+    """What lies where text was looked for, and is not read."""
+
+    other_kinds: Counter[str] = field(default_factory=Counter)
+    """Files by the ending of their names, "" for none."""
+    hidden: int = 0
+    """Files and folders whose names begin with a dot."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders that could not be looked into, with the reason."""
+
+    def entry(self) -> dict[str, Any]:
+        return {"other_kinds": dict(self.other_kinds), "hidden": self.hidden, "unreadable": self.unreadable}
+
+    def sentences(self) -> list[str]:
+        """What a user should hear; nothing where nothing was passed over."""
+        said = []
+        if self.unreadable:
+            more = f" and {len(self.unreadable) - NAMED} more" if len(self.unreadable) > NAMED else ""
+            said.append(
+                f"folders that cannot be read, so that their files are missing: {len(self.unreadable)} "
+                f"({'; '.join(self.unreadable[:NAMED])}{more})"
+            )
+        if self.other_kinds:
+            kinds = [
+                f"{count} {ending or 'without ending'}" for ending, count in self.other_kinds.most_common(NAMED)
+            ]
+            said.append(f"files of other kinds passed over: {self.other_kinds.total()} ({', '.join(kinds)})")
+        if self.hidden:
+            said.append(f"hidden files and folders passed over: {self.hidden}")
+        return said
+
+
+def resolve(
+    spec: str, settings: DataConfig, split: Split | None = None, passed_over: PassedOver | None = None
+) -> list[SourceFile]:
+    """The files of `spec`, in order; all of them of `split` if one is named. `passed_over` counts what is not read.
 
     `spec` is `stdlib`, a file, a folder, a glob pattern, or a data set of the Hugging Face hub
     (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
@@ -47,7 +84,7 @@ def resolve(spec: str, settings: DataConfig, split: Split | None = None) -> list
     elif spec.startswith("hf:"):
         files = _hub(spec.removeprefix("hf:"))
     else:
-        local = _local(spec)
+        local = _local(spec, passed_over or PassedOver())
         files = _hub(spec) if local is None else local
     if settings.fine_tuning and (plain := next((f for f in files if f.format == "text"), None)):
         raise DataError(f"{plain.name} is plain text; prompts and responses come from rows, as in .jsonl")
@@ -85,15 +122,15 @@ def _stdlib(settings: DataConfig) -> list[SourceFile]:
     return files
 
 
-def _local(spec: str) -> list[SourceFile] | None:
+def _local(spec: str, passed_over: PassedOver) -> list[SourceFile] | None:
     """Files of a path or pattern; None where `spec` can only be a name on the hub."""
     path = Path(spec).expanduser()
     if path.is_file():
         return [SourceFile(path, path.name, _format(path))]
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, passed_over)
     if glob.has_magic(spec):
-        return _matches(spec)
+        return _matches(spec, passed_over)
     folder, colon, split = spec.rpartition(":")
     if colon and (saved := Path(folder).expanduser()).is_dir():
         return _saved_dict(saved, split)
@@ -113,7 +150,7 @@ def _format(path: Path) -> Format:
     return FORMATS[suffix]
 
 
-def _matches(pattern: str) -> list[SourceFile]:
+def _matches(pattern: str, passed_over: PassedOver) -> list[SourceFile]:
     paths = [Path(p) for p in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
     files = sorted(p for p in paths if p.is_file())
     if not files:
@@ -122,22 +159,40 @@ def _matches(pattern: str) -> list[SourceFile]:
     while any(glob.has_magic(part) for part in fixed):
         fixed.pop()
     root = Path(*fixed)
+    if "**" in Path(pattern).parts:  # it looks into every folder, and says nothing of those that it cannot read
+        _walk(root, PassedOver(unreadable=passed_over.unreadable))
     return [SourceFile(p, p.relative_to(root).as_posix(), _format(p)) for p in files]
 
 
-def _folder(folder: Path) -> list[SourceFile]:
+def _folder(folder: Path, passed_over: PassedOver) -> list[SourceFile]:
     """Every file of a known kind below `folder`, or a data set that `datasets` saved there."""
     if (folder / "dataset_dict.json").is_file():
         return _saved_dict(folder, "train")
     if (folder / "state.json").is_file():
         return _saved(folder)
-    visible = (
-        p for p in folder.rglob("*") if not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    )
-    paths = sorted(p for p in visible if _suffix(p) is not None and p.is_file())
+    paths = sorted(_walk(folder, passed_over))
     if not paths:
-        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}")
+        said = "".join(f"; {sentence}" for sentence in passed_over.sentences())
+        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}{said}")
     return [SourceFile(p, p.relative_to(folder).as_posix(), _format(p)) for p in paths]
+
+
+def _walk(folder: Path, passed_over: PassedOver) -> list[Path]:
+    """Files of known kinds below `folder`; the rest is counted."""
+
+    def unreadable(error: OSError) -> None:
+        passed_over.unreadable.append(f"{error.filename}: {error.strerror}")
+
+    paths = []
+    for here, folders, names in os.walk(folder, onerror=unreadable):
+        passed_over.hidden += sum(name.startswith(".") for name in (*folders, *names))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(here, name) for name in names if not name.startswith(".")):
+            if _suffix(path) is not None and path.is_file():
+                paths.append(path)
+            else:
+                passed_over.other_kinds[path.suffix] += 1
+    return paths
 
 
 def _saved_dict(folder: Path, split: str) -> list[SourceFile]:

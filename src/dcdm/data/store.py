@@ -158,6 +158,8 @@ class PreparedData:
         if bad["count"]:
             name, line, reason = bad["first"][0]
             lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
+        if unreadable := self.manifest.get("passed_over", {}).get("unreadable"):
+            lines.append(f"missing: {len(unreadable)} folders that cannot be read, the first {unreadable[0]}")
         return "\n".join(lines)
 
     def _split(self, split: Split) -> dict[str, Any]:

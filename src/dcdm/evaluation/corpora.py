@@ -18,7 +18,7 @@ import numpy as np
 from dcdm.config import ConfigError, DataError
 from dcdm.data.reading import BadRows, ExaminedFile, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
-from dcdm.data.sources import resolve
+from dcdm.data.sources import PassedOver, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -189,7 +189,10 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
         documents=settings.documents or recipe.documents, field=settings.field,
         validation_share=0.0, max_bad=settings.max_bad,
     )  # fmt: skip
-    planned, _ = examine(resolve(source, wanted), wanted, {})
+    passed_over = PassedOver()
+    planned, _ = examine(resolve(source, wanted, passed_over=passed_over), wanted, {})
+    if passed_over.unreadable:
+        raise DataError(f"{source}: {passed_over.sentences()[0]}; make them readable, or name the files")
     bad = BadRows(settings.max_bad)
     texts = _read(planned, wanted, bad)
     if recipe.cut is not None and settings.documents is None:
