@@ -50,8 +50,8 @@ class Watched(Checkpointer):
         self.state = state
         super().save(step, state, metrics, **options)
 
-    def resume(self, state: TrainState) -> Resumed | None:
-        self.resumed = super().resume(state)
+    def resume(self, state: TrainState, *more: Any) -> Resumed | None:
+        self.resumed = super().resume(state, *more)
         return self.resumed
 
 

@@ -337,10 +337,10 @@ def size_of(path: Path) -> int:
 def test_checkpoints_that_are_all_damaged_stop_a_run_instead_of_starting_it_anew(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, small_state())
-    (tmp_path / "step-00000001" / ".metadata").unlink()
+    (tmp_path / "step-00000001" / "metadata.json").unlink()
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(CheckpointError, match=r"(?s)no .* whole.*\.metadata"),
+        pytest.raises(CheckpointError, match=r"(?s)no .* whole.*metadata\.json"),
     ):
         checkpointer.resume(small_state())
 
@@ -444,9 +444,9 @@ def test_the_manifest_says_who_wrote_what(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(7, small_state(), {"loss": 0.25})
     content = json.loads((tmp_path / "step-00000007" / "manifest.json").read_text())
-    assert (content["step"], content["metrics"], content["ranks"], content["format"]) == (7, {"loss": 0.25}, 1, 1)
+    assert (content["step"], content["metrics"], content["ranks"], content["format"]) == (7, {"loss": 0.25}, 1, 2)
     assert content["versions"]["torch"] == torch.__version__
     assert {entry["name"] for entry in content["files"]} == {
-        ".metadata", "__0_0.distcp", "state.json",
+        "__0_0.distcp", "metadata.json", "state.json",
     }  # fmt: skip
     assert manifests.read_manifest(tmp_path / "step-00000007").step == 7

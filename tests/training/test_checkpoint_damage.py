@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -11,16 +12,27 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from dcdm.config import VERSION
 from dcdm.distributed import World
+from dcdm.training import checkpoint
 from dcdm.training import checkpoint_folder as manifests
-from dcdm.training.checkpoint import Checkpointer, CheckpointError, TrainState, load_weights, verify
+from dcdm.training.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    TrainState,
+    UnusableCheckpoint,
+    load_record,
+    load_weights,
+    verify,
+)
 from ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FILES = ("manifest.json", ".metadata", "__0_0.distcp", "state.json")
+FILES = ("manifest.json", "metadata.json", "__0_0.distcp", "state.json")
 
 
 def some_state(value: float) -> TrainState:
@@ -118,7 +130,7 @@ def test_a_file_too_many_and_a_folder_under_another_step_s_name_are_found(run):
 def test_all_problems_are_told_at_once(run):
     folder = run / "step-00000002"
     delete(folder / "state.json")
-    truncate(folder / ".metadata")
+    truncate(folder / "metadata.json")
     flip(0.5)(folder / "__0_0.distcp")
     assert len(verify(folder)) == 3
 
@@ -138,9 +150,9 @@ def test_a_manifest_of_a_later_format_is_passed_over_by_name(run):
     folder = run / "step-00000002"
     content = json.loads((folder / "manifest.json").read_text())
     del content["seal"]
-    (folder / "manifest.json").write_text(manifests._render({**content, "format": 2, "novelty": 1}))
-    writer = content["versions"]["dcdm"]
-    assert verify(folder) == [f"format 2 is not the one this version reads (1); it was written by dcdm {writer}"]
+    (folder / "manifest.json").write_text(manifests._render({**content, "format": 3, "novelty": 1}))
+    said = f"format 3 is not one that this version reads (1, 2); it was written by dcdm {VERSION}"
+    assert verify(folder) == [said]
 
 
 class Trap:
@@ -151,30 +163,144 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-def test_a_pickle_that_the_manifest_does_not_vouch_for_is_never_opened(run, tmp_path):
-    sprung = tmp_path / "sprung"
-    (run / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
-    assert verify(run / "step-00000002")
-    with pytest.raises(CheckpointError):
-        load_weights(run / "step-00000002")
-    with Checkpointer(run) as checkpointer:
-        assert checkpointer.resume(some_state(0.0)).step == 1
-    assert not sprung.exists()
+@pytest.fixture
+def version_1(tmp_path, monkeypatch) -> Path:
+    """A checkpoint as older versions wrote it: with PyTorch's pickle for its metadata, and format 1."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "PlainWriter", dcp.FileSystemWriter)
+        patch.setattr(checkpoint, "METADATA", ".metadata")
+        with Checkpointer(tmp_path / "old") as checkpointer:
+            checkpointer.save(2, some_state(2.0))
+    seal(tmp_path / "old" / "step-00000002", format=1)
+    return tmp_path / "old" / "step-00000002"
 
 
-def test_a_pickle_that_is_more_than_metadata_does_not_run_even_if_the_manifest_vouches_for_it(run, tmp_path):
-    folder, sprung = run / "step-00000002", tmp_path / "sprung"
-    (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+def seal(folder: Path, **changes: object) -> None:
+    """A manifest that vouches for the files as they are now."""
     content = json.loads((folder / "manifest.json").read_text())
     del content["seal"]
     content["files"] = [vars(manifests.record(folder / entry["name"])) for entry in content["files"]]
-    (folder / "manifest.json").write_text(manifests._render(content))
-    assert verify(folder) == []
-    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
-        load_weights(folder)
+    content |= changes
+    kept = {name: value for name, value in content.items() if value is not None}
+    (folder / "manifest.json").write_text(manifests._render(kept))
+
+
+def test_metadata_is_json_and_older_checkpoints_with_a_pickle_give_the_same_weights(version_1, pristine):
+    assert {path.name for path in version_1.iterdir()} == {*FILES, ".metadata"} - {"metadata.json"}
+    ours, theirs = load_weights(pristine / "step-00000002"), load_weights(version_1)
+    assert ours.keys() == theirs.keys()
+    assert torch.equal(ours["weight"], theirs["weight"])
+    state = some_state(0.0)
+    with Checkpointer(version_1.parent) as checkpointer:
+        assert checkpointer.resume(state).step == 2
+    assert all(torch.equal(value, state.model.state_dict()[name]) for name, value in theirs.items())
+
+
+def test_a_pickle_that_the_manifest_does_not_vouch_for_is_never_opened(version_1, tmp_path):
+    sprung = tmp_path / "sprung"
+    (version_1 / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+    assert verify(version_1)
+    with pytest.raises(CheckpointError):
+        load_weights(version_1)
     assert not sprung.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
+
+
+def test_a_pickle_that_is_more_than_metadata_does_not_run_even_if_the_manifest_vouches_for_it(version_1, tmp_path):
+    sprung = tmp_path / "sprung"
+    (version_1 / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+    seal(version_1)
+    assert verify(version_1) == []
+    with pytest.raises(UnusableCheckpoint, match="which no checkpoint needs"):
+        load_weights(version_1)
+    assert not sprung.exists()
+    pickle.loads((version_1 / ".metadata").read_bytes())
     assert sprung.exists(), "the trap works"
+
+
+def nested_key() -> bytes:
+    """A dict whose key is a tuple of itself twice, forty deep: hashing it would take 2⁴⁰ steps."""
+    return b"\x80\x04}" + b")" + b"2\x86" * 40 + b"K\x01s."
+
+
+def change_of_a_class() -> bytes:
+    """BUILD on a class that metadata may name: it would change that class for the whole process."""
+    return b"\x80\x04cpathlib\nPosixPath\nN}\x8c\x07changedK\x01s\x86b."
+
+
+@pytest.mark.parametrize("data", [nested_key(), change_of_a_class(), b"", b"}" * 9, b"\x80\x04("])
+def test_a_pickle_made_to_hang_or_to_change_the_process_is_refused_at_once(data, version_1):
+    (version_1 / ".metadata").write_bytes(data)
+    seal(version_1)
+    with pytest.raises(UnusableCheckpoint, match=r"\.metadata"):
+        load_weights(version_1)
+    assert not hasattr(Path, "changed")
+
+
+# --- what a stranger may write under a manifest of his own --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensors": {"model.weight": {"dtype": "float32", "shape": [1 << 40], "pieces": []}}},
+        {"tensors": {"model.weight": {"dtype": "float32", "shape": [1 << 20],
+                                      "pieces": [[[0], [1 << 20], "__0_0.distcp", 0, 100]]}}},
+        {"tensors": {"model.weight": {"dtype": "float32", "shape": [4],
+                                      "pieces": [[[0], [4], "../../secret", 0, 100]]}}},
+        {"tensors": {"model.weight": {"dtype": "exec", "shape": [4], "pieces": []}}},
+        {"tensors": [1, 2]},
+        [],
+    ],
+)  # fmt: skip
+def test_metadata_that_does_not_fit_the_files_is_refused_before_anything_is_allocated(change, run):
+    folder = run / "step-00000002"
+    (folder / "metadata.json").write_text(json.dumps(change))
+    seal(folder)
+    assert verify(folder) == []
+    with pytest.raises(UnusableCheckpoint, match=r"metadata\.json"):
+        load_weights(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", ".", "..", "", "a/b", "a\0b", 7, None])
+def test_names_in_a_manifest_are_plain_names(name, run):
+    folder = run / "step-00000002"
+    (run / "secret").write_text("secret")
+    content = json.loads((folder / "manifest.json").read_text())
+    entry = {"name": name, "size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    seal(folder, files=[*content["files"], entry])
+    assert verify(folder), name
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link out", "link to a device"])
+def test_files_of_a_checkpoint_are_regular_files_and_no_pipe_is_waited_for(kind, run):
+    folder = run / "step-00000002"
+    for name in ("state.json", "manifest.json"):
+        (folder / name).unlink()
+        if kind == "pipe":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero" if kind == "link to a device" else "/etc/hostname")
+        problems = verify(folder)
+        assert len(problems) == 1
+        assert name in problems[0]
+
+
+@pytest.mark.parametrize("missing", ["format", "files", "step", "versions"])
+def test_a_sealed_manifest_that_lacks_something_is_damaged(missing, run):
+    seal(run / "step-00000002")
+    content = json.loads((run / "step-00000002" / "manifest.json").read_text())
+    del content["seal"], content[missing]
+    (run / "step-00000002" / "manifest.json").write_text(manifests._render(content))
+    assert verify(run / "step-00000002") == ["manifest.json is damaged"]
+
+
+def test_deep_nesting_is_damage_like_any_other(run):
+    (run / "step-00000002" / "manifest.json").write_text("[" * 200_000)
+    assert verify(run / "step-00000002") == ["manifest.json is damaged"]
+    (run / "step-00000001" / "state.json").write_text("[" * 200_000)
+    seal(run / "step-00000001")
+    with pytest.raises(UnusableCheckpoint, match="nested too deeply"):
+        load_record(run / "step-00000001")
 
 
 def resume_on_two(world: World, run: Path) -> tuple[int, list[str]]:

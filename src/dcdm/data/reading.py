@@ -109,8 +109,7 @@ def examine(
     `known` for the next time.
     """
     paths = {str(source.path.absolute()): source for source in sources}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        stamps: Stamps = dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
+    stamps = hash_files([*paths], known)
     for source in paths.values():
         if source.format != "text":
             fields = _first_fields(source.path, source.format, settings.max_line_bytes)
@@ -126,12 +125,19 @@ def examine(
     return files, stamps
 
 
+def hash_files(paths: Sequence[str], known: Stamps) -> Stamps:
+    """Size, times, inode and SHA-256 of every file; those that look as they did in `known` are not read again."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
+
+
 def _stamp(path: str, known: Stamps) -> list[Any]:
     try:
         stat = os.stat(path)
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         before = known.get(path)
-        return before if before is not None and before[:-1] == seen else [*seen, file_digest(path)]
+        known_already = isinstance(before, list) and before[:-1] == seen
+        return before if known_already else [*seen, file_digest(path)]  # type: ignore[return-value]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 

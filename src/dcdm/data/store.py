@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from dcdm.config import NUM_SPECIALS, DataError
+from dcdm.data.reading import Stamps, hash_files
 from dcdm.data.settings import SPLITS, Split
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import digest, file_digest, write_whole
+from dcdm.files import UnreadableFile, digest, listed_file, read_json_object, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +29,31 @@ Item = dict[str, Any]
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder, if it is whole."""
     path = folder / MANIFEST
+    if not path.exists():
+        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}); run dcdm data prepare")
     try:
-        manifest = json.loads(path.read_bytes())
-        claimed = manifest.pop("sha256")
-        whole = claimed == digest(manifest)
-    except FileNotFoundError:
-        raise DataError(f"{folder} holds no prepared data (no {MANIFEST}); run dcdm data prepare") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, AttributeError):
-        whole = False
-    if not whole:
+        manifest = read_json_object(path)
+    except UnreadableFile as error:
+        raise DataError(f"cannot read {path}: {error}; prepare the data again") from error
+    claimed = manifest.pop("sha256", None)
+    if claimed != digest(manifest) or not _complete(manifest):
         raise DataError(f"{path} is damaged; prepare the data again")
     return manifest
+
+
+def _complete(manifest: dict[str, Any]) -> bool:
+    """Whether everything is there that is asked of a manifest later."""
+    try:
+        lists = [manifest["splits"][split]["files"] for split in SPLITS] + [manifest["tokenizer_files"]]
+        names = ("documents", "tokens", "bytes")
+        counts = [manifest["splits"][split][name] for split in SPLITS for name in names]
+        counts += [manifest["vocab_size"], manifest["bad"]["count"]]
+        counts += [entry["bytes"] for files in lists for entry in files]
+        texts = [manifest["fingerprint"], *(entry["sha256"] for files in lists for entry in files)]
+    except (KeyError, TypeError, AttributeError):
+        return False
+    known = manifest.get("dtype") in ("uint16", "uint32") and isinstance(manifest.get("fine_tuning"), bool)
+    return known and all(type(n) is int and n >= 0 for n in counts) and all(isinstance(text, str) for text in texts)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -60,7 +73,7 @@ class PreparedData:
         folder = Path(folder).expanduser()
         prepared = cls(folder, read_manifest(folder))
         for entry in prepared._entries():
-            path = folder / entry["file"]
+            path = prepared._path(entry)
             try:
                 size = path.stat().st_size
             except OSError as error:
@@ -69,14 +82,33 @@ class PreparedData:
                 raise DataError(
                     f"{path} has {size} bytes, its manifest says {entry['bytes']}; prepare the data again"
                 )
-            if verify and file_digest(path) != entry["sha256"]:
-                raise DataError(f"{path} is not what its manifest vouches for; prepare the data again")
+        if verify:
+            prepared.compare({})
         return prepared
+
+    def compare(self, known: Stamps) -> Stamps:
+        """Read every shard and compare it with the manifest's checksum; DataError at the first that differs.
+
+        Files that look as they did in `known` (size, times, inode) are not read again; the result is `known` for
+        the next time.
+        """
+        entries = self._entries()
+        paths = [str(self._path(entry).absolute()) for entry in entries]
+        stamps = hash_files(paths, known)
+        for path, entry in zip(paths, entries, strict=True):
+            if stamps[path][-1] != entry["sha256"]:
+                raise DataError(f"{path} is not what its manifest vouches for; prepare the data again")
+        return stamps
 
     @property
     def fingerprint(self) -> str:
         """Names the contents: equal for equal source, tokenizer and settings."""
         return self.manifest["fingerprint"]
+
+    @property
+    def content_fingerprint(self) -> str:
+        """Names the bytes of all shards, wherever they stand and however they came about."""
+        return digest({split: [entry["sha256"] for entry in self._split(split)["files"]] for split in SPLITS})
 
     @property
     def fine_tuning(self) -> bool:
@@ -168,7 +200,13 @@ class PreparedData:
         return self.manifest["splits"][split]
 
     def _paths(self, split: Split, suffix: str) -> list[Path]:
-        return [self.folder / e["file"] for e in self._split(split)["files"] if e["file"].endswith(suffix)]
+        return [self._path(e) for e in self._split(split)["files"] if e["file"].endswith(suffix)]
+
+    def _path(self, entry: dict[str, Any]) -> Path:
+        try:
+            return listed_file(self.folder, entry.get("file"), depth=2)  # tokenizer/tokenizer.json
+        except UnreadableFile as error:
+            raise DataError(f"{self.folder / MANIFEST}: {error}; prepare the data again") from error
 
     def _entries(self) -> list[dict[str, Any]]:
         shards = [entry for split in SPLITS for entry in self._split(split)["files"]]

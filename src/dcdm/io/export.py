@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
-from dcdm.io.load import load_model
+from dcdm.io.load import SUMS, load_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
+from dcdm.training.metrics import read_rows
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
 
@@ -23,7 +24,6 @@ from dcdm.hub import DCDMConfig, DCDMForCausalLM, DCDMForMaskedLM
 
 __all__ = ["DCDMConfig", "DCDMForCausalLM", "DCDMForMaskedLM"]
 '''
-SUMS = "checksums.json"
 
 
 def export(source: Path, folder: Path, *, average: bool = True) -> None:
@@ -40,8 +40,8 @@ def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
     """A model in memory as an exported folder with this model card."""
     _check_free(folder)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         weights = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(aside)
@@ -51,18 +51,12 @@ def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
         aside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}; choose another folder") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def wrong_sums(folder: Path) -> list[str]:
-    if not (folder / SUMS).exists():
-        return [f"{SUMS} is missing: nothing can be compared"]
-    sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-    missing = [f"{name} is missing" for name in sums if not (folder / name).exists()]
-    return missing + [f"{name} has changed" for name, value in sums.items()
-                      if (folder / name).exists() and file_digest(folder / name) != value]  # fmt: skip
 
 
 def _check_free(folder: Path) -> None:
@@ -105,7 +99,9 @@ def _card(model: Model, source: Path) -> str:
 
 
 def _last_evaluation(path: Path) -> tuple[int, dict[str, float]] | None:
-    if not path.exists():
-        return None
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if '"evaluation"' in line]
-    return (rows[-1]["step"], rows[-1]["evaluation"]) if rows else None
+    found = None
+    for row in read_rows(path):
+        figures = row.get("evaluation")
+        if isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()):
+            found = row["step"], figures
+    return found

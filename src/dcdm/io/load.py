@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,20 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import file_digest
+from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object, read_limited
 from dcdm.io.importing import load_qwen3
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model, build, state_shapes
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import load_weights, newest_whole
+from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
 from dcdm.training.checkpoint_folder import MANIFEST, read_manifest
+from dcdm.training.checkpoint_state import stored_shapes
+from dcdm.training.vouching import CHECKPOINTS, SETTINGS, TOKENIZER, settings_problems, tokenizer_problems
 
-WEIGHTS = "model.safetensors"
+log = logging.getLogger(__name__)
+
+WEIGHTS, CONFIG, SUMS = "model.safetensors", "config.json", "checksums.json"
+PARSED = (CONFIG, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of an exported folder that are read before its weights."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,8 @@ class ModelSource:
     config: ModelConfig
     tokenizer: Tokenizer
     weights: Callable[[], dict[str, Tensor]]
+    shapes: Callable[[], dict[str, tuple[int, ...]]]
+    """Those of `weights`, without reading it."""
     place: Path
     """The checkpoint, or the exported folder."""
     run: Path | None = None
@@ -46,9 +56,27 @@ class ModelSource:
 
     def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
         """The model with its weights, ready for evaluation."""
+        self.check_shapes()
         model = build(self.config, device=device, dtype=dtype)
         model.load_state_dict(self.weights())
         return model.eval()
+
+    def check_shapes(self) -> None:
+        """Refuse a configuration that asks for other weights than there are, before anything is built for it."""
+        stored = self.shapes()
+        depth = 1 + max((int(n.split(".")[1]) for n in stored if re.match(r"layers\.\d{1,6}\.", n)), default=-1)
+        if self.config.num_layers != depth:  # first of all: a model of a million layers takes minutes to describe
+            raise ConfigError(
+                f"{self.place}: num_layers={self.config.num_layers}, but there are weights of {depth}; "
+                "restore its configuration"
+            )
+        wanted = state_shapes(self.config)
+        if wrong := sorted(n for n in stored.keys() | wanted.keys() if stored.get(n) != wanted.get(n)):
+            first = wrong[0]
+            raise ConfigError(
+                f"{self.place}: its configuration asks for {first} {_shape(wanted.get(first))}, and it holds "
+                f"{_shape(stored.get(first))} ({len(wrong)} such tensors); restore its configuration"
+            )
 
 
 def load_model(
@@ -73,39 +101,136 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
         raise ConfigError(f"{path} is not a folder; give a run folder, a checkpoint in it, or an exported folder")
     if (path / "config.json").exists():
         return _exported(path)
-    run = path if (path / "settings.yaml").exists() else path.parent.parent
-    if not (run / "settings.yaml").exists():
+    run = path if (path / SETTINGS).exists() else path.parent.parent
+    if not (run / SETTINGS).exists():
         raise ConfigError(f"{path} is neither a run folder, nor a checkpoint in one, nor an exported folder")
-    checkpoint = newest_whole(run / "checkpoints")[0] if path == run else path
-    if checkpoint is None:
-        raise ConfigError(f"{run} has no whole checkpoint yet; train further with dcdm train --run {run}")
-    config = run_settings.read(run / "settings.yaml")
+    checkpoint = _newest(run) if path == run else _whole(path)
+    config, record = run_settings.read(run / SETTINGS), read_record(checkpoint)
+    problems = settings_problems(record, config, run)
+    problems += tokenizer_problems(run / TOKENIZER, record.get("tokenizer"))
+    if problems:
+        raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
+    averaged = average and config.train.ema_decay
 
     def weights() -> dict[str, Tensor]:
-        averaged = load_weights(checkpoint, "ema") if average and config.train.ema_decay else {}
-        return load_weights(checkpoint) | averaged
+        return load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
 
-    return ModelSource(config.model, Tokenizer.load(run / "tokenizer"), weights, checkpoint, run)
+    def shapes() -> dict[str, tuple[int, ...]]:
+        return stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
+
+    tokenizer = Tokenizer.load(run / TOKENIZER)
+    _check_vocabulary(config.model, tokenizer, run)
+    return ModelSource(config.model, tokenizer, weights, shapes, checkpoint, run)
+
+
+def _newest(run: Path) -> Path:
+    """The newest whole checkpoint of a run; newer ones that are damaged are told."""
+    newest, skipped = newest_whole(run / CHECKPOINTS)
+    if newest is None and skipped:
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
+        raise UnusableCheckpoint(f"no checkpoint in {run / CHECKPOINTS} is whole: {reasons}; restore one of them")
+    if newest is None:
+        raise ConfigError(f"{run} has no checkpoint yet; train further with dcdm train --run {run}")
+    for path, reason in skipped:
+        log.warning("%s is passed over: %s", path, reason)
+    return newest
+
+
+def _whole(checkpoint: Path) -> Path:
+    if problems := verify(checkpoint):
+        raise UnusableCheckpoint(f"{checkpoint} is not a whole checkpoint: {'; '.join(problems)}")
+    return checkpoint
 
 
 def _exported(folder: Path) -> ModelSource:
-    text = (folder / "config.json").read_text(encoding="utf-8")
-    settings = json.loads(text, object_hook=_special_float).get("dcdm")
-    if settings is None:
+    if wrong := wrong_sums(folder, PARSED):
+        raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
+    try:
+        settings = read_json_object(listed_file(folder, CONFIG), object_hook=_special_float).get("dcdm")
+    except UnreadableFile as error:
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}; export the model again") from error
+    if not isinstance(settings, dict):
         raise ConfigError(f"{folder}/config.json is not that of an exported model: it has no entry 'dcdm'")
+    try:
+        config = ModelConfig.from_dict(settings)
+    except TypeError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}; export the model again") from error
 
     def weights() -> dict[str, Tensor]:
-        from safetensors.torch import load_file
+        if wrong := wrong_sums(folder, (WEIGHTS,)):
+            raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
+        with _open_weights(folder) as stored:
+            return {name.removeprefix("model."): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
-        stored = load_file(folder / WEIGHTS)
-        return {name.removeprefix("model."): value for name, value in stored.items()}
+    def shapes() -> dict[str, tuple[int, ...]]:
+        with _open_weights(folder) as stored:
+            names = list(stored.keys())
+            return {name.removeprefix("model."): tuple(stored.get_slice(name).get_shape()) for name in names}
 
-    return ModelSource(ModelConfig.from_dict(settings), Tokenizer.load(folder), weights, folder)
+    tokenizer = Tokenizer.load(folder)
+    _check_vocabulary(config, tokenizer, folder)
+    return ModelSource(config, tokenizer, weights, shapes, folder)
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(listed_file(folder, WEIGHTS), framework="pt", device="cpu") as stored:
+            yield stored
+    except (SafetensorError, UnreadableFile, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
+
+
+def wrong_sums(folder: Path, names: Collection[str] | None = None) -> list[str]:
+    """Which of an exported folder's files, or of those called `names`, are not what its checksums vouch for.
+
+    A folder without checksums vouches for nothing: all of it is accepted if `names` are given.
+    """
+    if not (folder / SUMS).exists():
+        return [] if names is not None else [f"{SUMS} is missing: nothing can be compared"]
+    try:
+        sums = read_json_object(listed_file(folder, SUMS))
+    except UnreadableFile as error:
+        return [f"{SUMS} cannot be read: {error}"]
+    problems = []
+    for name, value in sums.items():
+        if names is not None and name not in names:
+            continue
+        try:
+            path = listed_file(folder, name)
+            if not path.exists():
+                problems.append(f"{name} is missing")
+            elif file_digest(path) != value:
+                problems.append(f"{name} has changed")
+        except (UnreadableFile, OSError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model {config.vocab_size}; "
+            "they do not belong together"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
 
 
 def _special_float(found: dict) -> object:
     """`transformers` writes an infinite number, which JSON has no word for, as {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def _limited(path: Path) -> bytes:
+    try:
+        return read_limited(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def load_init(model: Model, source: str) -> None:
@@ -115,7 +240,7 @@ def load_init(model: Model, source: str) -> None:
     """
     path = Path(source)
     config = path / "config.json"
-    if config.exists() and '"qwen3"' in config.read_text(encoding="utf-8"):
+    if config.exists() and b'"qwen3"' in _limited(config):
         load_qwen3(model, path)
         return
     start, _ = load_model(path)

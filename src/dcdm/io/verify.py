@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.io.export import wrong_sums
-from dcdm.io.load import load_model
+from dcdm.io.load import CONFIG, PARSED, WEIGHTS, find_model, wrong_sums
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
 from dcdm.model.transformer import Model
-from dcdm.training.checkpoint import newest_whole
+from dcdm.training import settings as run_settings
+from dcdm.training.checkpoint import newest_whole, read_record
 from dcdm.training.checkpoint import verify as verify_checkpoint
+from dcdm.training.vouching import (
+    CHECKPOINTS,
+    SETTINGS,
+    TOKENIZER,
+    data_problems,
+    settings_problems,
+    tokenizer_problems,
+)
+
+NEEDED = ("manifest", "settings", "tokenizer")
+"""Checks without which the model cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +38,58 @@ class Check:
 
 
 def verify(path: Path) -> Iterator[Check]:
-    """Checks of a run, a checkpoint or an exported folder, one after the other."""
-    if (path / "config.json").exists():
+    """Checks of a run, a checkpoint or an exported folder, one after the other, as far as they make sense."""
+    if (path / CONFIG).exists():
         yield Check("checksums", wrong_sums(path))
-        stored = load_file(path / "model.safetensors")
+        if wrong_sums(path, (*PARSED, WEIGHTS)):
+            return
     else:
-        checkpoint = path
-        if (path / "settings.yaml").exists():
-            newest, skipped = newest_whole(path / "checkpoints")
-            yield Check("newest checkpoint", [f"{place.name}: {why}" for place, why in skipped])
-            if newest is None:
-                raise ConfigError(f"{path} has no whole checkpoint")
-            checkpoint = newest
-        yield Check("manifest", verify_checkpoint(checkpoint))
-        stored = {}
-    model, _ = load_model(path)
+        whole = True
+        for check in _run_checks(path):
+            yield check
+            whole = whole and not (check.problems and check.name in NEEDED)
+        if not whole:
+            return
+    source = find_model(path)
+    model = source.load()
     bad = [name for name, value in model.state_dict().items() if not bool(torch.isfinite(value).all())]
     yield Check("finite weights", bad)
     yield Check("no token sees itself", leaks(model))
-    again, _ = load_model(path)
+    again, stored = source.load(), source.weights()
     differing = [n for n, v in model.state_dict().items() if not torch.equal(v, again.state_dict()[n])]
-    differing += [n for n, v in stored.items() if not torch.equal(v, model.state_dict()[n.removeprefix("model.")])]
+    differing += [n for n, v in stored.items() if not torch.equal(v.to(torch.float32), model.state_dict()[n])]
     yield Check("reload equality", differing)
     if not model.config.routes_from_noise:  # its cache is an approximation, and says so
         yield Check("cached decoding equals uncached", cache_errors(model))
+
+
+def _run_checks(path: Path) -> Iterator[Check]:
+    """Checks of a run, or of a checkpoint in one: the checkpoint, and what its record vouches for."""
+    checkpoint, run = path, path.parent.parent
+    if (path / SETTINGS).exists() or (path / CHECKPOINTS).is_dir():
+        newest, skipped = newest_whole(path / CHECKPOINTS)
+        yield Check("newest checkpoint", [f"{place.name}: {why}" for place, why in skipped])
+        if newest is None:
+            raise ConfigError(f"{path} has no whole checkpoint")
+        checkpoint, run = newest, path
+    wrong = verify_checkpoint(checkpoint)
+    yield Check("manifest", wrong)
+    if wrong:
+        return
+    record = read_record(checkpoint)
+    yield Check("settings", _settings(record, run))
+    yield Check("tokenizer", tokenizer_problems(run / TOKENIZER, record.get("tokenizer")))
+    if (problems := data_problems(record, run)) is not None:
+        yield Check("data", problems)
+
+
+def _settings(record: dict[str, Any], run: Path) -> list[str]:
+    if not (run / SETTINGS).exists():
+        return [f"{run / SETTINGS} is missing; dcdm train --run {run} writes it again from the checkpoint"]
+    try:
+        return settings_problems(record, run_settings.read(run / SETTINGS), run)
+    except ConfigError as error:
+        return [str(error)]
 
 
 @torch.no_grad()

@@ -443,6 +443,12 @@ def build(
     return model
 
 
+def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's state dict; nothing is allocated for it."""
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in Model(config).state_dict().items()}
+
+
 @cache
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """(total, active per token), counted on the meta device."""

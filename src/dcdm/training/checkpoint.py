@@ -4,8 +4,8 @@ A save copies the state to memory, lets training continue, and works in a thread
 and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or not there.
 
 Tensors go through PyTorch's distributed checkpoint, which can spread them over another number of ranks when they
-are read. Its metadata file is a pickle: nothing is read before the manifest holds, `PlainReader` lets it name the
-metadata's own classes only, and still checkpoints are not for sharing; exported safetensors are.
+are read; where each of them lies is kept as JSON (`checkpoint_metadata.py`). Nothing is read before the manifest
+holds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcdm.config import ConfigError
 from dcdm.distributed import World, broadcast_object, gather_objects
+from dcdm.files import UnreadableFile, listed_file, read_json_object
 from dcdm.training import checkpoint_folder as manifests
 from dcdm.training import checkpoint_state
-from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, FileRecord, Manifest, verify
+from dcdm.training.checkpoint_folder import (
+    CheckpointError,
+    CheckpointFolder,
+    FileRecord,
+    Manifest,
+    UnusableCheckpoint,
+    verify,
+)
+from dcdm.training.checkpoint_metadata import METADATA, PlainWriter
 from dcdm.training.checkpoint_state import TrainState, load_weights
 
 __all__ = [
@@ -35,9 +44,11 @@ __all__ = [
     "Checkpointer",
     "Resumed",
     "TrainState",
+    "UnusableCheckpoint",
     "load_record",
     "load_weights",
     "newest_whole",
+    "read_record",
     "verify",
 ]
 
@@ -59,6 +70,7 @@ class Resumed:
 @dataclass(frozen=True)
 class _Failure:
     message: str
+    kind: type[CheckpointError] = CheckpointError
 
 
 class Checkpointer:
@@ -93,7 +105,7 @@ class Checkpointer:
         self._failure: str | None = None
         self._latest: int | None = None
         self._damaged: set[Path] = set()
-        self.leftovers: list[str] = self._on_main(self._checkpoints.open, f"cannot use {folder} for checkpoints")
+        self.leftovers: list[str] = self._on_main(self._opened, f"cannot use {folder} for checkpoints")
         """What a killed run had left half done; it has been tidied up."""
 
     @property
@@ -112,6 +124,17 @@ class Checkpointer:
             self.wait()
         finally:
             self._checkpoints.close()
+
+    def leave_no_trace(self) -> None:
+        """Let go of a folder in which no run has begun."""
+        if self.world.is_main:
+            self._checkpoints.leave_no_trace()
+
+    def _opened(self) -> list[str]:
+        try:
+            return self._checkpoints.open()
+        except OSError as error:
+            raise UnusableCheckpoint(_advice(error)) from error
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +157,7 @@ class Checkpointer:
             self._checkpoints.discard(step)
         written = dcp.async_save(
             tensors,
-            storage_writer=dcp.FileSystemWriter(self._checkpoints.partial(step)),
+            storage_writer=PlainWriter(self._checkpoints.partial(step)),
             process_group=self.world.background,
             no_dist=self.world.size == 1,
         )
@@ -189,7 +212,7 @@ class Checkpointer:
         mine = list(partial.glob(f"__{rank}_*"))
         if self.world.is_main:
             manifests.write_text(partial / STATE, shared)
-            mine += [partial / STATE, partial / ".metadata"]
+            mine += [partial / STATE, partial / METADATA]
         records = [manifests.record(path) for path in mine]
         self.on_phase("hashed")
         return records
@@ -228,10 +251,13 @@ class Checkpointer:
 
     # --- resuming -------------------------------------------------------------------------------------------------
 
-    def resume(self, state: TrainState) -> Resumed | None:
+    def resume(
+        self, state: TrainState, accept: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> Resumed | None:
         """Fill `state` from the newest checkpoint whose manifest holds; None where there is no checkpoint at all.
 
-        Raises CheckpointError if there are checkpoints but none is whole, rather than start again unasked, and if
+        `accept` sees its record before anything is filled, and raises if the checkpoint is not this run's. Raises
+        UnusableCheckpoint if there are checkpoints but none is whole, rather than start again unasked, and if
         the newest whole one does not fit the model or the optimizer.
         """
         self.wait()
@@ -240,13 +266,13 @@ class Checkpointer:
             manifest, problems = self._verify_together(path)
             if manifest is not None and not problems:
                 self._damaged = {bad for bad, _ in skipped}
-                resumed = self._load(path, manifest, state, skipped)
+                resumed = self._load(path, manifest, state, skipped, accept)
                 self._latest = resumed.step
                 return resumed
             skipped.append((path, "; ".join(problems)))
         if skipped:
             reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
-            raise CheckpointError(
+            raise UnusableCheckpoint(
                 f"no checkpoint in {self.folder} is whole; restore one, or move them away to start anew:{reasons}"
             )
         return None
@@ -266,17 +292,21 @@ class Checkpointer:
         mine = manifests.altered_files(path, manifest.files[self.world.rank :: self.world.size])
         return manifest, problems + [problem for part in gather_objects(mine, self.world) for problem in part]
 
-    def _load(self, path: Path, manifest: Manifest, state: TrainState, skipped: list[tuple[Path, str]]) -> Resumed:
-        shared = json.loads((path / STATE).read_text(encoding="utf-8"))
-        checkpoint_state.fill(path, state, shared["optimizer"], self.world.control)
-        return Resumed(manifest.step, path, shared["record"], manifest.metrics, skipped)
+    def _load(
+        self, path: Path, manifest: Manifest, state: TrainState, skipped: list[tuple[Path, str]],
+        accept: Callable[[dict[str, Any]], None],
+    ) -> Resumed:  # fmt: skip
+        record, groups = _read_shared(path)
+        accept(record)
+        checkpoint_state.fill(path, state, groups, self.world.control)
+        return Resumed(manifest.step, path, record, manifest.metrics, skipped)
 
     def _on_main(self, action: Callable[[], T], doing: str) -> T:
         """Rank 0's result on all ranks; its failure too."""
         result = _attempt(doing, action) if self.world.is_main else None
         result = broadcast_object(result, self.world)
         if isinstance(result, _Failure):
-            raise CheckpointError(result.message)
+            raise result.kind(result.message)
         return result  # type: ignore[return-value]
 
 
@@ -294,8 +324,24 @@ def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]
 def load_record(path: str | Path) -> dict[str, Any]:
     """The `record` that was saved with the checkpoint at `path`; see `load_weights` for its tensors."""
     if problems := verify(path):
-        raise CheckpointError(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
-    return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))["record"]
+        raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
+    return read_record(Path(path))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """`load_record` of a checkpoint that has been verified."""
+    return _read_shared(path)[0]
+
+
+def _read_shared(path: Path) -> tuple[dict[str, Any], checkpoint_state.Groups | None]:
+    """The record and the optimizer's settings of a verified checkpoint."""
+    try:
+        shared = read_json_object(listed_file(path, STATE))
+        if not isinstance(shared["record"], dict):
+            raise UnreadableFile("its record is no JSON object")
+        return shared["record"], shared["optimizer"]
+    except (UnreadableFile, KeyError) as error:
+        raise UnusableCheckpoint(f"cannot read {path / STATE}: {error}") from error
 
 
 def _json(content: dict[str, Any], name: str) -> str:
@@ -311,6 +357,8 @@ def _json(content: dict[str, Any], name: str) -> str:
 def _attempt(doing: str, action: Callable[[], T]) -> T | _Failure:
     try:
         return action()
+    except UnusableCheckpoint as error:
+        return _Failure(f"{doing}: {error}", UnusableCheckpoint)
     except (Exception, CheckpointException) as error:  # the second is not an Exception
         return _Failure(f"{doing}: {_advice(error)}; earlier checkpoints are untouched")
 
@@ -322,6 +370,8 @@ def _advice(error: BaseException) -> str:
         return f"no space left ({cause}). Free some, keep fewer checkpoints or choose another folder"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"it cannot be written ({cause}). Make it writable or choose another folder"
+    if number in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+        return f"there is no such folder, and it cannot be made ({cause}). Choose another folder"
     return str(cause) or type(cause).__name__
 
 

@@ -21,6 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -28,8 +29,8 @@ from typing import IO, Any, Literal
 import numpy
 import torch
 
-from dcdm.config import VERSION
-from dcdm.files import file_digest, sync_folder
+from dcdm.config import VERSION, DataError
+from dcdm.files import UnreadableFile, file_digest, listed_file, parse_json, read_limited, sync_folder
 
 try:
     import fcntl
@@ -39,12 +40,17 @@ except ImportError:  # not on Windows; two runs in one folder are then not notic
 PARTIAL, REPLACED, DELETED = ".partial", ".replaced", ".deleted"
 LOCK = ".lock"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # those that can be read; the first kept PyTorch's own metadata, a pickle
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, read or used; the message names the folder and what to do."""
+
+
+class UnusableCheckpoint(CheckpointError, DataError):
+    """What is on the disk cannot be used: damaged, of another run, locked, or in a place that cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -110,28 +116,48 @@ def _render(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, whole and unaltered, or a CheckpointError that says what is wrong with it."""
+    """The manifest of a checkpoint, whole and unaltered, or an UnusableCheckpoint that says what is wrong."""
     path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise UnusableCheckpoint(f"{folder}: {MANIFEST} is missing")
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {MANIFEST} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from error
+        raw = read_limited(listed_file(folder, MANIFEST))
+    except UnreadableFile as error:
+        raise UnusableCheckpoint(f"{folder}: {MANIFEST} cannot be read ({error})") from error
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         seal = content.pop("seal")
         if _render(content).encode() != raw:
             raise ValueError(seal)
+        if (written := content["format"]) not in FORMATS:
+            raise UnusableCheckpoint(
+                f"{folder}: format {written} is not one that this version reads ({', '.join(map(str, FORMATS))}); "
+                f"it was written by dcdm {content.get('versions', {}).get('dcdm', 'unknown')}"
+            )
+        files = tuple(FileRecord(**entry) for entry in content.pop("files"))
+        manifest = Manifest(files=files, **content)
+        _check_types(manifest)
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    if content["format"] != FORMAT:
-        raise CheckpointError(
-            f"{folder}: format {content['format']} is not the one this version reads ({FORMAT}); it was written by "
-            f"dcdm {content.get('versions', {}).get('dcdm', 'unknown')}"
-        )
-    files = tuple(FileRecord(**entry) for entry in content.pop("files"))
-    return Manifest(files=files, **content)
+        raise UnusableCheckpoint(f"{folder}: {MANIFEST} is damaged") from None
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """What a sealed manifest may still have wrong: its seal is no signature."""
+    if not (_counts(manifest.step, manifest.ranks) and isinstance(manifest.metrics, dict)):
+        raise ValueError("step, ranks or metrics")
+    for value in manifest.metrics.values():
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError("metrics")
+    for entry in manifest.files:
+        if not (_counts(entry.size) and isinstance(entry.name, str) and isinstance(entry.sha256, str)):
+            raise ValueError("files")
+
+
+def _counts(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def verify(path: str | Path) -> list[str]:
@@ -163,13 +189,15 @@ def altered_files(folder: Path, files: Iterable[FileRecord]) -> list[str]:
     """Those of `files` that are missing, of another size or of other content."""
     problems = []
     for entry in files:
-        path = folder / entry.name
         try:
+            path = listed_file(folder, entry.name)
             size = path.stat().st_size
             if size != entry.size:
                 problems.append(f"{entry.name} has {size} bytes instead of {entry.size}")
             elif record(path).sha256 != entry.sha256:
                 problems.append(f"{entry.name} is damaged: its SHA-256 is not the manifest's")
+        except UnreadableFile as error:
+            problems.append(str(error))
         except FileNotFoundError:
             problems.append(f"{entry.name} is missing")
         except OSError as error:
@@ -209,6 +237,15 @@ class CheckpointFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def leave_no_trace(self) -> None:
+        """Let go of a folder that nothing was written to: it goes, and the run folder too if that is empty."""
+        if self._lock is not None and not self.checkpoints():
+            (self.folder / LOCK).unlink(missing_ok=True)  # while it is held: nobody locks a file that is gone
+        self.close()
+        with suppress(OSError):
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -278,22 +315,44 @@ class CheckpointFolder:
     def _acquire(self, patience: float) -> None:
         if fcntl is None or self._lock is not None:
             return
-        lock = (self.folder / LOCK).open("a")
         deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
-                break
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > deadline:
-                    lock.close()
-                    raise CheckpointError(
-                        f"another run is writing to {self.folder}; stop it or choose another folder"
-                    ) from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
+        while (lock := _try_lock(self.folder / LOCK)) is None:
+            if time.monotonic() > deadline:
+                raise UnusableCheckpoint(
+                    f"another run is writing to {self.folder}: {_holder(self.folder / LOCK)}; "
+                    "stop it or choose another folder"
+                )
+            time.sleep(0.1)
         self._lock = lock
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    """The lock file, held and with the holder's name in it; None where another process holds it."""
+    lock = path.open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
+    except (BlockingIOError, PermissionError):
+        lock.close()
+        return None
+    except OSError:  # a file system without locks
+        return lock
+    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):  # removed meanwhile
+        lock.close()
+        return None
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": time.time()}) + "\n")
+    lock.flush()
+    return lock
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock, as far as the lock file says."""
+    try:
+        held = parse_json(read_limited(path, 4096))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["since"]))
+        return f"process {int(held['pid'])} on {str(held['host'])[:64]}, since {since}"
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+        return "a process that left no name"
 
 
 def _step(path: Path) -> int:

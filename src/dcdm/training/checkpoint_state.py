@@ -7,7 +7,6 @@ Tensors go through PyTorch's distributed checkpoint, under these names:
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,16 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-from dcdm.training.checkpoint_folder import CheckpointError, verify
+from dcdm.training.checkpoint_folder import CheckpointError, UnusableCheckpoint, verify
+from dcdm.training.checkpoint_metadata import PlainReader, read_tensors
 
 Groups = list[dict[str, Any]]
 
@@ -71,12 +69,8 @@ def fill(path: Path, state: TrainState, groups: Groups | None, group: dist.Proce
             slots = _slots(state.model, optimizer)
             _restore_settings(path, slots["param_groups"], groups)
     wanted = _named(state, slots["state"])
-    reader = PlainReader(path)
-    _check_fit(path, reader, wanted, ignored="optimizer." if optimizer is None else None)
-    try:
-        dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+    _check_fit(path, wanted, ignored="optimizer." if optimizer is None else None)
+    _read(path, wanted, group)
     if optimizer is not None and groups is not None:
         set_optimizer_state_dict(state.model, optimizer, slots)
 
@@ -88,18 +82,35 @@ def load_weights(path: str | Path, part: str = "model") -> dict[str, Tensor]:
     """
     path = Path(path)
     if problems := verify(path):
-        raise CheckpointError(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
-    prefix = "model." if part == "model" else f"tensors.{part}."
-    reader = PlainReader(path)
+        raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
+    prefix = _prefix(part)
     weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _stored(reader).items()
+        name: torch.empty(entry.shape, dtype=entry.dtype)
+        for name, entry in read_tensors(path).items()
         if name.startswith(prefix)
     }
     if not weights:
-        raise CheckpointError(f"{path} holds no {part!r}")
-    dcp.load(weights, storage_reader=reader, no_dist=True)
+        raise UnusableCheckpoint(f"{path} holds no {part!r}")
+    _read(path, weights, None)
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def stored_shapes(path: Path, part: str = "model") -> dict[str, tuple[int, ...]]:
+    """The shapes of what `load_weights` would give, without reading it."""
+    prefix = _prefix(part)
+    return {n.removeprefix(prefix): t.shape for n, t in read_tensors(path).items() if n.startswith(prefix)}
+
+
+def _prefix(part: str) -> str:
+    return "model." if part == "model" else f"tensors.{part}."
+
+
+def _read(path: Path, wanted: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of `wanted` from a verified checkpoint; without a process group, in this process alone."""
+    try:
+        dcp.load(wanted, storage_reader=PlainReader(path), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise UnusableCheckpoint(f"cannot read {path}: {error}") from error
 
 
 def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -127,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
     if [group["params"] for group in groups] != [group["params"] for group in saved]:
-        raise CheckpointError(f"{path} was written with other optimizer groups; resume with the settings it had")
+        raise UnusableCheckpoint(f"{path} was written with other optimizer groups; resume with the settings it had")
     for group, old in zip(groups, saved, strict=True):
         for name, value in old.items():
             if isinstance(group.get(name), Tensor):
@@ -136,11 +147,11 @@ def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
-def _check_fit(path: Path, reader: PlainReader, wanted: dict[str, Tensor], ignored: str | None) -> None:
+def _check_fit(path: Path, wanted: dict[str, Tensor], ignored: str | None) -> None:
     """Names, shapes and types must be the same: distributed checkpoint itself passes over what is not asked for."""
     stored = {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in _stored(reader).items()
+        name: (entry.shape, entry.dtype)
+        for name, entry in read_tensors(path).items()
         if ignored is None or not name.startswith(ignored)
     }
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
@@ -148,7 +159,7 @@ def _check_fit(path: Path, reader: PlainReader, wanted: dict[str, Tensor], ignor
         return
     differing = sorted(name for name in stored.keys() | asked.keys() if stored.get(name) != asked.get(name))
     first = differing[0]
-    raise CheckpointError(
+    raise UnusableCheckpoint(
         f"{path} does not fit this run: {first} is {_kind(stored.get(first))} there and "
         f"{_kind(asked.get(first))} here ({len(differing)} such tensors); resume with the settings it was made "
         "with or choose another folder"
@@ -157,53 +168,3 @@ def _check_fit(path: Path, reader: PlainReader, wanted: dict[str, Tensor], ignor
 
 def _kind(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "absent" if entry is None else f"{str(entry[1]).removeprefix('torch.')} {list(entry[0])}"
-
-
-def _stored(reader: PlainReader) -> dict[str, TensorStorageMetadata]:
-    entries = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-# --- reading what a stranger may have written -------------------------------------------------------------------
-#
-# The metadata file of a distributed checkpoint is a pickle, and a pickle names the functions that rebuild objects.
-# Here it may name the metadata's own classes and nothing else. Tensors are read by PyTorch with `weights_only`.
-
-
-_HOME = "torch.distributed.checkpoint"
-ALLOWED = {
-    *((f"{_HOME}.metadata", name) for name in (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-        "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-    (f"{_HOME}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *(("pathlib", name) for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")),
-}  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in ALLOWED and not is_type:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
-class PlainReader(FileSystemReader):
-    """A `FileSystemReader` that refuses metadata with anything but metadata in it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
-        try:
-            with open(path, "rb") as file:
-                metadata = _Unpickler(file).load()
-        except Exception as error:  # a wrong pickle may raise anything
-            raise CheckpointError(f"cannot read {path}: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"cannot read {path}: it holds no metadata")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata

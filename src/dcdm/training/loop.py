@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,12 +62,15 @@ class StepReport:
 class Hooks:
     """What the loop tells and asks; the defaults do nothing."""
 
+    accept: Callable[[dict[str, Any]], None] = lambda record: None
+    """Sees the record of the checkpoint to resume from, and raises if it is not this run's."""
+    on_skipped: Callable[[Path, str], None] = lambda checkpoint, reason: None
     on_resume: Callable[[int], None] = lambda step: None
     on_step: Callable[[StepReport], None] = lambda report: None
     on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, figures: None
     should_stop: Callable[[], bool] = lambda: False
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Kept in every checkpoint."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Kept in every checkpoint: settings, and what vouches for tokenizer and data."""
 
 
 def train(
@@ -96,7 +100,7 @@ def train(
     optimizer = make_optimizer(model, settings)
     average = {name: p.detach().clone() for name, p in model.named_parameters()} if settings.ema_decay else {}
     state = TrainState(model, optimizer, {"ema": average} if average else {})
-    step = _resume(state, loader, checkpointer)
+    step = _resume(state, loader, checkpointer, hooks)
     hooks.on_resume(step)
     key, bias_rate = Key(settings.seed), objective.bias_rate_for(model.config)
     batches = _batches(loader, world)
@@ -123,7 +127,7 @@ def train(
             figures = evaluate(model, step)
             hooks.on_evaluation(step, figures)
         if checkpointer is not None and (step % checkpoint_every == 0 or last):
-            state.record = {"loader": loader.state_dict(), "settings": hooks.settings}
+            state.record = {"loader": loader.state_dict(), **hooks.record}
             checkpointer.save(step, state, figures, wait=last)
         if stop:
             break
@@ -181,10 +185,12 @@ def _gradients(
     )  # fmt: skip
 
 
-def _resume(state: TrainState, loader: Loader, checkpointer: Checkpointer | None) -> int:
-    resumed = checkpointer.resume(state) if checkpointer is not None else None
+def _resume(state: TrainState, loader: Loader, checkpointer: Checkpointer | None, hooks: Hooks) -> int:
+    resumed = checkpointer.resume(state, hooks.accept) if checkpointer is not None else None
     if resumed is None:
         return 0
+    for checkpoint, reason in resumed.skipped:
+        hooks.on_skipped(checkpoint, reason)
     loader.load_state_dict(resumed.record["loader"])
     return resumed.step
 

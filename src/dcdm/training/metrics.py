@@ -10,7 +10,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.costs import bf16_peak, bill
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
+
+LONGEST_LINE = 1 << 20
 
 
 class Recorder:
@@ -169,18 +171,29 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop lines beyond `step`, and a last line that a kill cut short."""
-    if not path.exists():
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl or timing.jsonl; none where there is no such file."""
+    return (row for _, row in _rows(path))
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every line that is a row with a step, and the row. Others are passed over: a kill may cut one short."""
+    if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
-    write_whole(path, "".join(kept).encode())
+    with open(path, "rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                yield line.rstrip(b"\r\n") + b"\n", row
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines beyond `step`, and those that are none, such as a last one that a kill cut short."""
+    if path.exists():
+        write_whole(path, b"".join(line for line, row in _rows(path) if row["step"] <= step))
 
 
 def _global_peak(world: World) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,18 +21,32 @@ from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.distributed import World, any_true, barrier, broadcast_object, init_distributed, precision, shutdown
+from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
 from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.checkpoint import Checkpointer, load_record, newest_whole
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
 from dcdm.training.settings import RunConfig
 from dcdm.training.validation import MAIN, evaluate
+from dcdm.training.vouching import (
+    CHECKPOINTS,
+    SETTINGS,
+    TOKENIZER,
+    Hashed,
+    check_record,
+    hash_data,
+    record_of,
+    recorded_settings,
+    remember_hashes,
+    tokenizer_problems,
+)
+
+T = TypeVar("T")
 
 INTERRUPTED = 130
 
@@ -54,7 +68,11 @@ def run_training(
     picture: MakePicture | None = None,
 ) -> int:
     """Start a run, or resume the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
-    config = _settle(preset, folder, file, changes or {})
+
+    def ask() -> RunConfig:
+        return _settle(preset, folder, file, changes or {})
+
+    config = ask()
     if config.init is not None and load_init is None:
         raise ConfigError(f"init={config.init}: give load_init, the function that reads start weights")
     console = Console(stderr=True, soft_wrap=True)
@@ -63,19 +81,18 @@ def run_training(
         return 0
     world = init_distributed(device)
     try:
-        return _run(config, folder, world, console, load_init, picture)
+        return _run(config, ask, folder, world, console, load_init, picture)
     finally:
         shutdown(world)
 
 
 def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mapping[str, Any]) -> RunConfig:
     """Settings of a new run, or those of the run in `folder`, which flags may not contradict."""
-    stored = folder / "settings.yaml"
-    if not stored.exists():
+    before = _stored_settings(folder)
+    if before is None:
         return run_settings.resolve(preset, file, changes)
-    before = run_settings.read(stored)
     if preset is None and file is None:
-        asked = run_settings.resolve(None, stored, changes)
+        asked = run_settings.changed(before, changes)
     else:
         asked = run_settings.resolve(preset, file, changes)
         asked = replace(asked, model=replace(asked.model, vocab_size=before.model.vocab_size))
@@ -87,12 +104,37 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
     return asked
 
 
+def _stored_settings(folder: Path) -> RunConfig | None:
+    """The settings of the run in `folder`: its settings.yaml, or what its newest whole checkpoint remembers."""
+    if (folder / SETTINGS).exists():
+        return run_settings.read(folder / SETTINGS)
+    newest, _ = newest_whole(folder / CHECKPOINTS)
+    return None if newest is None else recorded_settings(load_record(newest), newest)
+
+
 def _run(
-    config: RunConfig, folder: Path, world: World, console: Console, load_init: LoadInit | None,
-    picture: MakePicture | None,
+    config: RunConfig, ask: Callable[[], RunConfig], folder: Path, world: World, console: Console,
+    load_init: LoadInit | None, picture: MakePicture | None,
+) -> int:  # fmt: skip
+    with ExitStack() as stack:
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                folder / CHECKPOINTS, world, keep_last=config.keep_last, keep_best=config.keep_best, metric=MAIN
+            )
+        )
+        if world.is_main:  # what fails before the first step leaves nothing behind in a new folder
+            stack.callback(lambda: None if (folder / SETTINGS).exists() else checkpointer.leave_no_trace())
+        config = _from_main(ask, world)  # again, under the lock: another start may have been first
+        data = _open_data(config, world)
+        hashed = _from_main(lambda: hash_data(data, folder), world)
+        return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture)
+
+
+def _train(
+    config: RunConfig, folder: Path, data: PreparedData, hashed: Hashed, checkpointer: Checkpointer, world: World,
+    console: Console, load_init: LoadInit | None, picture: MakePicture | None,
 ) -> int:  # fmt: skip
     types = precision(config.train.dtype, world.device)
-    data = _open_data(config, world)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
     train_set = data.dataset("train", config.model.context_length, config.data.overlong)
     valid_set = data.dataset("validation", config.model.context_length, config.data.overlong)
@@ -104,25 +146,17 @@ def _run(
     model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
     if config.init is not None and load_init is not None:
         load_init(model, config.init)
-    if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        run_settings.write(config, folder / "settings.yaml")
-        data.tokenizer.save(folder / "tokenizer")
-    barrier(world)
 
     with ExitStack() as stack:
         stop = stack.enter_context(_signals())
-        checkpointer = stack.enter_context(
-            Checkpointer(
-                folder / "checkpoints", world, keep_last=config.keep_last, keep_best=config.keep_best, metric=MAIN
-            )
-        )
-        hooks = Hooks(should_stop=stop, settings=run_settings.to_dict(config))
+        hooks = Hooks(should_stop=stop, record=record_of(config, data))
+        hooks.accept = lambda record: check_record(record, config, data, folder)
         recorder: Recorder | None = None
         if world.is_main:
             recorder = stack.enter_context(Recorder(folder, config, console, world))
             hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
-            hooks.on_resume = _announce(recorder, console, folder)
+            hooks.on_resume = _begin(recorder, console, folder, config, data.tokenizer, hashed)
+            hooks.on_skipped = lambda path, reason: console.print(f"{path}: passed over, for {reason}")
 
         def assess(model: Model, step: int) -> Mapping[str, float]:
             if picture is not None and config.tensorboard:
@@ -154,8 +188,18 @@ def _samples(dataset: WindowSet) -> torch.Tensor:
     return torch.stack([dataset[number]["tokens"] for number in range(min(4, len(dataset)))])
 
 
-def _announce(recorder: Recorder, console: Console, folder: Path) -> Callable[[int], None]:
+def _begin(
+    recorder: Recorder, console: Console, folder: Path, config: RunConfig, tokenizer: Tokenizer, hashed: Hashed
+) -> Callable[[int], None]:
+    """What the main process does once it is certain from where the run goes on: now it may write to the folder."""
+
     def on_resume(step: int) -> None:
+        kept = folder / TOKENIZER
+        if kept.exists() and tokenizer_problems(kept, tokenizer.fingerprint):
+            console.print(f"{kept} is damaged; written again from that of the data")
+        tokenizer.save(kept)
+        remember_hashes(hashed, folder)
+        run_settings.write(config, folder / SETTINGS)
         recorder.on_resume(step)
         if step:
             console.print(f"{folder}: resuming from step {step}")
@@ -169,24 +213,32 @@ def _open_data(config: RunConfig, world: World) -> PreparedData:
     first = Path(choice.sources[0])
     if len(choice.sources) == 1 and (first / "manifest.json").exists():
         return PreparedData.open(first)
-    place: Path | None = None
+
+    def prepared() -> Path:
+        with ConsoleProgress() as reporter:
+            return prepare(
+                list(choice.sources), choice.tokenizer, None, validation=choice.validation,
+                settings=choice.reading, workers=choice.workers, reporter=reporter,
+            ).folder  # fmt: skip
+
+    return PreparedData.open(_from_main(prepared, world))
+
+
+def _from_main(action: Callable[[], T], world: World) -> T:
+    """The main process's result on all ranks; if it fails, all do."""
+    result: T | None = None
     failure: Exception | None = None
     if world.is_main:
         try:
-            with ConsoleProgress() as reporter:
-                place = prepare(
-                    list(choice.sources), choice.tokenizer, None, validation=choice.validation,
-                    settings=choice.reading, workers=choice.workers, reporter=reporter,
-                ).folder  # fmt: skip
+            result = action()
         except Exception as error:  # told to the other ranks, which wait for it
             failure = error
-    place, message = broadcast_object((place, None if failure is None else str(failure)), world)
+    result, message = broadcast_object((result, None if failure is None else str(failure)), world)
     if failure is not None:
         raise failure
     if message is not None:
         raise ConfigError(message)
-    assert place is not None
-    return PreparedData.open(place)
+    return result  # type: ignore[return-value]
 
 
 def _fit_vocabulary(config: RunConfig, tokenizer: Tokenizer, console: Console | None) -> RunConfig:
@@ -207,7 +259,7 @@ def _keep_batch(error: NotFinite, folder: Path, world: World) -> None:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM ask the loop to save and stop; a second one ends at once."""
+    """SIGINT, SIGTERM and SIGHUP ask the loop to save and stop; a second one ends at once."""
     asked = False
 
     def ask(number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from dcdm.config import ConfigError, Dtype, ModelConfig, ObjectiveConfig
 from dcdm.data.settings import DataConfig
+from dcdm.files import UnreadableFile, read_yaml, write_whole
 from dcdm.presets import preset
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ def resolve(
     """The run's settings. `changes` maps dotted names ("train.steps") to values and wins over the file."""
     values: dict[str, Any] = {}
     if file is not None:
-        values = _read_yaml(Path(file))
+        values = _read_yaml(Path(file), f"--config {file}")
         preset_name = preset_name or values.pop("preset", None)
         values.pop("preset", None)
     if preset_name is None and "model" not in values:
@@ -161,6 +162,19 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return _plain(asdict(config))
 
 
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """`config` with the settings that `changes` names by their dotted names."""
+    values = to_dict(config)
+    for name, value in changes.items():
+        _put(values, name, value)
+    return from_dict(values)
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Settings from the plain values that `to_dict` gave."""
+    return _made(RunConfig, values, "")
+
+
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
     """Dotted names of the settings that differ and may not, when a run is resumed."""
     flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
@@ -168,29 +182,34 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     return [n for n in names if flat.get(n) != flat_other.get(n) and n not in FREE_TO_CHANGE]
 
 
+def with_values(names: list[str], one: RunConfig, other: RunConfig) -> str:
+    """The settings called `names` as they are in two runs, for a message."""
+    flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
+    shown = [f"{name} is {flat.get(name)} and was {flat_other.get(name)}" for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def write(config: RunConfig, path: Path) -> None:
     import yaml
-
-    from dcdm.files import write_whole
 
     write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False).encode())
 
 
 def read(path: Path) -> RunConfig:
-    return _made(RunConfig, _read_yaml(path), "")
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
+    """The settings that a run keeps in its folder."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+        return from_dict(_read_yaml(path, str(path)))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {path} is damaged: restore it, or remove it and resume the run") from error
+
+
+def _read_yaml(path: Path, label: str) -> dict[str, Any]:
+    try:
+        content = read_yaml(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} must hold settings by name, such as `train: {{steps: 100}}`")
+        raise ConfigError(f"{label} must hold settings by name, such as `train: {{steps: 100}}`")
     return content
 
 

@@ -1,0 +1,122 @@
+"""What vouches for a run besides its checkpoints' own checksums: settings, tokenizer and data.
+
+A checkpoint's record holds the settings it was trained with and fingerprints of the tokenizer and of the shards. A
+run is resumed, verified and loaded only with what they say. Shards are hashed before training, and remembered in
+the run folder by size, times and inode.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dcdm.config import ConfigError, DataError
+from dcdm.data.store import PreparedData
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import UnreadableFile, read_json_object, write_whole
+from dcdm.training import settings as run_settings
+from dcdm.training.checkpoint import UnusableCheckpoint
+from dcdm.training.settings import RunConfig
+
+CHECKPOINTS, SETTINGS, TOKENIZER = "checkpoints", "settings.yaml", "tokenizer"
+HASHED = "data_hashed.json"
+Hashed = dict[str, Any]
+"""Where the prepared data stand, and size, times, inode and SHA-256 of their files."""
+
+
+def record_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    """What every checkpoint of the run remembers."""
+    return {
+        "settings": run_settings.to_dict(config),
+        "tokenizer": data.tokenizer.fingerprint,
+        "shards": data.content_fingerprint,
+    }
+
+
+def recorded_settings(record: Mapping[str, Any], checkpoint: Path) -> RunConfig | None:
+    """The settings that a checkpoint was trained with; None if it says nothing of them."""
+    if not (values := record.get("settings")):
+        return None
+    try:
+        return run_settings.from_dict(values)
+    except (ConfigError, TypeError, AttributeError) as error:
+        raise UnusableCheckpoint(f"{checkpoint}: its settings are wrong: {error}") from error
+
+
+def check_record(record: Mapping[str, Any], config: RunConfig, data: PreparedData, folder: Path) -> None:
+    """Refuse to resume from a checkpoint that was trained otherwise."""
+    problems = settings_problems(record, config, folder)
+    if _differs(record, "tokenizer", data.tokenizer.fingerprint):
+        problems.append(f"the tokenizer in {data.folder} is not the one it was trained with")
+    if _differs(record, "shards", data.content_fingerprint):
+        problems.append(f"the shards in {data.folder} are not those it was trained on")
+    if problems:
+        raise ConfigError(
+            f"{folder} cannot be resumed: {'; '.join(problems)}. Restore them or choose another --run"
+        )
+
+
+def settings_problems(record: Mapping[str, Any], config: RunConfig, folder: Path) -> list[str]:
+    """How settings differ from those that a checkpoint's record holds."""
+    trained = recorded_settings(record, folder)
+    if trained is None or not (names := run_settings.differences(trained, config)):
+        return []
+    return [
+        f"{folder / SETTINGS} is not what its checkpoint was trained with "
+        f"({run_settings.with_values(names, config, trained)}); without it the checkpoint's settings are used"
+    ]
+
+
+def tokenizer_problems(folder: Path, fingerprint: str | None) -> list[str]:
+    """Whether the tokenizer in `folder` is the one with this fingerprint; None accepts any."""
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except DataError as error:
+        return [str(error)]
+    if fingerprint is None or tokenizer.fingerprint == fingerprint:
+        return []
+    return [f"{folder / 'tokenizer.json'} is not the tokenizer that the checkpoint was trained with"]
+
+
+def _differs(record: Mapping[str, Any], name: str, now: str) -> bool:
+    """Whether the record says otherwise; older checkpoints say nothing."""
+    return name in record and record[name] != now
+
+
+# --- the shards ---------------------------------------------------------------------------------------------------
+
+
+def hash_data(data: PreparedData, folder: Path) -> Hashed:
+    """Hash the shards that the run in `folder` has not hashed before, and compare all with their manifest."""
+    known = _hashed(folder).get("files")
+    stamps = data.compare(known if isinstance(known, dict) else {})
+    return {"folder": str(data.folder.absolute()), "files": stamps}
+
+
+def remember_hashes(hashed: Hashed, folder: Path) -> None:
+    """Keep what `hash_data` found for the next start of the run."""
+    if hashed != _hashed(folder):
+        write_whole(folder / HASHED, json.dumps(hashed).encode())
+
+
+def data_problems(record: Mapping[str, Any], folder: Path) -> list[str] | None:
+    """What is wrong with the data of the run in `folder`, every byte of it read; None where they are not here."""
+    place = _hashed(folder).get("folder")
+    if not isinstance(place, str) or not Path(place).is_dir():
+        return None
+    try:
+        data = PreparedData.open(place, verify=True)
+    except DataError as error:
+        return [str(error)]
+    if _differs(record, "shards", data.content_fingerprint):
+        return [f"{place} does not hold the shards that the checkpoint was trained on"]
+    return []
+
+
+def _hashed(folder: Path) -> Hashed:
+    try:
+        return read_json_object(folder / HASHED)
+    except UnreadableFile:
+        return {}
