@@ -96,7 +96,7 @@ def save_between_passes(world: World, folder: Path) -> None:
     """As a run does that finds its loss not finite: the weights are still gathered then."""
     for kind in ("paper", "causal"):
         state = toy.new_state(kind, world)
-        fsdp.run(state.model, loss, state.model, Batch(tiny.tokens(2, toy.LENGTH)), Key(0))
+        fsdp.run_gathered(state.model, loss, state.model, Batch(tiny.tokens(2, toy.LENGTH)), Key(0))
         with Checkpointer(folder / kind, world) as checkpointer:
             checkpointer.save(0, state)
 

@@ -64,7 +64,7 @@ def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
         batch, key = batch_of(step, rows_of(world)), Key(0).fold(step)
         optimizer.zero_grad()
         if sharded_loss:
-            result = fsdp.run(model, share_of_loss, model, batch, key, world)
+            result = fsdp.run_gathered(model, share_of_loss, model, batch, key, world)
         else:
             result = loss(model, batch, key, OBJECTIVE)
         result.total.backward()
@@ -113,7 +113,7 @@ def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[
     for micro in range(micros):
         fsdp.sync_gradients(model, sync_each or micro == micros - 1)
         batch = batch_of(0, rows_of(world, micro, micros))
-        result = fsdp.run(model, loss, model, batch, Key(0), OBJECTIVE)
+        result = fsdp.run_gathered(model, loss, model, batch, Key(0), OBJECTIVE)
         (result.total / ROWS).backward()
     return gradients(model)
 
@@ -170,12 +170,12 @@ def evaluate_unevenly(world: World) -> dict[str, Any]:
             with fsdp.unsharded(model), torch.no_grad():
                 for _ in range(1 + 2 * world.rank):
                     states = model.encode(clean, tiny.noise(model, clean)).states
-                    found[kind] = fsdp.run(model, model.head, states)[..., :-3].numpy()  # may be nested
+                    found[kind] = fsdp.run_gathered(model, model.head, states)[..., :-3].numpy()  # may be nested
                     found[f"{kind} again"] = model(clean, tiny.noise(model, clean)).logits[..., :-3].numpy()
                     if kind == "causal":
                         model.partition(clean)
             optimizer.zero_grad()
-            fsdp.run(model, loss, model, Batch(clean), Key(0)).total.backward()
+            fsdp.run_gathered(model, loss, model, Batch(clean), Key(0)).total.backward()
             optimizer.step()
         found[f"{kind} sharded"] = all(type(p).__name__ == "DTensor" for p in model.parameters())
         found[f"{kind} weights"] = fsdp.full(model.embed_tokens.weight).detach().numpy()
@@ -217,7 +217,7 @@ def mixed_precision(world: World) -> dict[str, Any]:
         model.layers[1].register_forward_pre_hook(
             lambda block, args, early=early: seen.update({early: args}), prepend=early
         )
-    result = fsdp.run(model, loss, model, batch_of(0, rows_of(world)), Key(0), OBJECTIVE)
+    result = fsdp.run_gathered(model, loss, model, batch_of(0, rows_of(world)), Key(0), OBJECTIVE)
     result.total.backward()
     return {
         "loss": str(result.nll.dtype),
@@ -276,7 +276,7 @@ def test_without_torchrun_the_world_is_one_process_and_nothing_is_sharded(monkey
     assert fsdp.shard(model, world) is model
     assert type(next(model.parameters())) is torch.nn.Parameter
     with fsdp.unsharded(model):
-        assert fsdp.run(model, lambda a, b: a + b, 1, b=2) == 3
+        assert fsdp.run_gathered(model, lambda a, b: a + b, 1, b=2) == 3
     fsdp.sync_gradients(model, False)
     assert distributed.gather_objects("x", world) == ["x"]
     assert distributed.broadcast_object("x", world) == "x"

@@ -55,9 +55,9 @@ class Distributions:
         for part in chosen.split(self._slice):
             log_p = self._log_p_of(self._states[part]) if self._held is None else self._held[part]
             parts.append(what(log_p, self._row[part], self._at[part]))
-        found = torch.cat(parts)
-        whole = torch.full(where.shape, otherwise, dtype=dtype or found.dtype, device=where.device)
-        whole[self._row[chosen], self._at[chosen]] = found.to(whole.dtype)
+        values = torch.cat(parts)
+        whole = torch.full(where.shape, otherwise, dtype=dtype or values.dtype, device=where.device)
+        whole[self._row[chosen], self._at[chosen]] = values.to(whole.dtype)
         return whole
 
     @cached_property

@@ -104,11 +104,11 @@ def fill_canvas(
         asked = route.active & pending
         predicted = predict(z, revealed, routes.Route(route.ids, asked, stage_one))
         where = RaggedIndex(asked)
-        found = predict.distributions(where.valid, predicted.states)
-        view = View(found, where.valid, where.index, step, where.pick(order))
+        distributions = predict.distributions(where.valid, predicted.states)
+        view = View(distributions, where.valid, where.index, step, where.pick(order))
         if router.narrow is not None:
             route = router.narrow(route, view, spent & busy)
-            view = View(found, where.valid & where.pick(route.active), view.position, step, view.order)
+            view = View(distributions, where.valid & where.pick(route.active), view.position, step, view.order)
         fill = commit(view)
         tokens = reveal(view, fill)
         row, at = fill.nonzero(as_tuple=True)
@@ -119,4 +119,6 @@ def fill_canvas(
         counts.computed += torch.where(busy, predicted.computed, 0).cpu()
         counts.reused += torch.where(busy, predicted.reused, 0).cpu()
         if on_commit is not None:
-            on_commit(Committed(view.position, tokens, fill, found.log_p(tokens, fill), chunk, counts.forwards))
+            on_commit(
+                Committed(view.position, tokens, fill, distributions.log_p(tokens, fill), chunk, counts.forwards)
+            )

@@ -44,17 +44,17 @@ def draws(
 
     The complement of a draw at level t is a draw at level 1 − t.
     """
-    made = []
+    pairs = []
     for number in range(settings.noise_draws):
         part = key if number == 0 else key.fold("draw", number)
         t = levels(part, rows, num_rows, num_groups, settings)
-        made.append(corrupt(part, rows, groups, t))
+        pairs.append(corrupt(part, rows, groups, t))
         if settings.complementary_draws:
-            other = (groups >= 1) & ~made[0][0]
+            other = (groups >= 1) & ~pairs[0][0]
             level = 1 - t.gather(-1, (groups - 1).clamp(min=0))
-            made.append((other, torch.where(other, 1 / level.clamp(min=1e-12), 0.0)))
+            pairs.append((other, torch.where(other, 1 / level.clamp(min=1e-12), 0.0)))
             break
-    masked, weight = zip(*made, strict=True)
+    masked, weight = zip(*pairs, strict=True)
     return torch.stack(masked, dim=1), torch.stack(weight, dim=1)
 
 

@@ -5,7 +5,7 @@ A step under FSDP, exact for any number of ranks and micro-batches:
     model = shard(build(config, seed=seed, device=world.device), world)   # before the optimizer is made
     tokens = sum_over_ranks(this rank's free tokens of the whole step, world)
     for each micro-batch:
-        part = run(model, summed_loss, ...) / tokens                      # this rank's share of the global mean
+        part = run_gathered(model, summed_loss, ...) / tokens             # this rank's share of the global mean
         part.backward()
     norm = clip_gradients(model, 1.0)
 
@@ -70,7 +70,7 @@ def shard(
     type. Buffers (the balance bias) stay whole on each rank: whoever changes them must do so equally
     everywhere. In a world of one the model is returned as it is.
 
-    From here on, whatever uses weights and is not `model(...)` itself must go through `run` or `unsharded`.
+    From here on, whatever uses weights and is not `model(...)` itself goes through `run_gathered` or `unsharded`.
     """
     if world.size == 1:
         return model
@@ -99,11 +99,11 @@ def shard(
     setattr(model, _RUN, types.MethodType(call, model))
     register_fsdp_forward_method(model, _RUN)
     with torch.no_grad():  # FSDP takes the first module that runs for its root: let that be the model
-        run(model, lambda: None)
+        run_gathered(model, lambda: None)
     return model
 
 
-def run(model: Model, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def run_gathered(model: Model, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)` with the weights outside the blocks gathered, as in the model's own forward.
 
     For losses and all else that calls `encode`, `token_logits` and the like. Weights are gathered once for the

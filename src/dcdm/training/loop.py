@@ -21,7 +21,7 @@ from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, TrainState
-from dcdm.training.fsdp import clip_gradients, run, shard, sync_gradients
+from dcdm.training.fsdp import clip_gradients, run_gathered, shard, sync_gradients
 from dcdm.training.optimizers import make_optimizer
 from dcdm.training.settings import TrainConfig
 
@@ -164,7 +164,7 @@ def _gradients(
     for number, batch in enumerate(micro):
         sync_gradients(model, number == len(micro) - 1)
         with types.autocast(world.device) if world.size == 1 else nullcontext():
-            part = run(model, loss, model, batch, key, objective, global_batch)
+            part = run_gathered(model, loss, model, batch, key, objective, global_batch)
         part.total.backward()
         parts.append(part)
     norm = clip_gradients(model, settings.clip)
