@@ -1,0 +1,369 @@
+"""What a run folder holds is vouched for: settings, tokenizer, data. Locks, damaged checkpoints, bad places."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dcdm.cli import main
+from dcdm.config import ConfigError, DataError
+from dcdm.data.store import PreparedData
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.io.load import load_init, load_model
+from dcdm.io.verify import verify
+from dcdm.training.checkpoint import CheckpointError, load_record, newest_whole
+from dcdm.training.checkpoint_folder import CheckpointFolder
+from dcdm.training.run import run_training
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(300))
+SMALL = {
+    "model.num_layers": 1, "model.hidden_size": 32, "model.context_length": 32, "train.batch_size": 4,
+    "train.warmup_steps": 2, "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False,
+    "train.steps": 4, "checkpoint_every": 2, "evaluate_every": 2, "data.tokenizer": "bpe:300",
+}  # fmt: skip
+run = functools.partial(run_training, load_init=load_init)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A place with a corpus, a cache and a run of four steps, to be copied."""
+    place = tmp_path_factory.mktemp("finished")
+    (place / "corpus.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCDM_CACHE", str(place / "cache"))
+        assert (
+            run("bdlm-debug", place / "run", changes={**SMALL, "data.sources": (str(place / "corpus.txt"),)}) == 0
+        )
+    return place
+
+
+@pytest.fixture
+def place(finished, tmp_path, monkeypatch) -> Path:
+    """The same run with two steps left to do; its cache is its own."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "run", folder)
+    shutil.copytree(finished / "cache", tmp_path / "cache")
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    if (hashed := folder / "data_hashed.json").exists():
+        hashed.write_text(hashed.read_text().replace(str(finished), str(tmp_path)))
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def problems(folder: Path) -> dict[str, list[str]]:
+    return {check.name: check.problems for check in verify(folder) if check.problems}
+
+
+def prepared(place: Path) -> Path:
+    return next(path.parent for path in (place.parent / "cache").rglob("manifest.json"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), [("learning_rate: 0.002", "learning_rate: 0.003"),
+                                          ("rope_theta: 1000000.0", "rope_theta: 3000000.0")])  # fmt: skip
+def test_a_flipped_bit_in_the_settings_is_found_by_train_verify_and_load(old, new, place):
+    text = (place / "settings.yaml").read_text()
+    assert old in text
+    (place / "settings.yaml").write_text(text.replace(old, new))
+    name = old.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"{name} is .* and was "):
+        run(None, place)
+    assert (place / "settings.yaml").read_text() == text.replace(old, new)
+    assert list(problems(place)) == ["settings"]
+    with pytest.raises(ConfigError, match=name):
+        load_model(place)
+
+
+def test_settings_that_do_not_change_the_result_may_differ(place):
+    text = (place / "settings.yaml").read_text()
+    (place / "settings.yaml").write_text(text.replace("log_every: 10", "log_every: 11"))
+    assert run(None, place) == 0
+
+
+def test_without_settings_the_checkpoint_s_are_used_and_no_others(place):
+    whole = (place / "settings.yaml").read_text()
+    (place / "settings.yaml").unlink()
+    assert list(problems(place)) == ["settings"]
+    with pytest.raises(ConfigError, match=r"other settings.*train\.batch_size"):
+        run("bdlm-debug", place)
+    assert not (place / "settings.yaml").exists()
+    assert run(None, place) == 0
+    assert (place / "settings.yaml").read_text() == whole
+
+
+def test_settings_with_aliases_or_deep_nesting_or_too_large_are_refused_at_once(place, tmp_path):
+    file = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    for text, reason in (("\n".join(lines), "aliases"), ("[" * 5000, "nested"), ("# " + "x" * (1 << 20), "larger")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"--config .*{reason}"):
+            run("bdlm-debug", tmp_path / "other", file=file)
+        (place / "settings.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=f"settings.yaml.*{reason}"):
+            load_model(place)
+
+
+# --- tokenizer and data -------------------------------------------------------------------------------------------
+
+
+def other_tokenizer(folder: Path) -> None:
+    """Two merges of the tokenizer change places: the same size, other ids."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    Tokenizer.load(folder)
+
+
+def test_another_tokenizer_in_the_run_is_found_by_verify_and_load_and_repaired_by_train(place, capsys):
+    whole = (place / "tokenizer" / "tokenizer.json").read_bytes()
+    other_tokenizer(place / "tokenizer")
+    assert list(problems(place)) == ["tokenizer"]
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not the tokenizer"):
+        load_model(place)
+    assert run(None, place) == 0
+    assert "tokenizer is damaged; written again" in capsys.readouterr().err
+    assert (place / "tokenizer" / "tokenizer.json").read_bytes() == whole
+
+
+def test_another_tokenizer_in_the_data_stops_training(place):
+    other_tokenizer(prepared(place) / "tokenizer")
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        run(None, place)
+
+
+def test_the_low_bit_of_every_token_of_a_shard_stops_training_and_fails_verify(place):
+    shard = next(prepared(place).glob("train-*.bin"))
+    (np.fromfile(shard, dtype="<u2") ^ 1).tofile(shard)
+    with pytest.raises(DataError, match=f"{shard.name} is not what its manifest vouches for"):
+        run(None, place)
+    assert list(problems(place)) == ["data"]
+
+
+def test_other_data_under_the_name_of_the_old_are_refused(place):
+    folder = prepared(place)
+    shard = next(folder.glob("train-*.bin"))
+    (np.fromfile(shard, dtype="<u2") ^ 1).tofile(shard)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    import hashlib
+
+    from dcdm.data.store import write_manifest
+
+    del manifest["sha256"]
+    for entry in manifest["splits"]["train"]["files"]:
+        entry["sha256"] = hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest()
+    write_manifest(folder, manifest)
+    with pytest.raises(ConfigError, match=r"the shards in .* are not those it was trained on"):
+        run(None, place)
+
+
+def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkeypatch):
+    hashed = []
+    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: hashed.append(Path(path).name) or "0" * 64)
+    data = PreparedData.open(prepared(place))
+    known = json.loads((place / "data_hashed.json").read_text())["files"]
+    with pytest.raises(DataError):
+        data.compare(known)  # a copy has other inodes
+    assert hashed
+    monkeypatch.undo()
+    stamps = data.compare({})
+    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: pytest.fail("hashed again"))
+    assert data.compare(stamps) == stamps
+
+
+def test_an_older_checkpoint_without_fingerprints_resumes_as_before(place):
+    from dcdm.training import checkpoint_folder as manifests
+
+    folder = place / "checkpoints" / "step-00000002"
+    state = json.loads((folder / "state.json").read_text())
+    del state["record"]["tokenizer"], state["record"]["shards"]
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = manifests.read_manifest(folder)
+    files = tuple(manifests.record(folder / entry.name) for entry in manifest.files)
+    manifests.write_manifest(folder, manifests.Manifest(**{**vars(manifest), "files": files}))
+    (place / "data_hashed.json").unlink()
+    assert problems(place) == {}
+    assert run(None, place) == 0
+
+
+# --- the lock -----------------------------------------------------------------------------------------------------
+
+
+def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, capsys):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint_folder import CheckpointFolder\n"
+         "f = CheckpointFolder(sys.argv[1]); f.open(); print('held', flush=True); time.sleep(60)",
+         str(place / "checkpoints")], stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        (place / "settings.yaml").unlink()
+        before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
+        with pytest.raises(SystemExit) as ending:
+            main(["train", "--run", str(place)])
+        said = capsys.readouterr().err
+        assert ending.value.code == 2
+        assert f"process {holder.pid} on " in said
+        assert time.strftime("since %Y-%m-%d") in said
+        assert "Errno" not in said
+        assert {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()} == before
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_start_that_waited_for_another_s_end_keeps_to_the_other_s_settings(place, monkeypatch):
+    settings = (place / "settings.yaml").read_text()
+    (place / "settings.yaml").rename(place / "aside")
+    (place / "checkpoints").rename(place / "checkpoints-aside")
+    open_folder = CheckpointFolder.open
+
+    def after_another(self, patience: float = 5.0) -> list[str]:  # the other run is there once the lock is free
+        (place / "aside").rename(place / "settings.yaml")
+        return open_folder(self, patience)
+
+    monkeypatch.setattr(CheckpointFolder, "open", after_another)
+    with pytest.raises(ConfigError, match=r"started with other settings.*train\.seed"):
+        run("bdlm-debug", place, changes={**SMALL, "train.seed": 5})
+    assert (place / "settings.yaml").read_text() == settings
+
+
+def test_a_start_that_fails_early_leaves_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(DataError):
+        run(
+            "bdlm-debug",
+            tmp_path / "runs" / "new",
+            changes={**SMALL, "data.sources": (str(tmp_path / "none.txt"),)},
+        )
+    assert not (tmp_path / "runs" / "new").exists()
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_skipped_checkpoint_is_announced_with_its_name_and_reason(finished, place, capsys):
+    shutil.copytree(finished / "run" / "checkpoints" / "step-00000004", place / "checkpoints" / "step-00000004")
+    flip(place / "checkpoints" / "step-00000004" / "state.json", 9)
+    assert run(None, place) == 0
+    said = capsys.readouterr().err
+    assert "step-00000004: passed over, for state.json is damaged" in said
+    assert "resuming from step 2" in said
+
+
+def test_sample_names_the_damaged_file_of_a_run(place, capsys):
+    flip(place / "checkpoints" / "step-00000002" / "__0_0.distcp", 99)
+    with pytest.raises(SystemExit) as ending:
+        main(["sample", str(place), "--prompt", "def"])
+    said = capsys.readouterr().err
+    assert ending.value.code == 2
+    assert "step-00000002: __0_0.distcp is damaged" in said
+    assert "train further" not in said
+
+
+# --- bad places and torn files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "under a file", "/proc", "read-only"])
+def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line_before_anything_starts(
+    kind, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("mine")
+    folder = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "run", "/proc": Path("/proc/run"),
+              "read-only": Path("/sys/run")}[kind]  # fmt: skip
+    with pytest.raises(SystemExit) as ending:
+        main(["train", "--preset", "bdlm-debug", "--run", str(folder), "--steps", "1"])
+    said = capsys.readouterr().err
+    assert ending.value.code == 2
+    assert str(folder) in said
+    assert len(said.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "cache").exists()
+
+
+TORN = [
+    b'{"step": 3, "lo', b"123\n", b"[]\n", b"null\n", b'{"step": "x"}\n', b"\x00\xff\xfe\n", b"[" * 99_999 + b"\n",
+    b'{"step": 1, "evaluation": 7}\n', b'{"evaluation": {}}\n',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", TORN)
+def test_a_torn_line_of_the_metrics_stops_neither_training_nor_export(line, finished, place, tmp_path, capsys):
+    rows = (place / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    for place_of_line in (b"".join([line.rstrip(b"\n"), b"\n", *rows]), b"".join([*rows, line])):
+        (place / "metrics.jsonl").write_bytes(place_of_line)
+        main(["export", str(place), str(tmp_path / "out")])
+        assert "validation figure" in (tmp_path / "out" / "README.md").read_text()
+        shutil.rmtree(tmp_path / "out")
+    assert run(None, place) == 0
+    again = (place / "metrics.jsonl").read_bytes()
+    assert [row for row in again.splitlines(keepends=True) if row != line] == (
+        finished / "run" / "metrics.jsonl"
+    ).read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("change", ["{", '{"dcdm": 7}', '{"dcdm": {"kind": []}}', "[" * 99_999, ""])
+@pytest.mark.parametrize("command", ["verify", "sample"])
+def test_a_changed_configuration_of_an_export_is_told_in_one_line(command, change, place, tmp_path, capsys):
+    main(["export", str(place), str(tmp_path / "out")])
+    (tmp_path / "out" / "config.json").write_text(change)
+    for with_sums in (True, False):
+        if not with_sums:
+            (tmp_path / "out" / "checksums.json").unlink()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ending:
+            main([command, str(tmp_path / "out"), *(["--prompt", "def"] if command == "sample" else [])])
+        said = capsys.readouterr()
+        assert ending.value.code == (1 if command == "verify" and with_sums else 2)
+        assert "config.json" in said.out + said.err
+        assert len(said.err.splitlines()) <= 1
+
+
+def test_export_to_a_place_that_cannot_be_written_is_refused_in_one_line(place, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["export", str(place), "/proc/out"])
+    assert ending.value.code == 2
+    assert "cannot write to /proc/out" in capsys.readouterr().err
+
+
+def test_a_hangup_saves_and_leaves_like_a_request_to_stop(place, monkeypatch):
+    from dcdm.training.metrics import Recorder
+
+    on_step = Recorder.on_step
+
+    def tell(self, report) -> None:
+        on_step(self, report)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(Recorder, "on_step", tell)
+    assert run(None, place) == 130
+    newest, _ = newest_whole(place / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000003"
+    assert load_record(newest)["loader"]["samples"] == 12
+    assert yaml.safe_load((place / "settings.yaml").read_text())["train"]["steps"] == 4
+    with pytest.raises(CheckpointError):
+        load_record(place)
