@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
@@ -223,11 +224,14 @@ def _hub(spec: str) -> list[SourceFile]:
         raise DataError(f"{spec!r} is neither a file here nor the name of a data set; write name/config:split")
     import datasets
 
+    from dcdm.data.network import quick_hub
+
     name, split = match["name"], match["split"] or "train"
     failures: list[str] = []
     for arguments in _readings(name):
         try:
-            data = datasets.load_dataset(*arguments, split=split)
+            with quick_hub() as answers:
+                data = datasets.load_dataset(*arguments, split=split)
         except Exception as error:  # network, cache, script and split errors have no common base
             failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
             continue
@@ -236,7 +240,20 @@ def _hub(spec: str) -> list[SourceFile]:
             raise DataError(f"{spec}: datasets keeps no files of this data set; save it with save_to_disk first")
         label = "/".join(arguments) if not Path(name).is_dir() else Path(name).name
         return [SourceFile(p, f"{label}:{split}/{p.name}", "arrow") for p in paths]
+    if not answers:
+        near = _near(spec)
+        raise DataError(
+            f"{spec!r} is not a file or folder here, and the hub, which might have a data set of this name, cannot "
+            f"be reached{f'; did you mean {near}?' if near else ''}"
+        )
     raise DataError(f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}")
+
+
+def _near(spec: str) -> str | None:
+    """What stands here under a similar name."""
+    folder = Path(spec).expanduser().parent
+    there = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return next(iter(difflib.get_close_matches(spec, ["stdlib", *there], n=1)), None)
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:

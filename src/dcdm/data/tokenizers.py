@@ -259,14 +259,17 @@ def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def _through_transformers(spec: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    from dcdm.data.network import quick_hub
+
+    answers = True
     try:
-        loaded = AutoTokenizer.from_pretrained(spec)
+        with quick_hub() as answers:
+            loaded = AutoTokenizer.from_pretrained(spec)
     except Exception as error:  # network, cache, repository and format errors have no common base
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"tokenizer {spec!r} is neither bytes, bpe:N nor a folder here, and transformers cannot load it: "
-            f"{reason[0] if reason else type(error).__name__}"
-        ) from error
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        why = f"transformers cannot load it: {reason}" if answers else "the hub cannot be reached"
+        raise DataError(f"tokenizer {spec!r} is neither bytes, bpe:N nor a folder here, and {why}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise DataError(f"tokenizer {spec!r} has no fast version; choose one with a tokenizer.json")
