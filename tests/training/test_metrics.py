@@ -1,6 +1,8 @@
 """What a run writes about its speed."""
 
+import io
 import json
+import re
 
 import pytest
 import torch
@@ -41,6 +43,30 @@ def timings(folder, monkeypatch, device: str, name: str, size: int) -> list[dict
         for step in range(2):
             recorder.on_step(StepReport(step, 1.0, 1.0, 1.0, 1e-3, 100))
     return [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+
+
+def shown_on_a_terminal(folder, width: int) -> str:
+    """The last state of the live line."""
+    train = TrainConfig(steps=500_000, batch_size=8)
+    config = RunConfig(dcdm.preset("dcdm-debug"), train=train, tensorboard=False)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    with Recorder(folder, config, console) as recorder:
+        recorder.on_resume(499_980)
+        recorder.on_evaluation(499_980, {"valid_nll": 2.5})
+        for step in range(499_980, 499_995):
+            counts = torch.full((8,), 100)
+            recorder.on_step(StepReport(step, 3.21, 3.21, 1.0, 1e-3, 100_000, 0.1, None, counts))
+    return screen.getvalue().split("\r")[-1]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_live_line_keeps_step_loss_speed_and_time_left(width, tmp_path):
+    line = shown_on_a_terminal(tmp_path, width)
+    for part in (r"step 499995/500000", r"loss 3\.210", r"\d+ tokens/s", r"\d+:\d\d:\d\d left"):
+        assert re.search(part, line), (part, line)
+    assert "…" not in line
+    assert ("valid 2.500" in line) == (width == 200)
 
 
 @pytest.mark.parametrize("size", [1, 16])

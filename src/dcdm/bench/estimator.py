@@ -149,4 +149,4 @@ def print_errors(rows: list[EstimatorAccuracy]) -> None:
         stated = "" if row.reported is None else f"{row.reported:.2f}"
         cells = (f"{row.error:.4f}", f"{row.ratio:.2f}", goal, stated, f"{row.bias:+.1f}")
         lines.append((row.case, row.path, *cells))
-    Table(columns, lines, text=("case", "path")).print(width=120)
+    Table(columns, lines, text=("case", "path")).print()

@@ -158,7 +158,7 @@ def print_decoders(rows: list[DecoderTiming]) -> None:
         )
         for r in rows
     ]  # fmt: skip
-    Table(columns, lines, text).print(width=160)
+    Table(columns, lines, text).print()
 
 
 def draw_decoders(rows: list[DecoderTiming], path: Path) -> None:

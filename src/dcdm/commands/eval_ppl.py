@@ -135,7 +135,7 @@ def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | 
     if json:
         print(encoded)
     else:
-        tables.perplexity_table(result).print(width=180, caption=tables.LEGEND)
+        tables.perplexity_table(result).print(caption=tables.LEGEND)
 
 
 def _draw(folder: Path, result: Evaluation, plan: ReportPlan, given: dict[str, Any], processes: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, gather_objects
-from dcdm.evaluation.corpora import PAPER, Corpus, Tokens, check_tokenizer, tokenise
+from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, Estimator, Score, estimators_of, score
@@ -213,17 +213,11 @@ class Evaluation:
     corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: list[Figures | Unfit] = field(default_factory=list)
 
-    @property
-    def no_data(self) -> list[str]:
-        """The paper's corpora that were not given."""
-        return [name for name in PAPER if name not in self.corpora]
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": self.settings, "models": self.models, "corpora": self.corpora,
             "results": [as_dict(row) for row in self.rows if isinstance(row, Figures)],
             "does_not_fit": [as_dict(row) for row in self.rows if isinstance(row, Unfit)],
-            "no_data": self.no_data,
         }  # fmt: skip
 
 

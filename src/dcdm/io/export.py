@@ -48,6 +48,7 @@ def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
         (aside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n", encoding="utf-8")
         (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
         (aside / "README.md").write_text(card, encoding="utf-8")
+        shutil.copymode(aside / "config.json", aside / "model.safetensors")  # written as 0600, whatever the umask
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
         aside.rename(folder)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from dcdm.config import ConfigError
 from dcdm.distributed import World
@@ -27,6 +28,7 @@ from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 
 LONGEST_LINE = 1 << 20
+WIDE = 120  # columns of a terminal that has room for more than the essentials
 
 
 class Recorder:
@@ -38,11 +40,13 @@ class Recorder:
         self._flops = bill(config.model).training
         self._peak = _global_peak(world or World())
         self._since = (time.perf_counter(), 0, 0)
+        self._speed: Mapping[str, float] = {}  # as last logged
+        self._wide = console.width >= WIDE
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"), console=console, disable=not console.is_terminal,
+            BarColumn(40 if self._wide else 8), TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._progress.add_task("training", total=config.train.steps, shown="")
+        self._task = self._progress.add_task("training", total=config.train.steps)
         self._board: Any = None
         self._wandb = self._open_wandb(config.wandb) if config.wandb else None
 
@@ -81,7 +85,7 @@ class Recorder:
         _append(self.folder / "metrics.jsonl", row)
         if step % self.config.log_every == 0 or step == self.config.train.steps:
             self._log(step, row)
-        self._progress.update(self._task, completed=step, shown=self._line(row))
+        self._progress.update(self._task, completed=step, description=self._live_line(step, row))
 
     def on_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         self.figures = dict(figures)
@@ -101,19 +105,17 @@ class Recorder:
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
         """Speed since the last log, to the files, the boards and, without a terminal, as a plain line."""
-        started, first, tokens = self._since
-        seconds, steps = time.perf_counter() - started, step - first
-        sequences = steps * self.config.train.batch_size
+        speed = self._measured(step)
         timing = {
             "step": step,
-            "tokens_per_second": tokens / seconds,
-            "seconds_per_step": seconds / max(1, steps),
-            "flops_per_second": self._flops * sequences / seconds,
+            **speed,
+            "flops_per_second": self._flops * self.config.train.batch_size / speed["seconds_per_step"],
             "peak_memory_gb": _peak_memory(),
-            "seconds_left": (self.config.train.steps - step) * seconds / max(1, steps),
+            "seconds_left": (self.config.train.steps - step) * speed["seconds_per_step"],
         }
         if self._peak is not None:  # absent where nobody knows what the device could do
             timing["utilisation"] = timing["flops_per_second"] / self._peak
+        self._speed = timing
         _append(self.folder / "timing.jsonl", timing)
         self._since = (time.perf_counter(), step, 0)
         scalars = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
@@ -123,19 +125,34 @@ class Recorder:
             ids = torch.repeat_interleave(torch.arange(1, len(counts) + 1), counts)
             self._board.add_histogram("chunks/ids", ids, step)
         if not self.console.is_terminal:
-            left = time.strftime("%H:%M:%S", time.gmtime(timing["seconds_left"]))
-            self.console.print(
-                f"step {step}/{self.config.train.steps}  {self._line(row)}  "
-                f"{timing['tokens_per_second']:.0f} tokens/s  left {left}"
-            )
+            self.console.print("  ".join([self._essentials(step, row, timing), *self._details(row)]))
 
-    def _line(self, row: dict[str, Any]) -> str:
-        parts = [f"nll {row['nll']:.3f}", f"grad {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
+    def _measured(self, step: int) -> dict[str, float]:
+        """Speed since the last log."""
+        started, first, tokens = self._since
+        seconds = time.perf_counter() - started
+        return {"tokens_per_second": tokens / seconds, "seconds_per_step": seconds / max(1, step - first)}
+
+    def _live_line(self, step: int, row: dict[str, Any]) -> str:
+        """What there is room for: the essentials first."""
+        parts = [self._essentials(step, row, self._speed or self._measured(step))]
+        return "  ".join(parts + (self._details(row) if self._wide else []))
+
+    def _essentials(self, step: int, row: Mapping[str, Any], speed: Mapping[str, float]) -> str:
+        """Step, loss, speed and time left: at most 68 columns, up to millions of steps and of tokens a second."""
+        left = (self.config.train.steps - step) * speed["seconds_per_step"]
+        return (
+            f"step {step}/{self.config.train.steps}  loss {row['nll']:.3f}  "
+            f"{speed['tokens_per_second']:.0f} tokens/s  {_spelled(left)} left"
+        )
+
+    def _details(self, row: Mapping[str, Any]) -> list[str]:
+        parts = [f"grad {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
         if "max_violation" in row:
             parts.append(f"MaxVio {row['max_violation']:.2f}")
         if "valid_nll" in self.figures:
             parts.append(f"valid {self.figures['valid_nll']:.3f}")
-        return "  ".join(parts)
+        return parts
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._board is not None:
@@ -194,6 +211,12 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop lines beyond `step`, and those that are none, such as a last one that a kill cut short."""
     if path.exists():
         write_whole(path, b"".join(line for line, row in _rows(path) if row["step"] <= step))
+
+
+def _spelled(seconds: float) -> str:
+    """A span of time as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _global_peak(world: World) -> float | None:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcdm.evaluation.corpora import PAPER
 from dcdm.evaluation.perplexity import Evaluation, Figures, Unfit
 from dcdm.viewing.page import grid
 
@@ -22,6 +21,7 @@ CLASSES = {
     "surrogate (no bound)": ("surrogate",),
 }
 TASK_COLUMNS = {"task": 12, "shots": 5, "metric": 30, "value": 12, "chance": 6, "questions": 9, "noise": 13}
+UNBOUNDED = 10_000  # columns: what is piped is not cut
 LEGEND = (
     "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: that of Monte-Carlo "
     "alone; cut: documents that do not lie whole in one window"
@@ -36,8 +36,8 @@ class Table:
     rows: Sequence[Sequence[Any]]
     text: Collection[str] = ()
 
-    def print(self, width: int = 130, caption: str | None = None) -> None:
-        """To the terminal; `width` where there is none."""
+    def print(self, caption: str | None = None) -> None:
+        """To the terminal; as wide as it needs to be where there is none."""
         from rich.console import Console
         from rich.table import Table as RichTable
 
@@ -46,7 +46,7 @@ class Table:
             table.add_column(name, justify="left" if name in self.text else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(*map(_cell, row))
-        Console(width=None if sys.stdout.isatty() else width).print(table)
+        Console(width=None if sys.stdout.isatty() else UNBOUNDED).print(table)
 
     def to_markdown(self) -> str:
         rules = ["---" if name in self.text else "---:" for name in self.columns]
@@ -72,12 +72,8 @@ def perplexity_table(evaluation: Evaluation) -> Table:
         header += [name, "bits/byte"]
     header += ["tokens", "documents", "cut", "left out"]
     lines = []
-    for corpus in dict.fromkeys((*PAPER, *evaluation.corpora)):
-        if corpus not in evaluation.corpora:
-            lines.append([corpus, "no data", *[""] * (len(header) - 2)])
-        lines += [
-            _line(evaluation, corpus, model, used) for model in evaluation.models if corpus in evaluation.corpora
-        ]
+    for corpus in evaluation.corpora:
+        lines += [_line(evaluation, corpus, model, used) for model in evaluation.models]
     return Table(header, lines, ("corpus", "model", "left out"))
 
 
@@ -121,7 +117,6 @@ def to_markdown(evaluation: Evaluation) -> str:
 def to_csv(evaluation: Evaluation) -> str:
     """A line per model, corpus and estimator, every figure in a column of its own."""
     lines = [_flat(row) for row in evaluation.rows]
-    lines += [{"corpus": name, "note": "no data"} for name in evaluation.no_data]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, lineterminator="\n")
