@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Unpack
 
 import torch
@@ -117,10 +118,42 @@ class Generation:
     texts: list[str] = field(default_factory=list)
     """The completions as text, if there was a tokenizer."""
 
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
+
     @property
     def forwards(self) -> Tensor:
         """(B,)."""
         return self.statistics.forwards
+
+    def _repr_html_(self) -> str:
+        """For notebooks: every text, what the model wrote in bold; a token's tip says when it came."""
+        rows = "".join(self._row_html(row) for row in range(len(self.completions)))
+        costs = self.statistics
+        return (
+            f'<div style="font-family: monospace; white-space: pre-wrap">{rows}</div>'
+            f"<small>{int(costs.new_tokens.sum())} tokens in {int(costs.forwards.sum())} forwards, "
+            f"{costs.seconds:.2f} s; bold: written by the model</small>"
+        )
+
+    def _row_html(self, row: int) -> str:
+        came = {at: event for event in self.history if event.row == row for at in event.positions}
+        pieces = []
+        for at, token in enumerate(self.tokens[row].tolist()):
+            text = self._shown(token)
+            if not text:
+                continue
+            if at in came:
+                tip = f"forward {came[at].forward}, chunk {came[at].chunk}"
+                pieces.append(f'<b title="{tip}">{text}</b>')
+            else:
+                pieces.append(f'<span style="opacity: 0.6">{text}</span>')
+        return f'<div style="margin: 0.5em 0">{"".join(pieces)} <small>({escape(self.finished[row])})</small></div>'
+
+    def _shown(self, token: int) -> str:
+        """A token as HTML; specials, which stand for no text, are left out."""
+        if self.tokenizer is None:
+            return f"{token} "
+        return escape(self.tokenizer.pieces([token])[0].decode(errors="replace"))
 
 
 @torch.no_grad()
@@ -188,6 +221,7 @@ def generate(
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
         result.texts = [tokenizer.decode(ids) for ids in result.completions]
+        result.tokenizer = tokenizer
     return result
 
 

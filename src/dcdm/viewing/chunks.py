@@ -26,7 +26,8 @@ from dcdm.decoding.engine import Generation
 from dcdm.keys import Key
 from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
-from dcdm.viewing.page import assemble, asset
+from dcdm.viewing.page import assemble, asset, escape
+from dcdm.viewing.palette import colour, ink
 
 LEVELS = tuple(number / 10 for number in range(11))
 DEFAULT_LEVEL = 0.5
@@ -104,6 +105,19 @@ class ChunkView:
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the frame's tokens on the colours of their chunks; a token's tip names its chunk."""
+        pieces = [
+            _token_html(token.text, chunk, hidden)
+            for token, chunk, hidden in zip(self.tokens, self.frame.ids, self.frame.hidden, strict=True)
+        ]
+        where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
+        below = f"{self.model}: {self.num_chunks} chunks, {where}; outlined: MASK here. {self.rule} {self.note}"
+        return (
+            f'<div style="font-family: monospace; white-space: pre-wrap; line-height: 1.6">{"".join(pieces)}</div>'
+            f"<small>{escape(below)}</small>"
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ChunkView:
@@ -243,6 +257,14 @@ def _label(piece: bytes) -> str:
         return piece.decode()
     except UnicodeDecodeError:
         return "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _token_html(text: str, chunk: int, hidden: bool) -> str:
+    """A token on its chunk's colour, or, where it is MASK, within an outline of it."""
+    ground = colour(chunk)
+    look = f"outline: 1px solid {ground}" if hidden else f"background: {ground}; color: {ink(ground)}"
+    name = "in no chunk yet" if chunk == UNROUTED else f"chunk {chunk}" if chunk else "always visible"
+    return f'<span style="{look}" title="{name}">{escape(text)}</span>'
 
 
 # --- frames ------------------------------------------------------------------------------------------------------
