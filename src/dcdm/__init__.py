@@ -14,6 +14,7 @@ from dcdm.config import VERSION, ConfigError, ModelConfig, MoEConfig, ObjectiveC
 from dcdm.presets import preset, presets
 
 if TYPE_CHECKING:
+    from dcdm.commands.train import train_in_python as train
     from dcdm.decoding.engine import generate
     from dcdm.diffusion.objectives import Batch, loss
     from dcdm.io.load import load_model as load
@@ -37,6 +38,7 @@ __all__ = [
     "preset",
     "presets",
     "score",
+    "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -47,7 +49,10 @@ _HOMES = {
     "load": "dcdm.io.load",
     "loss": "dcdm.diffusion.objectives",
     "score": "dcdm.likelihood.estimators",
+    "train": "dcdm.commands.train",
 }
+_OTHER_NAMES = {"load": "load_model", "train": "train_in_python"}
+"""What some of these are called where they live."""
 
 
 def __getattr__(name: str) -> Any:
@@ -56,7 +61,7 @@ def __getattr__(name: str) -> Any:
     home = importlib.import_module(_HOMES[name])
     if name == "masks":
         return home
-    return getattr(home, "load_model" if name == "load" else name)
+    return getattr(home, _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

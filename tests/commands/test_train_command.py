@@ -15,6 +15,7 @@ import yaml
 
 import dcdm
 import tiny
+from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
@@ -74,6 +75,7 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
     assert all(torch.equal(v, again.state_dict()[n]) for n, v in model.state_dict().items())
     for place in (folder, newest(folder), tmp_path / "exported"):
         assert all(check.problems == [] for check in verify(place))
+    assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1
     card = (tmp_path / "exported" / "README.md").read_text()
     assert ("surrogate (not a bound)" in card) == (preset == "dcdm-debug")
 
@@ -153,6 +155,83 @@ def test_contradicting_a_run_folder_is_refused_by_name(corpus, tmp_path):
         start("mdlm-debug", tmp_path / "run", corpus, train__steps=2, train__learning_rate=1.0)
     with pytest.raises(ConfigError, match=r"model\.kind"):
         start("bdlm-debug", tmp_path / "run", corpus, train__steps=2)
+
+
+def test_a_run_does_not_begin_among_files_of_others(corpus, tmp_path):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("…")
+    with pytest.raises(ConfigError, match=r"--run .*home holds no run but other files \(thesis\.tex\)"):
+        start("mdlm-debug", folder, corpus, train__steps=1)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    (folder / "thesis.tex").rename(folder / "training.log")
+    (folder / ".DS_Store").touch()
+    assert start("mdlm-debug", folder, corpus, train__steps=1) == 0
+    with pytest.raises(ConfigError, match="is a file"):
+        start("mdlm-debug", corpus, corpus, train__steps=1)
+
+
+def test_a_file_of_settings_may_stand_in_the_folder_of_its_run(corpus, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump({"preset": "mdlm-debug", "train": {"steps": 1}}))
+    assert run(None, folder, file=file, changes={**SMALL, "data.sources": (str(corpus),)}) == 0
+
+
+def test_a_finished_run_asked_for_more_steps_is_sent_to_init(corpus, tmp_path):
+    start("mdlm-debug", tmp_path / "run", corpus, train__steps=2)
+    with pytest.raises(ConfigError, match=r"--init \S+run --run NEW --steps 3 "):
+        start("mdlm-debug", tmp_path / "run", corpus, train__steps=5)
+    with pytest.raises(ConfigError, match="fewer"):
+        start("mdlm-debug", tmp_path / "run", corpus, train__steps=1)
+
+
+def test_a_run_at_a_constant_rate_can_be_made_longer(corpus, tmp_path):
+    constant = {"train__schedule": "constant", "train__decay_share": 0.0, "evaluate_every": 100}
+    start("mdlm-debug", tmp_path / "whole", corpus, train__steps=6, **constant)
+    start("mdlm-debug", tmp_path / "parts", corpus, train__steps=3, **constant)
+    assert run(None, tmp_path / "parts", changes={"train.steps": 6}) == 0
+    ours, theirs = load_weights(newest(tmp_path / "parts")), load_weights(newest(tmp_path / "whole"))
+    assert newest(tmp_path / "parts").name == newest(tmp_path / "whole").name
+    assert run_settings.read(tmp_path / "parts" / "settings.yaml").train.steps == 6
+    for row, other in zip(steps_of(tmp_path / "parts"), steps_of(tmp_path / "whole"), strict=True):
+        assert row["nll"] == pytest.approx(other["nll"], abs=1e-6), row["step"]
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def steps_of(folder):
+    return [row for row in metrics(folder) if "nll" in row]
+
+
+def test_fine_tuning_has_flags_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("".join(json.dumps({"q": f"{n} + 1?", "a": f"{n + 1}"}) + "\n" for n in range(300)))
+    changes = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--preset", "mdlm-debug", "--run", str(tmp_path / "run"), "--data", str(rows),
+              "--steps", "1", "--prompt-field", "q", "--response-field", "a", "--set", *changes])  # fmt: skip
+    assert not left.value.code
+    reading = run_settings.read(tmp_path / "run" / "settings.yaml").data.reading
+    assert (reading.prompt_field, reading.response_field) == ("q", "a")
+
+
+def test_every_setting_is_listed_with_its_value_and_where_it_comes_from(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {clip: 2.0}\n")
+    main(["train", "--preset", "mdlm-debug", "--config", str(file), "--field", "body", "--show-settings",
+          "--set", "model.num_layers=3"])  # fmt: skip
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
+    shown = {name: [cell.strip() for cell in cells] for name, cells in lines.items()}
+    assert shown["train.steps"] == ["1000", "preset mdlm-debug"]
+    assert shown["train.clip"] == ["2.0", str(file)]
+    assert shown["data.reading.field"] == ["body", "command line"]
+    assert shown["model.num_layers"] == ["3", "command line"]
+    assert shown["objective.t_min"] == ["0.001", "default"]
+    names = run_settings.flat(run_settings.to_dict(run_settings.resolve("mdlm-debug")))
+    assert set(names) <= set(shown)
+    assert not list(tmp_path.glob("runs"))
 
 
 def test_a_loss_that_is_not_finite_keeps_the_batch_and_names_the_part(corpus, tmp_path, monkeypatch):

@@ -31,10 +31,11 @@ from dcdm.training.checkpoint import Checkpointer, load_record, newest_whole
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
-from dcdm.training.settings import RunConfig
+from dcdm.training.settings import RunConfig, TrainConfig
 from dcdm.training.validation import MAIN, evaluate
 from dcdm.training.vouching import (
     CHECKPOINTS,
+    HASHED,
     SETTINGS,
     TOKENIZER,
     Hashed,
@@ -49,6 +50,12 @@ from dcdm.training.vouching import (
 T = TypeVar("T")
 
 INTERRUPTED = 130
+WRITTEN = {
+    SETTINGS, TOKENIZER, CHECKPOINTS, HASHED, "metrics.jsonl", "timing.jsonl", "tensorboard", "wandb"
+}  # fmt: skip
+"""What a run writes into its folder."""
+ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
+"""Endings of what else may stand there before a run begins."""
 
 MakePicture = Callable[[Model, torch.Tensor], Any]
 """(model, windows of text) → a figure of their chunks."""
@@ -66,8 +73,12 @@ def run_training(
     dry_run: bool = False,
     load_init: LoadInit | None = None,
     picture: MakePicture | None = None,
+    signals: bool = True,
 ) -> int:
-    """Start a run, or resume the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved."""
+    """Start a run, or resume the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved.
+
+    With `signals`, Ctrl-C and SIGTERM save and stop; without, they do what they do in the process at hand.
+    """
 
     def ask() -> RunConfig:
         return _settle(preset, folder, file, changes or {})
@@ -81,7 +92,7 @@ def run_training(
         return 0
     world = init_distributed(device)
     try:
-        return _run(config, ask, folder, world, console, load_init, picture)
+        return _run(config, ask, folder, world, console, load_init, picture, signals)
     finally:
         shutdown(world)
 
@@ -90,6 +101,7 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
     """Settings of a new run, or those of the run in `folder`, which flags may not contradict."""
     before = _stored_settings(folder)
     if before is None:
+        _refuse_foreign(folder, file)
         return run_settings.resolve(preset, file, changes)
     if preset is None and file is None:
         asked = run_settings.changed(before, changes)
@@ -97,11 +109,46 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
         asked = run_settings.resolve(preset, file, changes)
         asked = replace(asked, model=replace(asked.model, vocab_size=before.model.vocab_size))
     if wrong := run_settings.differences(before, asked):
+        if wrong == ["train.steps"]:
+            raise ConfigError(_other_steps(folder, before.train.steps, asked.train))
         raise ConfigError(
             f"{folder} was started with other settings ({', '.join(wrong)}); "
             "leave them out to resume it, or choose another --run"
         )
     return asked
+
+
+def _other_steps(folder: Path, before: int, asked: TrainConfig) -> str:
+    """What to say where a run is asked for another number of steps than its learning rate was made for."""
+    if asked.steps < before:
+        return (
+            f"{folder} is a run of {before} steps, --steps {asked.steps} are fewer; leave --steps out to resume it"
+        )
+    return (
+        f"{folder} is a run of {before} steps, and its learning rate falls towards their end; to train it for "
+        f"{asked.steps - before} more, start another run from it: --init {folder} --run NEW --steps "
+        f"{asked.steps - before} (a run with --set train.schedule=constant can be made longer)"
+    )
+
+
+def _refuse_foreign(folder: Path, own: Path | None) -> None:
+    """Refuse to begin a run among files that are not of a run; `own` is the file of its settings."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--run {folder} is a file; choose a folder")
+    names = sorted(p.name for p in folder.iterdir() if not _of_a_run(p, own)) if folder.is_dir() else []
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise ConfigError(
+            f"--run {folder} holds no run but other files ({shown}); choose an empty folder or one that does not "
+            "exist"
+        )
+
+
+def _of_a_run(path: Path, own: Path | None) -> bool:
+    """Whether a file may stand in a folder where a run begins: what a killed start left, hidden files and logs."""
+    if path.name in WRITTEN or path.name.startswith((".", "bad-batch-")) or path.suffix in ASIDE:
+        return True
+    return own is not None and own.exists() and path.samefile(own)
 
 
 def _stored_settings(folder: Path) -> RunConfig | None:
@@ -114,7 +161,7 @@ def _stored_settings(folder: Path) -> RunConfig | None:
 
 def _run(
     config: RunConfig, ask: Callable[[], RunConfig], folder: Path, world: World, console: Console,
-    load_init: LoadInit | None, picture: MakePicture | None,
+    load_init: LoadInit | None, picture: MakePicture | None, signals: bool,
 ) -> int:  # fmt: skip
     with ExitStack() as stack:
         checkpointer = stack.enter_context(
@@ -127,12 +174,12 @@ def _run(
         config = _from_main(ask, world)  # again, under the lock: another start may have been first
         data = _open_data(config, world)
         hashed = _from_main(lambda: hash_data(data, folder), world)
-        return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture)
+        return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture, signals)
 
 
 def _train(
     config: RunConfig, folder: Path, data: PreparedData, hashed: Hashed, checkpointer: Checkpointer, world: World,
-    console: Console, load_init: LoadInit | None, picture: MakePicture | None,
+    console: Console, load_init: LoadInit | None, picture: MakePicture | None, signals: bool,
 ) -> int:  # fmt: skip
     types = precision(config.train.dtype, world.device)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
@@ -148,7 +195,7 @@ def _train(
         load_init(model, config.init)
 
     with ExitStack() as stack:
-        stop = stack.enter_context(_signals())
+        stop = stack.enter_context(_signals()) if signals else _never
         hooks = Hooks(should_stop=stop, record=record_of(config, data))
         hooks.accept = lambda record: check_record(record, config, data, folder)
         recorder: Recorder | None = None
@@ -255,6 +302,10 @@ def _keep_batch(error: NotFinite, folder: Path, world: World) -> None:
     from safetensors.torch import save_file
 
     save_file(kept, folder / f"bad-batch-step{error.step}-rank{world.rank}.safetensors")
+
+
+def _never() -> bool:
+    return False
 
 
 @contextmanager

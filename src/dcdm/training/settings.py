@@ -133,28 +133,67 @@ def preset_defaults(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def default_of(name: str) -> Any:
+    """The default of a setting that no preset decides, by its dotted name."""
+    value: Any = RunConfig(ModelConfig("mdlm", 260, 128, 4, 4, 2, 32, 384))
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def resolve(
     preset_name: str | None, file: Path | str | None = None, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The run's settings. `changes` maps dotted names ("train.steps") to values and wins over the file."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = _read_yaml(Path(file), f"--config {file}")
-        preset_name = preset_name or values.pop("preset", None)
-        values.pop("preset", None)
-    if preset_name is None and "model" not in values:
-        raise ConfigError("--preset is missing; `dcdm presets` lists them")
     merged: dict[str, Any] = {}
-    if preset_name is not None:
-        merged["model"] = preset(preset_name).to_dict()
-        for name, value in preset_defaults(preset_name).items():
-            _put(merged, name, value)
-    _merge(merged, values)
-    for name, value in (changes or {}).items():
-        _put(merged, name, value)
+    for _, values in _sources(preset_name, file, changes or {}):
+        _merge(merged, values)
     if "vocab_size" not in merged.get("model", {}):
         _put(merged, "model.vocab_size", 4)
     return _made(RunConfig, merged, "")
+
+
+def _sources(
+    preset_name: str | None, file: Path | str | None, changes: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Where settings come from, the later winning over the earlier, and what each says."""
+    from_file: dict[str, Any] = {}
+    if file is not None:
+        from_file = _read_yaml(Path(file), f"--config {file}")
+        named = from_file.pop("preset", None)
+        preset_name = preset_name or named
+    if preset_name is None and "model" not in from_file:
+        raise ConfigError("--preset is missing; `dcdm presets` lists them")
+    from_preset: dict[str, Any] = {}
+    if preset_name is not None:
+        from_preset["model"] = preset(preset_name).to_dict()
+        for name, value in preset_defaults(preset_name).items():
+            _put(from_preset, name, value)
+    asked: dict[str, Any] = {}
+    for name, value in changes.items():
+        _put(asked, name, value)
+    return [(f"preset {preset_name}", from_preset), (str(file), from_file), ("command line", asked)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a run, by the name that `--set` takes."""
+
+    name: str
+    value: Any
+    source: str
+    """Where the value comes from: the default, a preset, a file, or the command line."""
+
+
+def listed(
+    preset_name: str | None, file: Path | str | None = None, changes: Mapping[str, Any] | None = None
+) -> list[Setting]:
+    """Every setting that `resolve` gives, and where it comes from."""
+    origin: dict[str, str] = {}
+    for source, values in _sources(preset_name, file, changes or {}):
+        origin |= dict.fromkeys(flat(values), source)
+    config = resolve(preset_name, file, changes)
+    return [Setting(name, value, origin.get(name, "default")) for name, value in flat(to_dict(config)).items()]
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -176,16 +215,21 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Dotted names of the settings that differ and may not, when a run is resumed."""
-    flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
-    names = sorted(set(flat) | set(flat_other))
-    return [n for n in names if flat.get(n) != flat_other.get(n) and n not in FREE_TO_CHANGE]
+    """Dotted names of the settings that differ and may not, when a run of `one` is resumed with `other`."""
+    ours, theirs = flat(to_dict(one)), flat(to_dict(other))
+    free = FREE_TO_CHANGE | ({"train.steps"} if _only_longer(one.train, other.train) else set())
+    return [n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n) and n not in free]
+
+
+def _only_longer(one: TrainConfig, other: TrainConfig) -> bool:
+    """Whether a run goes on for longer at a constant learning rate, which looks at the end only once it decays."""
+    return one.schedule == other.schedule == "constant" and other.steps > one.steps
 
 
 def with_values(names: list[str], one: RunConfig, other: RunConfig) -> str:
     """The settings called `names` as they are in two runs, for a message."""
-    flat, flat_other = _flat(to_dict(one)), _flat(to_dict(other))
-    shown = [f"{name} is {flat.get(name)} and was {flat_other.get(name)}" for name in names[:3]]
+    ours, theirs = flat(to_dict(one)), flat(to_dict(other))
+    shown = [f"{name} is {ours.get(name)} and was {theirs.get(name)}" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -284,8 +328,9 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
+        found |= flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
     return found
