@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcdm.config import ModelConfig
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
@@ -171,11 +172,14 @@ def study_model(name: str, source: ModelSource, tokens: Tokens, plan: ReportPlan
     return Studied(study, model, source, [row for batch in few for row in batch.tokens.tolist()])
 
 
+def kind_in_words(config: ModelConfig) -> str:
+    return f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+
+
 def described_study(name: str, source: ModelSource) -> Study:
     """What is known of a model before anything is measured, with the reasons for what will be missing."""
     config = source.config
-    described = f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
-    study = Study(name, described, None if source.run is None else training_of(source.run))
+    study = Study(name, kind_in_words(config), None if source.run is None else training_of(source.run))
     if study.training is None:
         why = "an exported folder keeps no curves" if source.run is None else "its run folder has no metrics.jsonl"
         study.missing["training"] = why
@@ -204,7 +208,7 @@ def _batches(source: ModelSource, tokens: Tokens, plan: ReportPlan, count: int) 
 def training_of(run: Path) -> Training | None:
     """The curves of a run folder; None where it has none."""
     curves, seen = Training([], [], []), 0
-    for row in _lines(run / "metrics.jsonl"):
+    for row in logged_rows(run / "metrics.jsonl"):
         if "evaluation" in row:
             value, error = (row["evaluation"].get(name) for name in (MAIN, f"{MAIN}_stderr"))
             if _finite(value):
@@ -217,15 +221,18 @@ def training_of(run: Path) -> Training | None:
     return curves if curves.loss or curves.valid else None
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
+def logged_rows(path: Path) -> Iterable[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl or timing.jsonl; what is not a row of JSON is passed over."""
     if not path.exists():
         return
     with open(path, encoding="utf-8") as file:
         for line in file:
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError:  # the last line of a run that was killed, or is being written
                 continue
+            if isinstance(row, dict):
+                yield row
 
 
 def _finite(value: Any) -> bool:

@@ -91,7 +91,7 @@ def perplexity_page(
     source = f"{count} windows of {plan.corpus.name}"
     sections = [
         section("Perplexity", _figures(result), wide=True),
-        section("Loss and valid bound against tokens seen", _training(studies)),
+        section("Loss and valid bound against tokens seen", loss_drawing(studies)),
         section("Bits per token against forwards", _decoders(studies, source)),
         section("Calibration of confidence", _calibration(studies, plan.corpus.name), wide=True),
         section("Balance of chunks", _balance(studies, plan.corpus.name), wide=True),
@@ -99,7 +99,9 @@ def perplexity_page(
         section("To repeat it", _repeated(repeat), wide=True),
     ]
     summary = f"{many(len(result.models), 'model')} on {many(len(result.corpora), 'corpus', 'corpora')}"
-    return _page("Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, _texts_data(studies, views))
+    return report_page(
+        "Evaluation", f"{summary}: {', '.join(result.corpora)}.", sections, _texts_data(studies, views)
+    )
 
 
 def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Provenance) -> str:
@@ -110,15 +112,16 @@ def tasks_page(reports: Sequence[Mapping[str, Any]], study: Study, repeat: Prove
     )
     sections = [
         section("Benchmark tasks", _tasks(reports), wide=True),
-        section("Loss and valid bound against tokens seen", _training([study])),
-        section("Balance of chunks", _violations([study]) or _missing([study], "balance")),
+        section("Loss and valid bound against tokens seen", loss_drawing([study])),
+        section("Balance of chunks", violation_drawing([study]) or _missing([study], "balance")),
         section("What is not here", paragraph(absent), wide=True),
         section("To repeat it", _repeated(repeat), wide=True),
     ]
-    return _page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
+    return report_page("Benchmark tasks", f"{study.name}, {study.kind}.", sections, [])
 
 
-def _page(title: str, summary: str, sections: Sequence[str], texts: Sequence[Mapping[str, Any]]) -> str:
+def report_page(title: str, summary: str, sections: Sequence[str], texts: Sequence[Mapping[str, Any]] = ()) -> str:
+    """A page of sections under a title, and the texts whose chunks its script draws."""
     head = f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(summary)}</p></header>'
     body = f'{head}\n<main class="sections">\n{"".join(sections)}</main>'
     return assemble(title, body, {"texts": texts}, "report")
@@ -144,7 +147,8 @@ def _tasks(reports: Sequence[Mapping[str, Any]]) -> str:
 # --- drawings ----------------------------------------------------------------------------------------------------
 
 
-def _training(studies: Sequence[Study]) -> str:
+def loss_drawing(studies: Sequence[Study]) -> str:
+    """Curves of training loss and held-out figures, a colour for each model."""
     lines: list[Series] = []
     for number, study in enumerate(studies, start=1):
         if study.training is not None:
@@ -162,7 +166,7 @@ def _curves(study: Study, training: Training, number: int) -> list[Series]:
     marks = [(tokens, nats) for tokens, nats, _ in training.valid]
     errors = [error for *_, error in training.valid]
     return [
-        Series(study.name, averaged_points(training.loss), number, _dash(number)),
+        Series(study.name, averaged_points(training.loss), number, dash_of(number)),
         Series(f"{study.name}, held out", marks, number, "", ["o"] * len(marks), errors, in_legend=False),
     ]
 
@@ -173,7 +177,7 @@ def _decoders(studies: Sequence[Study], source: str) -> str:
         points = sorted(study.decoders, key=lambda one: one.forwards)
         lines.append(
             Series(
-                study.name, [(one.forwards, one.bits) for one in points], number, _dash(number),
+                study.name, [(one.forwards, one.bits) for one in points], number, dash_of(number),
                 [MARKERS[COMMITS.index(one.commit)] for one in points], [one.stderr for one in points],
             )
         )  # fmt: skip
@@ -230,13 +234,13 @@ def _balance(studies: Sequence[Study], corpus: str) -> str:
         "are masked here."
     )
     drawn = f'{paragraph(what)}<div class="small-ones">{"".join(parts)}</div>' if parts else ""
-    return drawn + _violations(studies) + _missing(studies, "balance")
+    return drawn + violation_drawing(studies) + _missing(studies, "balance")
 
 
-def _violations(studies: Sequence[Study]) -> str:
+def violation_drawing(studies: Sequence[Study]) -> str:
     """MaxVio while training."""
     lines = [
-        Series(study.name, averaged_points(study.training.violation), number, _dash(number))
+        Series(study.name, averaged_points(study.training.violation), number, dash_of(number))
         for number, study in enumerate(studies, start=1)
         if study.training is not None and study.training.violation
     ]
@@ -303,6 +307,6 @@ def _missing(studies: Sequence[Study], part: str) -> str:
     return bullets([f"{study.name}: {study.missing[part]}." for study in studies if part in study.missing])
 
 
-def _dash(number: int) -> str:
+def dash_of(number: int) -> str:
     """Of a model: with its colour the same in every drawing."""
     return DASHES[(number - 1) % len(DASHES)]
