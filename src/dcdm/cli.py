@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Union
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dcdm.commands import (
     bench,
@@ -18,14 +21,19 @@ from dcdm.commands import (
     eval_quality,
     eval_tasks,
     export,
+    options,
     presets,
+    report,
     reproduce,
     sample,
     serve,
     train,
     verify,
 )
-from dcdm.config import ConfigError, DataError
+from dcdm.config import VERSION, ConfigError, DataError
+
+WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
+"""What the system says of a path that a user gave."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class Command:
     examples: tuple[str, ...]
     details: Callable[[], str] | None = None
     """More for its help: names out of tables that take long to import."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of settings in messages, and the options by which users know them, where these differ."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,10 @@ class Group:
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command(demo.demo, demo.EXAMPLES),
     "presets": Command(presets.presets, presets.EXAMPLES),
-    "train": Command(train.train, train.EXAMPLES),
+    "train": Command(train.train, train.EXAMPLES, settings=train.OPTION_OF),
+    "report": Command(report.report, report.EXAMPLES),
     "chunks": Command(chunks.chunks, chunks.EXAMPLES),
-    "sample": Command(sample.sample, sample.EXAMPLES),
+    "sample": Command(sample.sample, sample.EXAMPLES, settings=sample.OPTION_OF),
     "serve": Command(serve.serve, serve.EXAMPLES),
     "export": Command(export.export, export.EXAMPLES),
     "verify": Command(verify.verify, verify.EXAMPLES),
@@ -77,23 +88,20 @@ def all_commands() -> Iterator[tuple[str, Command]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted; --debug shows where an error arose."""
-    import tyro
-
     given = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in given or "DCDM_DEBUG" in os.environ
     given = [argument for argument in given if argument != "--debug"]
+    if given == ["--version"]:
+        print(f"dcdm {VERSION}")
+        return
+    asked = options.DEBUG.set(debug)
     try:
-        tyro.cli(
-            _subcommands(COMMANDS, given),
-            prog="dcdm",
-            description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content. "
-            "`dcdm COMMAND --help` has examples; --debug, anywhere, shows where an error arose.",
-            args=given,
-        )
+        _refuse_unknown(given)
+        _run(given)
     except (ConfigError, DataError) as error:
         if debug:
             raise
-        print(f"dcdm: {error}", file=sys.stderr)
+        print(f"dcdm: {_by_options(str(error), given)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,12 +109,88 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("dcdm: interrupted", file=sys.stderr)
         sys.exit(130)
+    except WRONG_PATH as error:
+        if error.filename is None or debug:
+            raise
+        print(f"dcdm: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         # the package's own errors say what to do; anything else is a defect and shows where it happened
         if not type(error).__module__.startswith("dcdm.") or debug:
             raise
         print(f"dcdm: {error}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        options.DEBUG.reset(asked)
+
+
+def _run(given: list[str]) -> None:
+    import tyro
+
+    command = _asked_for(given)
+    tyro.cli(
+        _subcommands(COMMANDS, given),
+        prog="dcdm",
+        description="Dynamic Chunking Diffusion Models: block diffusion whose blocks follow content. "
+        "`dcdm COMMAND --help` has examples; --debug, anywhere, shows where an error arose; --version shows the "
+        "version.",
+        args=given if command is None else _with_values(given, flags_of(command.run)),
+    )
+
+
+def _refuse_unknown(given: list[str]) -> None:
+    """Refuse a command that does not exist, with the nearest that does."""
+    known: Mapping[str, Any] = COMMANDS
+    for at, word in enumerate(given[:2]):
+        if word.startswith("-"):
+            return
+        if word not in known:
+            said, before = " ".join(given[: at + 1]), " ".join(["dcdm", *given[:at]])
+            near = difflib.get_close_matches(word, known, n=1)
+            hint = f"did you mean `{before} {near[0]}`?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown command {said!r}; {hint}")
+        entry = known[word]
+        if isinstance(entry, Command):
+            return
+        known = entry.commands
+
+
+def _asked_for(given: list[str]) -> Command | None:
+    """The command that the first words name."""
+    known = dict(all_commands())
+    return known.get(" ".join(given[:1])) or known.get(" ".join(given[:2]))
+
+
+def flags_of(run: Callable[..., None]) -> set[str]:
+    """Every option of a command, as it is written."""
+    flags = {"--help"}
+    for name in inspect.signature(run).parameters:
+        spelled = name.replace("_", "-")
+        flags |= {f"--{spelled}", f"--no-{spelled}"}
+    return flags
+
+
+def _with_values(given: list[str], flags: Iterable[str]) -> list[str]:
+    """Write `--prompt -x` as `--prompt=-x`: a text may begin like an option, if it is none of this command."""
+    written: list[str] = []
+    for word in given:
+        is_text = word.startswith("-") and word.partition("=")[0] not in flags and word != "-h"
+        if is_text and written and written[-1] in options.TEXTS:
+            written[-1] = f"{written[-1]}={word}"
+        else:
+            written.append(word)
+    return written
+
+
+def _by_options(message: str, given: list[str]) -> str:
+    """An error's text with settings called as on the command line: `--length 0` for `max_new_tokens=0`."""
+    command = _asked_for(given)
+    if command is None:
+        return message
+    names = {name: name for name in inspect.signature(command.run).parameters} | dict(command.settings)
+    listed = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = rf"(?<![\w.\-/])({listed})=(?=[\w'\"\-\[(])"
+    return re.sub(pattern, lambda found: f"--{names[found[1]].replace('_', '-')} ", message)
 
 
 def _subcommands(commands: dict[str, Any], given: list[str]) -> Any:
@@ -124,8 +208,33 @@ def _subcommands(commands: dict[str, Any], given: list[str]) -> Any:
             choices.append(Annotated[group, subcommand(name, description=entry.says)])
         else:
             text = _long_help(entry, given) if asked else _documentation(entry).splitlines()[0]
-            choices.append(Annotated[Any, subcommand(name, constructor=entry.run, description=text)])
+            run = _with_plain_options(entry.run) if asked else entry.run
+            choices.append(Annotated[Any, subcommand(name, constructor=run, description=text)])
     return Union[tuple(choices)]  # noqa: UP007 (built at run time)
+
+
+def _with_plain_options(run: Callable[..., None]) -> Callable[..., None]:
+    """The command, its help showing what may be left out as INT instead of as {None}|INT (default: None)."""
+    from tyro.conf import arg
+
+    hints = get_type_hints(run, include_extras=True)
+    for name, parameter in inspect.signature(run).parameters.items():
+        kinds = [kind for kind in get_args(hints[name]) if kind is not type(None)]
+        if parameter.default is None and get_origin(hints[name]) in (Union, UnionType):
+            shown = arg(metavar="|".join(map(_metavar, kinds)), help_behavior_hint="")
+            hints[name] = Annotated[hints[name], shown]
+    same = FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    same.__doc__, same.__annotations__ = run.__doc__, hints
+    return same
+
+
+def _metavar(kind: Any) -> str:
+    """How the help shows a value of this type."""
+    if get_origin(kind) is tuple:
+        return f"{_metavar(get_args(kind)[0])}..."
+    if kind is bool or get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind) or (True, False))) + "}"
+    return str(kind.__name__).upper()
 
 
 def _documentation(command: Command) -> str:

@@ -53,6 +53,73 @@ def test_the_list_of_commands_is_short_and_complete():
     assert len(shown.splitlines()) < 40
 
 
+def test_the_version_is_told(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"dcdm {dcdm.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (["trian", "--run", "x"], "`dcdm train`"),
+        (["eval", "pll", "x"], "`dcdm eval ppl`"),
+        (["fly"], "known: demo, presets"),
+    ],
+)
+def test_an_unknown_command_is_told_with_the_nearest_one(given, hint, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name, _ in all_commands()])
+def test_help_shows_options_that_may_be_left_out_by_their_kind(command):
+    assert "None" not in help_of(*command.split())
+
+
+def test_help_of_train_has_the_defaults_of_the_presets():
+    shown = " ".join(help_of("train").replace("│", " ").split())
+    assert "(default: 1000 for debug presets, 500000 for others)" in shown
+    assert "(default: 16 for debug presets, 128 for 0.1B, 512 for others)" in shown
+    assert "Text to train on" in shown
+    assert "(default: stdlib)" in shown
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["bench", "attention", "--compare", "nowhere/earlier.json"],
+        ["sample", "nowhere", "--prompt", "x"],
+        ["sample", "nowhere", "--file", "nowhere.txt"],
+        ["eval", "quality", "--scorer", "nowhere", "--texts", "nowhere.jsonl"],
+        ["report", "nowhere"],
+        ["train", "--preset", "mdlm-debug", "--set", "steps"],
+        ["train", "--preset", "mdlm-debug", "--config", "nowhere.yaml"],
+        ["data", "prepare", "nowhere.txt", "--out", "prepared"],
+        ["verify", "nowhere"],
+        ["export", "nowhere", "exported"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_path_or_setting_is_one_line_and_exit_code_2(given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_messages_name_options_as_they_are_written():
+    from dcdm.cli import _by_options
+
+    said = _by_options("max_new_tokens=0 leaves nothing to do; max_position=9", ["sample", "x"])
+    assert said == "--length 0 leaves nothing to do; max_position=9"
+    assert _by_options("train.steps='many' is wrong", ["train"]) == "--steps 'many' is wrong"
+    assert _by_options("batch_size=0 must be 1", ["eval", "ppl"]) == "--batch-size 0 must be 1"
+    assert _by_options("--set train.steps=3", ["train"]).startswith("--set")
+
+
 def test_debug_shows_where_an_error_arose():
     command = [sys.executable, "-m", "dcdm", "sample", "nowhere", "--prompt", "x"]
     plain, debug = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["--debug"]))

@@ -112,6 +112,58 @@ def test_bad_prompt_files_are_named(runs, tmp_path, capsys, content, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_prompt_may_begin_like_an_option(runs, capsys):
+    base = ["sample", str(runs["ar"]), "--length", "3", "--json", "--prompt"]
+    for given in ("-x", "--verbose", "-", "- item"):
+        main([*base, given])
+        assert [record["prompt"] for record in records(capsys)] == [given]
+    with pytest.raises(SystemExit) as left:  # an option of the command is one
+        main([*base, "--lenght", "3", "--num", "0"])
+    assert left.value.code == 2
+
+
+def test_the_line_end_behind_a_piped_prompt_is_left_out(runs, capsys, monkeypatch):
+    for piped in ("a = \n", "a = \r\n", "a = "):
+        monkeypatch.setattr("sys.stdin", io.StringIO(piped))
+        main(["sample", str(runs["ar"]), "--length", "2", "--json"])
+        assert records(capsys)[0]["prompt"] == "a = "
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\n"))
+    main(["sample", str(runs["ar"]), "--length", "2", "--json"])
+    assert records(capsys)[0]["prompt"] == "a\n"
+
+
+def test_a_blank_of_no_tokens_is_refused(runs, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["sample", str(runs["causal"]), "--prompt", "a[[0]]b"])
+    assert left.value.code == 2
+    assert "[[0]]" in capsys.readouterr().err
+    main(["sample", str(runs["causal"]), "--prompt", "a[[0]]b", "--no-blanks", "--length", "2"])
+
+
+def test_messages_name_the_option_not_the_keyword(runs, capsys):
+    for given in (["--length", "0"], ["--window", "1"], ["--batch-size", "0"], ["--temperature", "-1"]):
+        with pytest.raises(SystemExit) as left:
+            main(["sample", str(runs["ar"]), "--prompt", "x", *given])
+        assert left.value.code == 2
+        said = capsys.readouterr().err
+        assert " ".join(given) in said
+        assert "max_new_tokens" not in said
+
+
+def test_a_window_beyond_the_trained_context_is_warned_of(runs, capsys):
+    for window, warned in (("32", False), ("48", True)):
+        main(["sample", str(runs["ar"]), "--prompt", "x", "--length", "2", "--window", window])
+        assert ("--window 48 is beyond the 32 positions" in capsys.readouterr().err) == warned
+
+
+def test_costs_for_developers_stand_behind_debug(runs, capsys):
+    base = ["sample", str(runs["causal"]), "--prompt", "x", "--length", "2"]
+    main(base)
+    assert "routing rounds" not in capsys.readouterr().err
+    main([*base, "--debug"])
+    assert "routing rounds" in capsys.readouterr().err
+
+
 def test_without_blanks_a_prompt_is_taken_literally(runs, capsys):
     main(["sample", str(runs["ar"]), "--prompt", "a[[2]]", "--length", "3", "--no-blanks", "--no-stop-at-eos"])
     assert capsys.readouterr().out.startswith("a[[2]]")
@@ -157,5 +209,4 @@ def test_a_prompt_and_its_completion_are_shown_as_one_text():
 
     assert whole_text("ab", "cd", blanks=True) == "abcd"
     assert whole_text("a[[2]]b", "axyb", blanks=True) == "axyb"
-    assert whole_text("a[[0]]b", "cd", blanks=True) == "abcd", "an empty blank is no blank"
     assert whole_text("a[[2]]b", "cd", blanks=False) == "a[[2]]bcd"

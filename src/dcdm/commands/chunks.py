@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import DeviceOption, DtypeOption, ModelArgument, load_for, print_json
+from dcdm.commands.options import (
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    load_for,
+    print_json,
+    without_last_newline,
+)
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ def _given_text(text: str | None, file: Path | None) -> str:
             raise ConfigError(f"--file {file}: {error.strerror}") from error
     if file is None and sys.stdin.isatty():
         raise ConfigError("no text; give one as an argument, with --file, or on standard input")
-    return sys.stdin.buffer.read().decode(errors="replace")
+    return without_last_newline(sys.stdin.buffer.read().decode(errors="replace"))
 
 
 def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:

@@ -15,7 +15,9 @@ EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
 
 def quality(
     scorer: Path,
-    model: Annotated[Path | None, tyro.conf.Positional] = None,
+    model: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
+    ] = None,
     texts: Path | None = None,
     num: int = 64,
     length: int = 128,

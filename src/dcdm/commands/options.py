@@ -6,6 +6,7 @@ Importing this file costs little: PyTorch and rich load when a function needs th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
+
+DEBUG: ContextVar[bool] = ContextVar("DEBUG", default=False)
+"""Whether --debug was given: what developers want to know is shown then."""
+TEXTS = ("--prompt",)
+"""Options whose values are texts, which may begin like an option."""
 
 # --- options -----------------------------------------------------------------------------------------------------
 
@@ -96,6 +102,11 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"--{name} {text}: write whole numbers with commas between them, as in 1,2,4") from None
 
 
+def without_last_newline(text: str) -> str:
+    """What was piped, without the line end that `echo` and editors put behind it."""
+    return text.removesuffix("\n").removesuffix("\r")
+
+
 # --- printing ----------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +122,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     from dcdm.viewing.tables import Table
 
     text = [name for name, value in rows[0].items() if not isinstance(value, int | float)]
-    Table(list(rows[0]), [list(row.values()) for row in rows], text).print(width=100)
+    Table(list(rows[0]), [list(row.values()) for row in rows], text).print()
 
 
 def harmless(text: str) -> str:

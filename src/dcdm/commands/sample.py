@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcdm.commands.options import (
+    DEBUG,
     DeviceOption,
     DtypeOption,
     ModelArgument,
@@ -15,6 +16,7 @@ from dcdm.commands.options import (
     harmless,
     load_for,
     print_json,
+    without_last_newline,
 )
 from dcdm.config import ConfigError
 
@@ -27,6 +29,7 @@ EXAMPLES = (
     'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
     "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
 )
+OPTION_OF = {"max_new_tokens": "length"}
 
 
 def sample(
@@ -59,7 +62,8 @@ def sample(
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
-    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe.
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe,
+    without the line end behind it.
 
     Args:
         prompt: The text to continue; several are completed in one batch.
@@ -90,9 +94,10 @@ def sample(
     from dcdm.decoding.engine import generate
 
     prompts = _prompts(prompt, file, jsonl, field)
-    at_least_one(num=num)
+    at_least_one(num=num, batch_size=batch_size)
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype)
+    _warn_of_window(window, loaded.config.context_length)
     adablock = None
     if routing == "adablock":
         ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
@@ -130,7 +135,16 @@ def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, fie
         return [file.read_text(encoding="utf-8")]
     if sys.stdin.isatty():
         raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
-    return [sys.stdin.read()]
+    return [without_last_newline(sys.stdin.read())]
+
+
+def _warn_of_window(window: int | None, trained: int) -> None:
+    if window is not None and window > trained:
+        print(
+            f"dcdm: --window {window} is beyond the {trained} positions that the model was trained on; "
+            "what it writes there may make less sense",
+            file=sys.stderr,
+        )
 
 
 def _json_lines(path: Path, field: str) -> list[str]:
@@ -178,10 +192,15 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
 def _costs(result: Generation) -> str:
     costs = result.statistics
     total = costs.summary()
-    return (
+    text = (
         f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} each), "
-        f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s; {total['computed']} positions computed, "
-        f"{total['reused']} from the cache, {total['rounds']} routing rounds, {total['reencoded']} encoded again"
+        f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s"
+    )
+    if not DEBUG.get():
+        return text
+    return (
+        f"{text}; {total['computed']} positions computed, {total['reused']} from the cache, "
+        f"{total['rounds']} routing rounds, {total['reencoded']} encoded again"
     )
 
 

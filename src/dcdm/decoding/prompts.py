@@ -38,6 +38,11 @@ def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text in which `[[n]]` stands for a blank of n tokens."""
     if blank_tokens(text) >= MOST_BLANK:
         raise ConfigError(f"the blanks of a prompt must together be shorter than {MOST_BLANK:g} tokens")
+    if EMPTY.search(text):
+        raise ConfigError(
+            "[[0]] is a blank of no tokens; write how many it holds, as in [[8]], or take prompts literally "
+            "(blanks=False, --no-blanks)"
+        )
     ids: list[int] = []
     for at, part in enumerate(BLANK.split(text)):
         if at % 2:
@@ -49,8 +54,7 @@ def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def whole_text(prompt: str, completion: str, blanks: bool) -> str:
     """A prompt with its completion, which for a prompt with blanks is the prompt with its blanks filled."""
-    plain = EMPTY.sub("", prompt) if blanks else prompt
-    return completion if blanks and BLANK.search(plain) else plain + completion
+    return completion if blanks and BLANK.search(prompt) else prompt + completion
 
 
 def read_prompts(

@@ -71,7 +71,10 @@ class Served:
             raise bad_request(
                 f"the blanks of the {param} are longer than the context of {self.window} tokens", param
             )
-        return with_blanks(self.tokenizer, text) if blanks else self.tokenizer.encode(text)
+        try:
+            return with_blanks(self.tokenizer, text) if blanks else self.tokenizer.encode(text)
+        except ConfigError as error:
+            raise bad_request(str(error), param) from error
 
     def check_ids(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
         """Token ids of a request: nothing but what text consists of, and EOS."""
