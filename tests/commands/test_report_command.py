@@ -1,0 +1,73 @@
+"""`dcdm report` on two short runs."""
+
+import json
+import re
+
+import pytest
+
+from dcdm.cli import main
+from dcdm.training.run import run_training
+
+TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))
+SMALL = {
+    "model.num_layers": 2, "model.hidden_size": 32, "model.context_length": 32, "train.batch_size": 4,
+    "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False, "log_every": 2, "evaluate_every": 3,
+    "train.steps": 6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "text.txt").write_text(TEXT)
+    changes = {**SMALL, "data.sources": (str(folder / "text.txt"),)}
+    for name, preset in {"paper": "dcdm-debug", "blocks": "bdlm-debug"}.items():
+        run_training(preset, folder / name, changes=changes)
+    return folder
+
+
+def test_a_page_has_the_curves_and_figures_of_every_run(runs, capsys):
+    page = runs / "page" / "compared.html"
+    main(["report", str(runs / "paper"), str(runs / "blocks"), "--out", str(page), "--json"])
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["run"], first["step"], second["kind"]) == ("paper", 6, "BDLM")
+    assert first["best_nll"] <= first["valid_nll"]
+    text = page.read_text()
+    for title in (
+        "Figures",
+        "Loss and valid bound",
+        "Gradient norm",
+        "Learning rate",
+        "Speed",
+        "Balance of chunks",
+    ):
+        assert title in text
+    assert text.count("<svg") == 5
+    differing = text[text.index("<h2>Settings") : text.index("All settings")]
+    assert "model.kind" in differing
+    assert "train.clip" not in differing
+    assert not re.search(r"(?:src|href)=[\"']?http", text), "a page needs nothing from outside"
+
+
+def test_one_run_gets_its_page_into_its_folder_and_a_table(runs, capsys):
+    main(["report", str(runs / "blocks")])
+    assert (runs / "blocks" / "report.html").is_file()
+    assert "6 of 6" in capsys.readouterr().out
+
+
+def test_a_torn_line_of_metrics_is_passed_over(runs, tmp_path, capsys):
+    folder = tmp_path / "torn"
+    folder.mkdir()
+    for name in ("settings.yaml", "timing.jsonl", "metrics.jsonl"):
+        (folder / name).write_bytes((runs / "blocks" / name).read_bytes())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": 7, "nl')
+    main(["report", str(folder), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["step"] == 6
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(tmp_path)])
+    assert left.value.code == 2
+    assert "settings.yaml" in capsys.readouterr().err
