@@ -256,10 +256,7 @@ def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
     assert "bdlm on ptb, bound: 3 of 3 windows" in shown.err
     lines = [line.split() for line in shown.out.splitlines()]
     firsts = [line[0] for line in lines[1:] if len(line) > 1]
-    assert list(dict.fromkeys(firsts))[:8] == [
-        "ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv", "mine",
-    ]  # fmt: skip
-    assert ["wikitext", "no", "data"] in lines
+    assert list(dict.fromkeys(firsts))[:3] == ["pubmed", "ptb", "mine"]
     header, ar, paper, bdlm = (line for line in shown.out.splitlines() if line.startswith(("corpus", "pubmed")))
     assert header.index("bound") < header.index("decoder") < header.index("surrogate (no bound)")
     assert "does not fit" in ar

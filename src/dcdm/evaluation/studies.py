@@ -5,7 +5,6 @@ B windows   L positions   K chunks
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +29,7 @@ from dcdm.keys import Key
 from dcdm.likelihood.statistics import known
 from dcdm.model.chunking import chunk_counts, max_violation
 from dcdm.model.transformer import Model
+from dcdm.training.metrics import read_rows
 from dcdm.training.validation import MAIN
 
 COMMITS = ("chunk", "steps:4", "threshold:0.9", "position")
@@ -208,7 +208,7 @@ def _batches(source: ModelSource, tokens: Tokens, plan: ReportPlan, count: int) 
 def training_of(run: Path) -> Training | None:
     """The curves of a run folder; None where it has none."""
     curves, seen = Training([], [], []), 0
-    for row in logged_rows(run / "metrics.jsonl"):
+    for row in read_rows(run / "metrics.jsonl"):
         if "evaluation" in row:
             value, error = (row["evaluation"].get(name) for name in (MAIN, f"{MAIN}_stderr"))
             if _finite(value):
@@ -219,20 +219,6 @@ def training_of(run: Path) -> Training | None:
             if _finite(row.get(name)):
                 curve.append((seen, row[name]))
     return curves if curves.loss or curves.valid else None
-
-
-def logged_rows(path: Path) -> Iterable[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl or timing.jsonl; what is not a row of JSON is passed over."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:  # the last line of a run that was killed, or is being written
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _finite(value: Any) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.evaluation.perplexity import names_of
-from dcdm.evaluation.studies import Study, Training, kind_in_words, logged_rows, training_of
+from dcdm.evaluation.studies import Study, Training, kind_in_words, training_of
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import parameter_counts
 from dcdm.training import settings as run_settings
+from dcdm.training.metrics import read_rows
 from dcdm.training.settings import RunConfig
 from dcdm.viewing.evaluation_report import dash_of, loss_drawing, report_page, violation_drawing
 from dcdm.viewing.page import details, drawing, many, paragraph, section
@@ -63,11 +64,11 @@ def read_runs(folders: Sequence[str]) -> list[RunLog]:
 def _read(name: str, folder: Path) -> RunLog:
     if not (folder / "settings.yaml").is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no settings.yaml")
-    rows = [row for row in logged_rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
+    rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
         raise ConfigError(f"{folder} has no figures yet: metrics.jsonl is missing or empty; train it first")
     evaluations = [row for row in rows if "valid_nll" in (row.get("evaluation") or {})]
-    timing = [row for row in logged_rows(folder / "timing.jsonl") if isinstance(row.get("step"), int)]
+    timing = list(read_rows(folder / "timing.jsonl"))
     steps = [row for row in rows if "nll" in row]
     config = run_settings.read(folder / "settings.yaml")
     return RunLog(name, config, steps, evaluations, timing, training_of(folder))
