@@ -132,6 +132,7 @@ export class Decoder {
     const delimiters = make("input", { type: "text", value: "\\n", spellcheck: false });
     this.fields = {
       commit: field("commit", "Commit", select(Object.keys(this.commits)), "", this.commitNumber),
+      lanes: field("lanes", "Lanes", whole({ min: 1, max: 4096, placeholder: info.default_lanes ?? "" }), "Writers at once, and so tokens a forward. 1 is the order of AR."),
       routing: field("routing", "Routing", select([...new Set(routings)]), "", this.blockNumber),
       delimiters: field("delimiters", "Block ends", delimiters, "Tokens a block may end with, separated by spaces; \\n is a line end."),
       delimiter_threshold: field("delimiter_threshold", "Threshold", number({ min: 0, max: 1, value: 0.3, required: true }), "The probability at which such a token ends a block."),
@@ -173,7 +174,8 @@ export class Decoder {
 
   /** Explanations and visibility follow from what is chosen. */
   refresh() {
-    const { commit, routing, delimiters, delimiter_threshold: threshold, cache } = this.fields;
+    const { commit, lanes, routing, delimiters, delimiter_threshold: threshold, cache } = this.fields;
+    lanes.element.hidden = !this.info.lanes;
     commit.about.textContent = this.commits[commit.control.value].about;
     routing.about.textContent = ROUTINGS[routing.control.value] ?? "";
     cache.about.textContent = CACHES[cache.control.value] ?? "";
@@ -182,7 +184,9 @@ export class Decoder {
     this.blockNumber.hidden = routing.control.value !== "blocks";
     delimiters.element.hidden = threshold.element.hidden = routing.control.value !== "adablock";
     const heat = this.fields.temperature.control.value;
-    this.summary.textContent = `${this.commit()}${heat === "1" ? "" : `, temperature ${heat}`}`;
+    const writers = lanes.control.value || this.info.default_lanes;
+    const order = this.info.lanes ? `${writers} lane${writers == 1 ? "" : "s"}` : this.commit();
+    this.summary.textContent = `${order}${heat === "1" ? "" : `, temperature ${heat}`}`;
   }
 
   commit() {
@@ -197,16 +201,16 @@ export class Decoder {
 
   /** Whether all numbers that are asked for fit; those that do not complain. */
   check() {
-    const { commit, routing, temperature, top_k: k, top_p: p, delimiter_threshold: threshold } = this.fields;
+    const { commit, lanes, routing, temperature, top_k: k, top_p: p, delimiter_threshold: threshold } = this.fields;
     const asked = [[commit, this.commitNumber], [routing, this.blockNumber], [threshold, threshold.control]];
     const visible = asked.filter(([field, control]) => !control.hidden && !field.element.hidden);
-    const checks = [...visible.map(([field, control]) => field.check(control)), ...[temperature, k, p].map((field) => field.check())];
+    const checks = [...visible.map(([field, control]) => field.check(control)), ...[lanes, temperature, k, p].map((field) => field.check())];
     return checks.every(Boolean);
   }
 
   /** The request's part. */
   read() {
-    const { temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
+    const { lanes, temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
     const request = {
       commit: this.commit(),
       routing: this.routing(),
@@ -215,6 +219,7 @@ export class Decoder {
       top_p: valueOf(p.control),
       cache: cache.control.value,
     };
+    if (this.info.lanes && valueOf(lanes.control) !== null) request.lanes = valueOf(lanes.control);
     if (request.routing === "adablock") {
       const ends = delimiters.control.value.split(" ").filter(Boolean);
       request.delimiters = ends.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
@@ -223,7 +228,7 @@ export class Decoder {
     return request;
   }
 
-  static PLAIN = { temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };
+  static PLAIN = { lanes: "", temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };
 
   keep(kept) {
     const key = (name) => `${this.letter.toLowerCase()}.${name}`;
