@@ -64,6 +64,8 @@ def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
     config = model.config
     if config.kind == "ar":
         return [DecodingConfig("position", cache=cache) for cache in ("exact", "none")]
+    if config.predicts_from_left:
+        return [DecodingConfig("chunk", cache="exact", lanes=lanes) for lanes in config.lanes or (None,)]
     caches = ("none", "frozen") if config.routes_from_noise else ("exact", "none")
     decoders = [DecodingConfig(commit, cache=cache) for cache in caches for commit in COMMITS]
     if config.routes_from_noise:
@@ -87,10 +89,7 @@ def measure_decoders(
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
     for decoder in decoders_of(model, tokenizer):
         say(f"{path}: {decoder.routing} {decoder.commit} cache={decoder.cache}")
-        drawn = generate(
-            model, [[]] * samples, routing=decoder.routing, commit=decoder.commit, cache=decoder.cache,
-            adablock=decoder.adablock, seed=seed, batch_size=samples,
-        )  # fmt: skip
+        drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
         costs = drawn.statistics
         bits, stderr, what = _quality(model, held_out, decoder, seed)
         of_samples: tuple[float | None, float | None] = (None, None)
@@ -100,13 +99,18 @@ def measure_decoders(
         kind = f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind
         rows.append(
             DecoderTiming(
-                Path(path).name, kind, decoder.routing, decoder.commit, decoder.cache, costs.tokens_per_second,
+                Path(path).name, kind, decoder.routing, _commit(decoder), decoder.cache, costs.tokens_per_second,
                 float(costs.forwards.double().mean()),
                 costs.tokens_per_forward, float(costs.computed.sum() / costs.new_tokens.sum()), bits, stderr, what,
                 *of_samples,
             )
         )  # fmt: skip
     return rows
+
+
+def _commit(decoder: DecodingConfig) -> str:
+    """The policy as the table and the plot call it."""
+    return decoder.commit if decoder.lanes is None else f"{decoder.lanes} lanes"
 
 
 def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
