@@ -236,12 +236,12 @@ def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_
 
 def test_a_start_that_waited_for_another_s_end_keeps_to_the_other_s_settings(place, monkeypatch):
     settings = (place / "settings.yaml").read_text()
-    (place / "settings.yaml").rename(place / "aside")
-    (place / "checkpoints").rename(place / "checkpoints-aside")
+    (place / "settings.yaml").rename(place / ".aside")
+    (place / "checkpoints").rename(place / ".checkpoints")
     open_folder = CheckpointFolder.open
 
     def after_another(self, patience: float = 5.0) -> list[str]:  # the other run is there once the lock is free
-        (place / "aside").rename(place / "settings.yaml")
+        (place / ".aside").rename(place / "settings.yaml")
         return open_folder(self, patience)
 
     monkeypatch.setattr(CheckpointFolder, "open", after_another)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as encoder
 import math
 import shutil
 import sys
@@ -266,8 +265,9 @@ def _corpus(data: tuple[str, ...]) -> str:
 
 def _losses(run: Path) -> list[float]:
     """Training loss of every step, in nats per byte."""
-    rows = map(encoder.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row["nll"] for row in rows if "nll" in row]
+    from dcdm.training.metrics import read_rows
+
+    return [row["nll"] for row in read_rows(run / "metrics.jsonl") if isinstance(row.get("nll"), float)]
 
 
 def _commands(model: Path) -> list[CommandExample]:

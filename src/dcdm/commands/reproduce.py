@@ -234,6 +234,7 @@ def _last_metrics(run: Path) -> dict[str, Any]:
         with open(run / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, 2) - 4000))
             lines = file.read().splitlines()
-        return json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
+        row = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError, RecursionError):
         return {}
+    return row if isinstance(row, dict) else {}

@@ -36,7 +36,7 @@ from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_un
 from dcdm.data.sources import PassedOver, resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.files import digest, file_digest, sync_folder, write_whole
+from dcdm.files import UnreadableFile, digest, file_digest, read_json_object, sync_folder, write_whole
 
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
@@ -228,8 +228,8 @@ def _known_stamps(out: Path | str | None) -> Stamps:
         folders = [_absolute(out), *_absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}.*.partial")]
     known: Stamps = {}
     for folder in sorted(folders):
-        with suppress(OSError, ValueError):
-            known |= json.loads((folder / STAMPS).read_bytes())
+        with suppress(UnreadableFile):
+            known |= read_json_object(folder / STAMPS)
     return known
 
 
@@ -317,8 +317,8 @@ class Workspace:
             if path == self.path or not pattern.fullmatch(path.name) or _in_use(path):
                 continue
             try:
-                reason = differences(json.loads((path / PLAN).read_bytes()), self.plan)
-            except (OSError, ValueError):
+                reason = differences(read_json_object(path / PLAN), self.plan)
+            except UnreadableFile:
                 reason = "it has no plan"
             say(f"{path.name}, an unfinished preparation, cannot be resumed: {reason}. Removed it")
             with writing(path):

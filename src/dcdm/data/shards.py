@@ -27,7 +27,7 @@ from dcdm.data.examples import BadRow, Example, ExampleMaker
 from dcdm.data.reading import BadRows, Part, read_rows, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer
-from dcdm.files import file_digest, write_whole
+from dcdm.files import file_digest, read_json_object, write_whole
 
 BATCH_CHARACTERS = 1 << 20  # tokenised at one time
 BATCH_EXAMPLES = 256
@@ -95,7 +95,7 @@ def write_unit(
 def finished_record(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a unit that an earlier run finished, if its shards are what it says."""
     try:
-        record = json.loads(_record_path(folder, number).read_bytes())
+        record = read_json_object(_record_path(folder, number))
         for split in SPLITS:
             for entry in record["splits"][split]["files"]:
                 if file_digest(folder / entry["file"]) != entry["sha256"]:

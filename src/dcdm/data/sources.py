@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
 import os
 import re
 import sysconfig
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from dcdm.config import DataError
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
+from dcdm.files import listed_file, read_json_object
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -205,8 +205,8 @@ def _saved_dict(folder: Path, split: str) -> list[SourceFile]:
 
 def _saved(folder: Path) -> list[SourceFile]:
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        names = [entry["filename"] for entry in state["_data_files"]]
+        state = read_json_object(folder / "state.json")
+        names = [listed_file(folder, entry["filename"]).name for entry in state["_data_files"]]
         indexed = bool(state.get("_indices_data_files"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/state.json is not what datasets saves: {error!r}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from dcdm.config import NUM_SPECIALS, DataError
-from dcdm.files import digest, write_whole
+from dcdm.files import UnreadableFile, digest, read_json_object, read_limited, read_text, write_whole
 
+MOST_HOLES = 1 << 16  # ids without a token; published tokenizers have a few thousand at most
+TEMPLATE_LIMIT = 1 << 20
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # text may be cut where a match ends
 PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
@@ -171,8 +173,8 @@ class Tokenizer:
         spec = _json_file(folder / "tokenizer.json")
         try:
             base = _without_holes(spec)
-        except DataError:
-            raise
+        except DataError as error:
+            raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         eos, *specials = (_content(config.get(f"{name}_token")) for name in ("eos", "bos", "pad", "mask"))
@@ -249,6 +251,8 @@ def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
 
 def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
     try:
+        for name in ("vocab.json", "merges.txt"):
+            read_limited(folder / name)
         base = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     except Exception as error:  # the library raises bare Exception here, too
         raise DataError(f"cannot read vocab.json and merges.txt in {folder}: {error}") from error
@@ -329,26 +333,28 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _json_file(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json_object(path)
+    except UnreadableFile as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a JSON object")
-    return content
 
 
 def _content(token: Any) -> str | None:
     """A special token's text: configs spell it as a string or as an object."""
-    return token.get("content") if isinstance(token, dict) else token
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
+    if (file := folder / "chat_template.jinja").exists():
+        try:
+            return read_text(file, TEMPLATE_LIMIT)
+        except UnreadableFile as error:
+            raise DataError(f"cannot read {file}: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    return template if isinstance(template, str) else None
 
 
 def _without_holes(spec: dict[str, Any]) -> Backend:
@@ -361,6 +367,7 @@ def _without_holes(spec: dict[str, Any]) -> Backend:
     spec["model"].pop("dropout", None)  # it would draw ids at random
     vocab, added = spec["model"]["vocab"], {token["id"]: token for token in spec["added_tokens"]}
     taken = dict.fromkeys(range(len(vocab))) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
+    _check_ids(taken.keys() | added.keys())
     top = max(taken, default=-1) + 1
     for number in range(top):
         if number not in taken:
@@ -375,6 +382,14 @@ def _without_holes(spec: dict[str, Any]) -> Backend:
         if backend.token_to_id(token["content"]) != number:
             raise DataError(f"the tokenizer gives its token {token['content']!r} two ids")
     return backend
+
+
+def _check_ids(ids: Collection[Any]) -> None:
+    """Ids that count, with few enough gaps: each gap costs a token."""
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise DataError("the tokenizer has an id that is not a whole number of at least 0")
+    if (holes := max(ids, default=-1) + 1 - len(ids)) > MOST_HOLES:
+        raise DataError(f"the tokenizer leaves out {holes:,} ids; more than {MOST_HOLES:,} are no tokenizer's")
 
 
 def _free_name(backend: Backend, word: str) -> str:

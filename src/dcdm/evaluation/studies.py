@@ -209,12 +209,12 @@ def training_of(run: Path) -> Training | None:
     """The curves of a run folder; None where it has none."""
     curves, seen = Training([], [], []), 0
     for row in read_rows(run / "metrics.jsonl"):
-        if "evaluation" in row:
+        if isinstance(row.get("evaluation"), dict):
             value, error = (row["evaluation"].get(name) for name in (MAIN, f"{MAIN}_stderr"))
             if _finite(value):
                 curves.valid.append((seen, value, error if _finite(error) else 0.0))
             continue
-        seen += row.get("tokens", 0)
+        seen += row["tokens"] if isinstance(row.get("tokens"), int) else 0
         for name, curve in (("nll", curves.loss), ("max_violation", curves.violation)):
             if _finite(row.get(name)):
                 curve.append((seen, row[name]))

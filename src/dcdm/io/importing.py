@@ -5,7 +5,6 @@ Everything is checked before the first weight changes, so a failed import leaves
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig
+from dcdm.files import UnreadableFile, read_json_object
 from dcdm.model.transformer import Model
 
 SINGLE_FILE = "model.safetensors"
@@ -112,14 +112,9 @@ def load_qwen3(model: Model, folder: str | Path) -> ImportReport:
 
 def _read_json(path: Path, fix: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); {fix}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); {fix}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object; {fix}")
-    return content
+        return read_json_object(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
 
 
 def _read_source(folder: Path) -> _Source:

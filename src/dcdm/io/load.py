@@ -70,7 +70,10 @@ class ModelSource:
                 f"{self.place}: num_layers={self.config.num_layers}, but there are weights of {depth}; "
                 "restore its configuration"
             )
-        wanted = state_shapes(self.config)
+        try:
+            wanted = state_shapes(self.config)
+        except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what any tensor can have
+            raise ConfigError(f"{self.place}: its configuration describes no model ({error})") from error
         if wrong := sorted(n for n in stored.keys() | wanted.keys() if stored.get(n) != wanted.get(n)):
             first = wrong[0]
             raise ConfigError(

@@ -193,8 +193,9 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
 
 def _machine(spec: RunSpec, places: Places, measures: Mapping[str, float], started: float) -> dict[str, Any]:
     from dcdm.bench.harness import environment
+    from dcdm.training.metrics import read_rows
 
-    rows = [json.loads(line) for line in (places.run(spec) / "timing.jsonl").read_text().splitlines()]
+    rows = list(read_rows(places.run(spec) / "timing.jsonl"))
     before = [0, *(row["step"] for row in rows)]
     seconds = sum(row["seconds_per_step"] * (row["step"] - last) for row, last in zip(rows, before, strict=False))
     speeds = [row["tokens_per_second"] for row in rows]
