@@ -8,6 +8,10 @@ import torch
 import dcdm
 import tiny
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.routes import router_of
 from dcdm.diffusion.objectives import Batch, draw_lanes, loss
 from dcdm.keys import Key
 from dcdm.model import masks, reference, routing
@@ -297,6 +301,44 @@ def test_cached_generation_equals_uncached_generation_of_a_batch(name):
         if network.config.kind == "lanes" and lanes is not None:
             assert cached.forwards.tolist() == [-(-n // lanes) for n in (9, 5, 14)]
             assert cached.statistics.computed.sum() < uncached.statistics.computed.sum()
+
+
+def test_rows_of_one_batch_may_have_different_numbers_of_lanes():
+    network = model("lanes")
+    tokens, prompt = tiny.tokens(4, 21, padding=(5, 2)), spans(4, 21)
+    sets, lanes = network.sets(tokens, prompt), torch.tensor([1, 3, 2, 7])
+    ids = network.partition(tokens, prompt, lanes=lanes).ids
+    states = network.encode(tokens, prompt=prompt, chunk_ids=ids).states
+    expected = network.token_logits(states).log_softmax(dim=-1).gather(-1, tokens[..., None].clamp(max=19))[..., 0]
+
+    for cache in ("exact", "none"):
+        seen = torch.zeros_like(expected)
+
+        def reveal(view, fill, seen=seen):
+            true = tokens.gather(1, view.position)
+            log_p = view.predicted.log_p(true, fill)
+            row, at = fill.nonzero(as_tuple=True)
+            seen[row, view.position[row, at]] = log_p[row, at]
+            return true
+
+        z = tokens.masked_fill(sets.free, network.config.mask_id)
+        router = router_of(network, sets, lanes=lanes)
+        filled, counts = fill_canvas(
+            z, sets, router, predictor_of(network, sets, cache), commit_policy("chunk"), reveal
+        )
+        assert torch.equal(filled, tokens)
+        assert counts.forwards.tolist() == ids.amax(dim=-1).tolist()
+        torch.testing.assert_close(seen[sets.free], expected[sets.free], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_texts_longer_than_the_context_are_written_window_by_window(lanes):
+    network = model("lanes")
+    settings = {"max_new_tokens": 40, "window": 16, "overlap": 5, "lanes": lanes, "seed": 2}
+    cached, uncached = (dcdm.generate(network, [[1, 2], [3]], cache=c, **settings) for c in ("exact", "none"))
+    assert cached.completions == uncached.completions
+    assert [len(completion) for completion in cached.completions] == [40, 40]
+    assert {event.window for event in cached.history} == {0, 1, 2, 3}
 
 
 def test_every_slot_is_computed_once_beside_the_seeds():
