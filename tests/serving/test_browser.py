@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import shlex
+import time
 
 import pytest
 import torch
@@ -186,10 +187,10 @@ def test_two_decoders_stand_side_by_side_with_their_figures(page, app, address):
 
 
 @pytest.mark.parametrize("prompt", ['it\'s "$HOME" `x` \\n [[4]]\n!', "-x [[3]] <b>&amp;</b>\tü€😀"])
-def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt, tmp_path):
-    folder = tmp_path / app.state.served.name
-    served = app.state.served
+def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt, tmp_path, monkeypatch):
+    folder = tmp_path / "a folder's name"
     tiny.exported("causal", folder, scale=4.0)
+    monkeypatch.setitem(vars(app.state.served), "folder", str(folder))
     settings = {"temperature": "0.7", "top_k": "20", "top_p": "0.9", "cache": "none"}
     page.open(address, prompt=prompt, seed=5, length=6, a_commit="steps:2",
               **{f"a_{name.replace('_', '.')}": value for name, value in settings.items()})  # fmt: skip
@@ -202,15 +203,14 @@ def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt
     page.click("#languages label:nth-of-type(1)")
     command = page.text("code")
     words = shlex.split(command.replace("\\\n", ""))
-    assert words[:3] == ["dcdm", "sample", served.name]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        main(["sample", str(folder), *words[3:], "--json"])
+        main([*words[1:], "--json"])
     assert json.loads(out.getvalue())["completion"] == text
 
     page.click("#languages label:nth-of-type(2)")
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.chdir(tmp_path):
+    with contextlib.redirect_stdout(out):
         exec(page.text("code"), {})
     assert out.getvalue().startswith(text)
 
@@ -378,6 +378,63 @@ def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch
     assert page.text("status") == "Not finished."
     page.scrub(3)
     assert page.masked() == BLANKS - 3
+
+
+IN_SIGHT = """
+const box = document.getElementById(arguments[0]).getBoundingClientRect();
+return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
+"""
+
+
+@pytest.mark.parametrize("still", [False, True], ids=["moving", "still"])
+def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch, still):
+    """Refused at once: beside the button. After a while, or in the middle of a text: above the canvas."""
+    from dcdm.serving import denoise
+    from dcdm.serving.schemas import queue_full
+
+    def settled() -> None:
+        time.sleep(1)  # a page that still moves has not shown where it ends
+
+    def refuse_after(seconds):
+        def refuse(*_, **__):
+            time.sleep(seconds)
+            raise queue_full()
+
+        return refuse
+
+    page.open(address, width=NARROW, height=740, still=still, prompt=PROMPT, a_commit="position")
+    for seconds, where in ((0, "form"), (1.5, "results")):
+        with monkeypatch.context() as patched:
+            patched.setattr(app.state.scheduler, "submit", refuse_after(seconds))
+            page.generate()
+            settled()
+            assert page.driver.execute_script(IN_SIGHT, "problem"), where
+            assert page.js(f"document.getElementById('{where}').contains(document.getElementById('problem'))")
+        page.driver.save_screenshot(str(page.artefacts / f"phone-error-{where}{'-still' if still else ''}.png"))
+
+    whole = denoise.stream
+
+    async def broken(*arguments):
+        number = 0
+        async for event in whole(*arguments):
+            if number < 4:
+                yield event
+            number += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(denoise, "stream", broken)
+        page.generate()
+        settled()
+        assert "stopped in the middle" in page.text("problem")
+        assert page.driver.execute_script(IN_SIGHT, "problem")
+        page.driver.save_screenshot(str(page.artefacts / f"phone-error-middle{'-still' if still else ''}.png"))
+
+    page.fill("a-top_p", "0")  # within the field's bounds, refused by the server
+    page.generate()
+    settled()
+    assert page.driver.execute_script(IN_SIGHT, "a-top_p-error")
+    assert page.js("document.getElementById('problem').hidden")
+    page.driver.save_screenshot(str(page.artefacts / f"phone-error-field{'-still' if still else ''}.png"))
 
 
 def test_the_page_works_behind_a_key(page):

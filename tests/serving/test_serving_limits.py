@@ -354,6 +354,8 @@ def test_the_command_serves_says_where_and_ends_with_0_on_a_signal(exported, num
         url = process.stdout.readline().split(" on ")[1].split()[0]
         until(lambda: httpx.get(f"{url}healthz").status_code == 200)
         assert httpx.post(f"{url}v1/completions", json=BODY).status_code == 401
+        card = httpx.get(f"{url}v1/models", headers={"Authorization": f"Bearer {KEY}"}).json()["data"][0]
+        assert card["dcdm"]["folder"] == str(exported.resolve())
         answer = httpx.post(f"{url}v1/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
         assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
         process.send_signal(number)

@@ -85,7 +85,8 @@ def serve(
         torch.set_num_threads(threads)
     place, weights = compute_on(device, dtype)
     loaded, tokenizer = load_safetensors(model, device=place, dtype=weights)
-    app = create_app(loaded, tokenizer, settings, name or model.resolve().name)
+    folder = str(model.resolve()) if is_loopback(host) else str(model)  # others need not know where homes are
+    app = create_app(loaded, tokenizer, settings, name or model.resolve().name, folder)
     start_logging()
     address, bound_port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address

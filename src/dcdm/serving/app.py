@@ -71,10 +71,13 @@ TYPES = {
 }
 
 
-def create_app(model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm") -> FastAPI:
-    """The whole server for a model; `app.state.scheduler` is its queue."""
+def create_app(
+    model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm",
+    folder: str | None = None,
+) -> FastAPI:  # fmt: skip
+    """The whole server for a model; `app.state.scheduler` is its queue. Callers are told its `folder`, if any."""
     settings = settings or Settings()
-    served, metrics = Served(model, tokenizer, name, settings), Metrics()
+    served, metrics = Served(model, tokenizer, name, settings, folder), Metrics()
     scheduler = Scheduler(served, metrics)
 
     @asynccontextmanager

@@ -26,6 +26,8 @@ class Served:
     tokenizer: Tokenizer
     name: str
     settings: Settings
+    folder: str | None = None
+    """Where it was loaded from, for commands that others may copy."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -123,6 +125,7 @@ class Served:
             "owned_by": "dcdm",
             "dcdm": {
                 "kind": config.kind,
+                "folder": self.folder,
                 "routing": config.routing if config.kind == "dcdm" else None,
                 "described": described(config),
                 "context_length": config.context_length,

@@ -11,17 +11,17 @@ export const shell = (text) => (/^[\w@%+:,./-]+$/.test(text) ? text : `'${text.r
 /** A text as Python reads it: JSON's escapes are Python's too. */
 const python = (text) => JSON.stringify(text);
 
-function command(request, model) {
+function command(request, folder) {
   const options = changed(request).map(([name, value]) => {
     if (name === "stop_at_eos") return "--no-stop-at-eos";
     return `--${name === "max_tokens" ? "length" : name.replaceAll("_", "-")} ${shell(String(value))}`;
   });
   if (request.delimiters) options.push(`--delimiters ${request.delimiters.map(shell).join(" ")}`, `--delimiter-threshold ${request.delimiter_threshold}`);
   const prompt = request.prompt.startsWith("-") ? `--prompt=${shell(request.prompt)}` : `--prompt ${shell(request.prompt)}`;
-  return [`dcdm sample ${shell(model)}`, prompt, ...options].join(" \\\n  ");
+  return [`dcdm sample ${shell(folder)}`, prompt, ...options].join(" \\\n  ");
 }
 
-function library(request, model) {
+function library(request, folder) {
   const options = changed(request).map(([name, value]) => {
     if (name === "stop_at_eos") return "eos_id=-1";
     return `${name === "max_tokens" ? "max_new_tokens" : name}=${typeof value === "string" ? python(value) : value}`;
@@ -33,7 +33,7 @@ function library(request, model) {
   if (adablock) options.push("adablock=adablock");
   return `import dcdm
 ${adablock ? "from dcdm.decoding.routes import AdaBlock\n" : ""}
-model, tokenizer = dcdm.load(${python(model)})
+model, tokenizer = dcdm.load(${python(folder)})
 ${adablock || ""}result = dcdm.generate(
     model, [${python(request.prompt)}], tokenizer=tokenizer,
 ${options.length ? `    ${options.join(", ")},\n` : ""})
@@ -76,9 +76,9 @@ print(answer.choices[0].text)
 export const FORMS = { command: "Shell", python: "Python", openai: "OpenAI", curl: "curl", text: "Text" };
 
 /** The request in one of the forms above; `text` is what came out of it, if anything has. */
-export function written(form, request, model, text) {
-  if (form === "command") return command(request, model);
-  if (form === "python") return library(request, model);
+export function written(form, request, { model, folder }, text) {
+  if (form === "command") return command(request, folder);
+  if (form === "python") return library(request, folder);
   if (form === "openai") return client(request, model);
   if (form === "curl") return curl(request);
   return text ?? "Nothing generated yet.";

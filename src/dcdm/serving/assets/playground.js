@@ -37,6 +37,10 @@ async function begin() {
 class Playground {
   constructor(model, info) {
     this.model = model;
+    this.folder = info.folder ?? model;
+    byId("code-about").textContent = info.folder
+      ? "For the shell and for Python, on the machine that serves the model."
+      : "For the shell and for Python, the model's name stands for the folder it was served from.";
     this.chunks = info.num_chunks;
     this.shared = new Shared(byId("shared"), info);
     this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
@@ -47,6 +51,8 @@ class Playground {
     byId("figures").append(...this.runs.map((run) => run.costs));
     this.abort = null;
     this.requests = null; // of the run that is shown
+    this.followed = false; // whether the page went down to the canvas with it
+    this.revealing = null;
 
     this.player = new Player(byId("player"), {
       length: () => Math.max(...this.shown().map((run) => run.steps.length)),
@@ -180,7 +186,8 @@ class Playground {
     byId("verdict").hidden = true;
     this.shown().forEach((run, at) => run.clear(at ? "Waits for A, so that neither slows the other." : "Waiting for the server …"));
     this.player.open();
-    this.reveal();
+    this.followed = false;
+    this.revealing = setTimeout(() => this.reveal(), 600); // what is refused at once is read beside the button
     let problem = null;
     let at = 0;
     try {
@@ -189,6 +196,7 @@ class Playground {
       problem = reason;
     }
     this.abort = null;
+    clearTimeout(this.revealing);
     this.busy(false);
     this.finished(problem, at);
   }
@@ -204,6 +212,7 @@ class Playground {
     };
     this.say(run.progress);
     return run.start(this.requests[at], this.abort.signal, (what) => {
+      if (what === "start") this.reveal();
       if (what === "start") this.look();
       if (what !== "commit") update();
       else if (!waiting) {
@@ -254,16 +263,18 @@ class Playground {
     byId("status").ariaLive = yes ? "off" : "polite"; // every token would be too much to listen to
   }
 
-  /** On narrow screens the canvas is below the form. */
+  /** On narrow screens the canvas is below the form: go there once there is something to see. */
   reveal() {
-    const box = byId("results").getBoundingClientRect();
-    if (box.top > innerHeight * 0.6) byId("results").scrollIntoView({ behavior: stillness.matches ? "auto" : "smooth" });
+    clearTimeout(this.revealing);
+    if (byId("results").getBoundingClientRect().top <= innerHeight * 0.6) return;
+    this.followed = true;
+    byId("results").scrollIntoView({ behavior: stillness.matches ? "auto" : "smooth" });
   }
 
   code() {
     const at = Number(this.which.value());
     const text = this.runs[at].recording?.done?.text;
-    byId("code").textContent = written(this.languages.value(), this.request(this.decoders[at]), this.model, text);
+    byId("code").textContent = written(this.languages.value(), this.request(this.decoders[at]), this, text);
     byId("copied").textContent = "";
   }
 
