@@ -12,7 +12,7 @@ import time
 import pytest
 
 import dcdm
-from browser import CHROMIUM, dumped
+from browser import CHROMIUM, chromium, dumped
 from dcdm.cli import main
 from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
 from dcdm.model.transformer import parameter_counts
@@ -165,6 +165,23 @@ def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
         assert "Pause" in button
     assert seen["infilling"][0] == sum(map(len, ("self, x, y", "self.y", "def move")))
     assert not seen["wide"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("still", [False, True])
+def test_the_page_opens_playing_unless_motion_is_not_wanted(finished, tmp_path, still):
+    pytest.importorskip("selenium")
+    with chromium(tmp_path / "profile") as driver:
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [motion]})
+        driver.get((finished[0] / "report.html").as_uri())
+        time.sleep(1)
+        script = "const b = document.getElementById('infilling'); return [b.querySelector('.play').title, "
+        button, masked, top = driver.execute_script(
+            script + "b.querySelectorAll('.masked').length, b.getBoundingClientRect().top < innerHeight]"
+        )
+    assert top, "the first thing that one sees"
+    assert (button, masked > 0) == (("Play", False) if still else ("Pause", True))
 
 
 def test_the_sentence_follows_the_sign_and_claims_nothing_within_the_error():

@@ -6,12 +6,15 @@ from dcdm.reproduction.claims import (
     CONFIRMED,
     CONTRADICTED,
     UNDECIDED,
+    Claim,
+    Comparison,
     earlier,
     interior_optimum,
     loss_order,
     own_rates,
+    verdict_of,
 )
-from dcdm.reproduction.results import curve_points
+from dcdm.reproduction.results import Interval, curve_points
 from dcdm.reproduction.scale import cpu
 from dcdm.reproduction.variants import RunSpec, variants
 from made_up_results import results_of, with_curves
@@ -32,6 +35,38 @@ def test_a_claim_follows_from_its_interval(paper: tuple[float, ...], expected: s
     claim = loss_order(results_of(values))
     assert claim.parts[0].verdict == claim.verdict == expected
     assert claim.parts[1].verdict == CONFIRMED
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "expected"),
+    [
+        (-0.2, 0.1, CONFIRMED), (-0.1, 0.1, UNDECIDED), (-0.1, 0.3, UNDECIDED), (0.1, 0.3, UNDECIDED),
+        (0.1, 0.1, UNDECIDED), (0.2, 0.1, CONTRADICTED), (0.2, None, UNDECIDED), (-0.2, None, UNDECIDED),
+    ],
+)  # fmt: skip
+def test_an_interval_on_the_other_side_contradicts_and_one_that_holds_zero_decides_nothing(
+    mean: float, half: float | None, expected: str
+) -> None:
+    assert verdict_of(Interval(mean, half, 3)) == expected
+
+
+def test_the_comparison_behind_a_verdict_is_the_one_that_speaks_most_against_the_claim() -> None:
+    differences = {
+        "clear": (0.3, 0.1),
+        "clearest": (0.4, 0.1),
+        "wide": (0.6, 0.5),
+        "open": (0.9, 1.0),
+        "for": (-1.0, 0.1),
+    }
+    parts = tuple(
+        Comparison(name, value := Interval(*figures, 3), verdict_of(value)) for name, figures in differences.items()
+    )
+    claim = Claim("", "", "", parts)
+    assert claim.verdict == CONTRADICTED
+    assert claim.deciding is not None
+    assert claim.deciding.name == "clearest"
+    assert claim.counts() == {CONTRADICTED: 3, UNDECIDED: 1, CONFIRMED: 1}
+    assert Claim("", "", "", ()).deciding is None
 
 
 def test_points_of_curves_are_paired_by_tokens() -> None:

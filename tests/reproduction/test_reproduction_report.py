@@ -1,15 +1,17 @@
 """The stored results of CPU scale, and the document that quotes them."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from browser import CHROMIUM, DRIVER, MISSING, chromium
 from dcdm.cli import main
 from dcdm.reproduction.claims import CONFIRMED, CONTRADICTED, UNDECIDED, claims
 from dcdm.reproduction.experiments import experiments, specs
 from dcdm.reproduction.plots import plots
-from dcdm.reproduction.report import REGION, filled, regions
+from dcdm.reproduction.report import REGION, filled, found, page_of, regions
 from dcdm.reproduction.results import VALID, Results, is_current, read_results, write_results
 from dcdm.reproduction.scale import cpu
 from dcdm.reproduction.tables import chance_together, marks, shown
@@ -118,6 +120,67 @@ def test_the_first_sentences_follow_from_the_verdicts(stored: Results) -> None:
     order = claims(stored)[0]
     assert [part.verdict for part in order.parts] == [CONTRADICTED, CONFIRMED, UNDECIDED]
     assert not any(claim.verdict == CONFIRMED for claim in claims(stored))
+
+
+@pytest.fixture(scope="module")
+def page(stored: Results) -> str:
+    return page_of(stored)
+
+
+def test_the_page_begins_with_verdicts_counted_and_drawn(stored: Results, page: str) -> None:
+    first = page.index("<section")
+    summary = page[first : page.index("</section>", first)]
+    every = claims(stored)
+    for verdict in (CONFIRMED, CONTRADICTED, UNDECIDED):
+        count = sum(claim.verdict == verdict for claim in every)
+        assert f'<span class="verdict {verdict}">{count} {verdict}</span>' in summary
+        assert summary.count(f'<svg class="{verdict}"') == count
+        assert summary.count(f">{verdict}</span></div>") == count
+
+
+def test_intervals_are_drawn_on_the_side_of_zero_where_they_lie(stored: Results) -> None:
+    drawn = re.findall(r'<svg class="(\w+)".*?class="interval" x1="([\d.]+)" x2="([\d.]+)"', found(claims(stored)))
+    assert len(drawn) == len(claims(stored))
+    for verdict, left, right in drawn:
+        assert 0 <= float(left) < float(right) <= 200
+        holds_zero = float(left) <= 100 <= float(right)
+        assert {CONFIRMED: float(right) < 100, CONTRADICTED: float(left) > 100, UNDECIDED: holds_zero}[verdict]
+
+
+def test_every_verdict_in_a_table_has_its_colour(page: str) -> None:
+    tables = "".join(re.findall(r"(?s)<table>.*?</table>", page))
+    plain = re.findall(rf"<td[^>]*>(?:{CONFIRMED}|{CONTRADICTED}|{UNDECIDED})</td>", tables)
+    assert not plain
+    assert tables.count('<span class="verdict contradicted">contradicted</span>') > 7
+
+
+LOOK = """
+const boxes = [...document.querySelectorAll(".scroll")];
+const told = boxes.filter((box) => !box.previousElementSibling.hidden && box.tabIndex === 0);
+return {
+  wider: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  right: boxes.every((box) => box.scrollWidth - box.clientWidth > 1 === told.includes(box)),
+  told: told.length, of: boxes.length,
+};
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
+@pytest.mark.parametrize("width", [390, 1200])
+def test_tables_that_do_not_fit_say_that_they_scroll_and_the_page_does_not(
+    page: str, tmp_path: Path, width: int
+) -> None:
+    pytest.importorskip("selenium")
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    with chromium(tmp_path / "profile") as driver:
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get((tmp_path / "page.html").as_uri())
+        time.sleep(0.5)
+        seen = driver.execute_script(LOOK)
+    assert seen["wider"] == 0
+    assert seen["right"]
+    assert seen["told"] > seen["of"] / 2 if width == 390 else seen["told"] < seen["of"] / 2
 
 
 def test_two_tokens_share_a_chunk_by_chance_as_sizes_say() -> None:

@@ -6,6 +6,7 @@ above, and undecided where it holds zero; a claim of several parts is as good as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -35,6 +36,7 @@ class Comparison:
     name: str
     difference: Interval | None
     verdict: str
+    unit: str = "nats per token"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,17 @@ class Claim:
         reached = {part.verdict for part in self.parts}
         return next((verdict for verdict in WEAKEST_FIRST if verdict in reached), UNDECIDED)
 
+    @property
+    def deciding(self) -> Comparison | None:
+        """The comparison behind the verdict: of those that reach it, the one that speaks most against the claim."""
+        parts = [part for part in self.parts if part.verdict == self.verdict and part.difference is not None]
+        return max(parts, key=_against, default=None)
+
+    def counts(self) -> dict[str, int]:
+        """How many comparisons reach each verdict, those that any reaches."""
+        counted = Counter(part.verdict for part in self.parts)
+        return {verdict: counted[verdict] for verdict in WEAKEST_FIRST if counted[verdict]}
+
 
 def verdict_of(difference: Interval | None) -> str:
     """What a difference that the claim wants below zero says."""
@@ -61,8 +74,14 @@ def verdict_of(difference: Interval | None) -> str:
     return CONTRADICTED if difference.above_zero else UNDECIDED
 
 
-def _compare(name: str, difference: Interval | None) -> Comparison:
-    return Comparison(name, difference, verdict_of(difference))
+def _against(part: Comparison) -> float:
+    """How far the whole interval lies on the other side of zero."""
+    assert part.difference is not None
+    return part.difference.mean - (part.difference.half or 0.0)
+
+
+def _compare(name: str, difference: Interval | None, unit: str = "nats per token") -> Comparison:
+    return Comparison(name, difference, verdict_of(difference), unit)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -164,7 +183,7 @@ def subspace_balance(results: Results) -> Claim:
             values.append(ends[0] - ends[1])
     return Claim(
         "subspace: balance", "a subspace keeps chunks balanced where a point does not", "point-vs-subspace",
-        (_compare("MaxVio of subspace − of point, end of training", interval(values)),),
+        (_compare("MaxVio of subspace − of point, end of training", interval(values), "MaxVio"),),
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class Grid:
 
     def html(self) -> str:
         rows = [[cell.replace("**", "").replace("`", "") for cell in row] for row in self.rows]
-        return grid_html(self.header, rows, TEXT_COLUMNS)
+        return grid_html(self.header, rows, TEXT_COLUMNS, verdicts=("verdict",))
 
 
 def shown(value: Interval | None, digits: int = 3, sign: bool = False) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -115,11 +115,20 @@ def details(title: str, inner: str) -> str:
     return f'<details class="small"><summary>{escape(title)}</summary>{inner}</details>'
 
 
-def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str]) -> str:
+def badge(verdict: str) -> str:
+    """A word such as "confirmed" in its colour."""
+    return f'<span class="verdict {escape(verdict)}">{escape(verdict)}</span>'
+
+
+def grid(
+    header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str], verdicts: Collection[str] = ()
+) -> str:
+    """A table; columns of `text` are set left, those of `verdicts` hold words in colour."""
     looks = [' class="text"' if name in text else "" for name in header]
     head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for name, look in zip(header, looks, strict=True))
+    show = [badge if name in verdicts else escape for name in header]
     lines = [
-        "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in zip(row, looks, strict=True))
+        "".join(f"<td{look}>{shown(str(cell))}</td>" for cell, look, shown in zip(row, looks, show, strict=True))
         for row in rows
     ]
     body = "".join(f"<tr>{line}</tr>\n" for line in lines)

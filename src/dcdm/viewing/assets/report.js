@@ -1,7 +1,7 @@
-/** What reports have beside tables and drawings: texts divided into chunks, and texts being filled in. */
+/** What reports have beside drawings: wide tables, texts divided into chunks, and texts being filled in. */
 
 import { data } from "./data.js";
-import { byId, make, many } from "./dom.js";
+import { byId, make, many, stillness } from "./dom.js";
 import { Player } from "./player.js";
 import { ChunkText } from "./tokens.js";
 
@@ -14,7 +14,26 @@ function chunkTexts(container, views) {
   }
 }
 
-/** A text being filled in, forward by forward. */
+/** A table that is wider than its place says so, fades where it goes on, and can be reached with the keyboard. */
+function hintAtScrolling(box) {
+  const title = box.closest("section")?.querySelector("h2")?.textContent;
+  const hint = make("p", { className: "small quiet scroll-hint" }, "The table goes on: scroll it sideways →");
+  box.before(hint);
+  const look = () => {
+    const beyond = box.scrollWidth - box.clientWidth;
+    hint.hidden = beyond <= 1;
+    box.classList.toggle("goes-on", box.scrollLeft < beyond - 1);
+    box.toggleAttribute("tabindex", beyond > 1);
+    if (beyond <= 1) return;
+    box.tabIndex = 0;
+    box.role = "region";
+    box.ariaLabel = title ?? "table";
+  };
+  box.addEventListener("scroll", look);
+  new ResizeObserver(look).observe(box);
+}
+
+/** A text being filled in, forward by forward: from the moment it is first seen, unless motion is not wanted. */
 function fillingReplay(container, { tokens, chunks, steps }, name) {
   const forward = tokens.map(() => 0); // which forward filled a position, 0 where it was given
   steps.forEach((positions, number) => positions.forEach((position) => (forward[position] = number + 1)));
@@ -29,16 +48,26 @@ function fillingReplay(container, { tokens, chunks, steps }, name) {
     else if (forward[position] > player.at) sentence.textContent = `A blank at ${position}, of chunk ${chunks[position]}.`;
     else sentence.textContent = `${token}, chunk ${chunks[position]}, came with forward ${forward[position]}.`;
   });
-  const player = new Player(controls, {
+  let player = null;
+  player = new Player(controls, {
     length: () => steps.length,
     speed: "1",
     show: (at, moving) => {
+      sentence.ariaLive = player?.playing ? "off" : "polite"; // every forward would be too much to listen to
       text.draw(chunks, forward.map((when) => when > at), (position) => moving && at > 0 && forward[position] === at);
       sentence.textContent = at ? `Forward ${at} filled ${many(steps[at - 1].length, "byte")}.` : "Nothing is filled in yet.";
     },
   });
   player.go(steps.length);
+  if (stillness.matches) return;
+  const watcher = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    watcher.disconnect();
+    if (player.at === steps.length && !player.playing) player.open();
+  });
+  watcher.observe(box);
 }
 
+for (const box of document.querySelectorAll(".scroll")) hintAtScrolling(box);
 for (const id of ["chunks", "texts"]) if (byId(id)) chunkTexts(byId(id), data[id]);
 for (const [name, filling] of Object.entries(data.fillings ?? {})) fillingReplay(byId(name), filling, name);
