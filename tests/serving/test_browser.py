@@ -359,10 +359,8 @@ def test_errors_are_shown_kindly_beside_what_caused_them(page, app, address, mon
     assert page.js("document.getElementById('problem').hidden")
 
 
-def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch):
-    from dcdm.serving import denoise
-
-    whole = denoise.stream
+def cut_short(whole):
+    """A stream that ends after its first four events."""
 
     async def cut(*arguments):
         number = 0
@@ -371,7 +369,13 @@ def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch
                 yield event
             number += 1
 
-    monkeypatch.setattr(denoise, "stream", cut)
+    return cut
+
+
+def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch):
+    from dcdm.serving import denoise
+
+    monkeypatch.setattr(denoise, "stream", cut_short(denoise.stream))
     page.open(address, prompt=PROMPT, a_commit="position")
     page.generate()
     assert "stopped in the middle" in page.text("problem")
@@ -412,17 +416,8 @@ def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch,
             assert page.js(f"document.getElementById('{where}').contains(document.getElementById('problem'))")
         page.driver.save_screenshot(str(page.artefacts / f"phone-error-{where}{'-still' if still else ''}.png"))
 
-    whole = denoise.stream
-
-    async def broken(*arguments):
-        number = 0
-        async for event in whole(*arguments):
-            if number < 4:
-                yield event
-            number += 1
-
     with monkeypatch.context() as patched:
-        patched.setattr(denoise, "stream", broken)
+        patched.setattr(denoise, "stream", cut_short(denoise.stream))
         page.generate()
         settled()
         assert "stopped in the middle" in page.text("problem")

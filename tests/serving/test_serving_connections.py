@@ -93,14 +93,11 @@ def test_the_longest_silent_connection_makes_room_for_a_new_one():
 
 
 def test_too_many_open_requests_are_refused_but_health_is_answered():
-    with live(max_connections=2) as server, contextlib.ExitStack() as stack:
+    with live(max_connections=2, body_seconds=60) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
-            stack.enter_context(connected(server)).sendall(POST + b"Content-Length: 9\r\n\r\n{")
-
-        def busy() -> bool:
-            return server.post("/v1/completions", BODY).status_code == 503
-
-        until(busy)
+            connection = stack.enter_context(connected(server))
+            connection.sendall(POST + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+            assert b" 100 " in connection.recv(100)  # it waits for the body
         assert server.get("/healthz").status_code == 200
         refused = server.post("/v1/completions", BODY)
         assert refused.json()["error"]["code"] == "busy"
