@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -367,3 +368,23 @@ def test_a_hangup_saves_and_leaves_like_a_request_to_stop(place, monkeypatch):
     assert yaml.safe_load((place / "settings.yaml").read_text())["train"]["steps"] == 4
     with pytest.raises(CheckpointError):
         load_record(place)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_fails_while_a_run_trains_is_told_in_one_line_and_the_run_goes_on_later(
+    number, place, capsys, monkeypatch
+):
+    from dcdm.training import metrics
+
+    def full(path: Path, row: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "_append", full)
+        with pytest.raises(SystemExit) as ending:
+            main(["train", "--run", str(place)])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ending.value.code == 1
+    assert os.strerror(number) in said
+    assert "the same command resumes" in said
+    assert run(None, place) == 0

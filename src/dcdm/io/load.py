@@ -22,7 +22,7 @@ from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
 from dcdm.training.checkpoint_folder import MANIFEST, read_manifest
 from dcdm.training.checkpoint_state import stored_shapes
-from dcdm.training.vouching import CHECKPOINTS, SETTINGS, TOKENIZER, settings_problems, tokenizer_problems
+from dcdm.training.vouching import CHECKPOINTS, SETTINGS, TOKENIZER, other_tokenizer, settings_problems
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,8 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
         raise ConfigError(f"{path} is neither a run folder, nor a checkpoint in one, nor an exported folder")
     checkpoint = _newest(run) if path == run else _whole(path)
     config, record = run_settings.read(run / SETTINGS), read_record(checkpoint)
-    problems = settings_problems(record, config, run)
-    problems += tokenizer_problems(run / TOKENIZER, record.get("tokenizer"))
-    if problems:
+    tokenizer = Tokenizer.load(run / TOKENIZER)
+    if problems := settings_problems(record, config, run) + other_tokenizer(record, tokenizer, run):
         raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
     averaged = average and config.train.ema_decay
 
@@ -121,7 +120,6 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
     def shapes() -> dict[str, tuple[int, ...]]:
         return stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
 
-    tokenizer = Tokenizer.load(run / TOKENIZER)
     _check_vocabulary(config.model, tokenizer, run)
     return ModelSource(config.model, tokenizer, weights, shapes, checkpoint, run)
 

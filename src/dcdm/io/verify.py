@@ -21,7 +21,6 @@ from dcdm.training.checkpoint import verify as verify_checkpoint
 from dcdm.training.vouching import (
     CHECKPOINTS,
     SETTINGS,
-    TOKENIZER,
     data_problems,
     settings_problems,
     tokenizer_problems,
@@ -78,7 +77,7 @@ def _run_checks(path: Path) -> Iterator[Check]:
         return
     record = read_record(checkpoint)
     yield Check("settings", _settings(record, run))
-    yield Check("tokenizer", tokenizer_problems(run / TOKENIZER, record.get("tokenizer")))
+    yield Check("tokenizer", tokenizer_problems(record, run))
     if (problems := data_problems(record, run)) is not None:
         yield Check("data", problems)
 

@@ -6,6 +6,7 @@ TensorBoard through `picture`: reading foreign folders and drawing are not train
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import Checkpointer, load_record, newest_whole
+from dcdm.training.checkpoint import Checkpointer, CheckpointError, load_record, newest_whole
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
@@ -223,6 +224,12 @@ def _train(
         except NotFinite as error:
             _keep_batch(error, folder, world)
             raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
+                raise
+            raise CheckpointError(
+                f"{folder} cannot be written any more ({error}); repair that, and the same command resumes the run"
+            ) from error
         interrupted = any_true(stop(), world) and done < config.train.steps
     if world.is_main:
         what = "interrupted and saved" if interrupted else "done"
@@ -242,7 +249,7 @@ def _begin(
 
     def on_resume(step: int) -> None:
         kept = folder / TOKENIZER
-        if kept.exists() and tokenizer_problems(kept, tokenizer.fingerprint):
+        if kept.exists() and tokenizer_problems({"tokenizer": tokenizer.fingerprint}, folder):
             console.print(f"{kept} is damaged; written again from that of the data")
         tokenizer.save(kept)
         remember_hashes(hashed, folder)

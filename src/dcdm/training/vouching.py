@@ -69,15 +69,18 @@ def settings_problems(record: Mapping[str, Any], config: RunConfig, folder: Path
     ]
 
 
-def tokenizer_problems(folder: Path, fingerprint: str | None) -> list[str]:
-    """Whether the tokenizer in `folder` is the one with this fingerprint; None accepts any."""
+def tokenizer_problems(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Whether the tokenizer of the run in `folder` can be read and is the one that a checkpoint's record names."""
     try:
-        tokenizer = Tokenizer.load(folder)
+        return other_tokenizer(record, Tokenizer.load(folder / TOKENIZER), folder)
     except DataError as error:
         return [str(error)]
-    if fingerprint is None or tokenizer.fingerprint == fingerprint:
+
+
+def other_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer, folder: Path) -> list[str]:
+    if not _differs(record, "tokenizer", tokenizer.fingerprint):
         return []
-    return [f"{folder / 'tokenizer.json'} is not the tokenizer that the checkpoint was trained with"]
+    return [f"{folder / TOKENIZER / 'tokenizer.json'} is not the tokenizer that its checkpoint was trained with"]
 
 
 def _differs(record: Mapping[str, Any], name: str, now: str) -> bool:
