@@ -434,6 +434,7 @@ def corpus_folder(folder):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("some text\n" * 40)
+    (folder / "sub" / "empty.txt").touch()
     return folder
 
 
@@ -456,7 +457,12 @@ def test_unreadable_folders_are_reported_and_files_passed_over_counted(tmp_path,
     assert any("cannot be read" in said and "corpus/private: Permission denied" in said for said in heard.said)
     assert "files of other kinds passed over: 4 (2 .md, 1 .csv, 1 without ending)" in heard.said
     assert "hidden files and folders passed over: 1" in heard.said
-    assert [entry["name"] for entry in prepared.manifest["plan"]["source"]] == ["a.txt", "sub/b.txt"]
+    assert "empty files passed over: 1" in heard.said
+    assert [entry["name"] for entry in prepared.manifest["plan"]["source"]] == [
+        "a.txt",
+        "sub/b.txt",
+        "sub/empty.txt",
+    ]
     kept = prepared.manifest["passed_over"]
     assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
     assert "missing: 1 folders that cannot be read" in prepared.summary()

@@ -94,9 +94,10 @@ def prepare(
     passed_over, split = PassedOver(), SPLITS[0] if validation else None
     files = [file for spec in sources for file in resolve(spec, settings, split, passed_over)]
     files += [file for spec in validation for file in resolve(spec, settings, "validation", passed_over)]
+    examined, stamps = examine(files, settings, _known_stamps(out))
+    passed_over.empty = sum(not file.stamp[0] for file in examined)
     for sentence in passed_over.sentences():
         reporter.say(sentence)
-    examined, stamps = examine(files, settings, _known_stamps(out))
     spec = tokenizer if isinstance(tokenizer, str) else "given"
     ready = _tokenizer_if_ready(tokenizer)
     plan = plan_of(examined, settings, spec, ready, bool(validation))

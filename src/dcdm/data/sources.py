@@ -47,11 +47,13 @@ class PassedOver:
     """Files by the ending of their names, "" for none."""
     hidden: int = 0
     """Files and folders whose names begin with a dot."""
+    empty: int = 0
+    """Files of known kinds without a byte."""
     unreadable: list[str] = field(default_factory=list)
     """Folders that could not be looked into, with the reason."""
 
     def entry(self) -> dict[str, Any]:
-        return {"other_kinds": dict(self.other_kinds), "hidden": self.hidden, "unreadable": self.unreadable}
+        return {**vars(self), "other_kinds": dict(self.other_kinds)}
 
     def sentences(self) -> list[str]:
         """What a user should hear; nothing where nothing was passed over."""
@@ -67,6 +69,8 @@ class PassedOver:
                 f"{count} {ending or 'without ending'}" for ending, count in self.other_kinds.most_common(NAMED)
             ]
             said.append(f"files of other kinds passed over: {self.other_kinds.total()} ({', '.join(kinds)})")
+        if self.empty:
+            said.append(f"empty files passed over: {self.empty}")
         if self.hidden:
             said.append(f"hidden files and folders passed over: {self.hidden}")
         return said
