@@ -366,11 +366,11 @@ def refused(arguments: list[str], capsys) -> str:
 
 def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys, monkeypatch):
     folder = str(tiny.exported("causal", tmp_path / "model"))
-    text = "def f(x):\n    return x\n"
+    text = "def f(x):\n    return x"
     (tmp_path / "text.py").write_text(text)
     told = []
     for arguments in ([text], ["--file", str(tmp_path / "text.py")], [], ["--file", "-"]):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode() + b"\n")))  # as `echo` ends it
         main(["chunks", folder, *arguments, "--json"])
         told.append(json.loads(capsys.readouterr().out))
     assert told[0] == told[1] == told[2] == told[3]
