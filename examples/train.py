@@ -3,20 +3,18 @@
 import sys
 from pathlib import Path
 
-from dcdm.training.run import run_training
+import dcdm
 
 
 def train(folder: Path) -> None:
-    changes = {
-        "data.sources": ("stdlib",),  # or files, patterns, a hub data set
-        "train.steps": 20,
+    settings = {  # `dcdm train --show-settings` lists all of them
         "train.batch_size": 4,
         "objective.full_mask_share": 1.0,  # every chunk fully masked
         "model.prior": "strided",
         "model.prior_weight": float("inf"),
     }
-    if code := run_training("dcdm-debug-causal", folder, changes=changes):
-        sys.exit(code)
+    # data: or files, patterns, a hub data set
+    dcdm.train("dcdm-debug-causal", folder, data="stdlib", steps=20, settings=settings)
 
 
 def given_or_trained() -> Path:

@@ -4,6 +4,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -41,3 +43,16 @@ def test_the_example_runs_on_the_model_that_it_makes_and_on_a_given_one(name, pl
     assert SAYS[name] in said
     start(monkeypatch, name, place / "runs" / "example")
     assert capsys.readouterr().out == said
+
+
+def test_the_notebook_runs_and_shows_texts_and_chunks(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept"
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    pages = [data["text/html"] for data in shown if "text/html" in data]
+    assert any("bold: written by the model" in page for page in pages)
+    assert any('title="chunk 8"' in page for page in pages)
+    assert "upper bound" in notebook.cells[-1].outputs[-1].text
+    assert (tmp_path / "runs" / "notebook" / "settings.yaml").is_file()

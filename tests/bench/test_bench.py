@@ -47,6 +47,25 @@ def test_every_subject_runs_all_its_paths_and_compares_them(case, tiny_shapes, t
     assert read_earlier(str(file))["test", rows[0].case, rows[0].path] == rows[0].median
 
 
+def test_quick_takes_one_small_case_once(monkeypatch, capsys):
+    from dcdm.bench import harness
+
+    asked = []
+
+    def measure(subject, case, repeats, memory, say):
+        asked.append((subject, case.name, repeats, memory))
+        return [harness.PathTiming(subject, case.name, "production", 1.0, 1.0, 1.0, None, None)]
+
+    monkeypatch.setattr(harness, "measure_case", measure)
+    main(["bench", "step", "--quick", "--json"])
+    main(["bench", "step", "--json"])
+    quick, *whole = asked
+    assert quick[2:] == (1, False)
+    assert len(whole) == 3
+    assert quick[1] not in [name for _, name, *_ in whole]
+    assert "production" in capsys.readouterr().out
+
+
 def test_a_ratio_is_to_the_fastest_baseline():
     waits = {"fast": 0, "slow": 300_000, "slower": 900_000}
 

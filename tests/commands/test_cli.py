@@ -110,6 +110,23 @@ def test_a_wrong_path_or_setting_is_one_line_and_exit_code_2(given, tmp_path, mo
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+def test_a_table_that_is_piped_is_not_cut(capsys):
+    from dcdm.viewing.tables import Table
+
+    wide = "x" * 300
+    Table(["name", "value"], [[wide, 1]], ("name",)).print(caption="short")
+    assert wide in capsys.readouterr().out
+
+
+def test_completion_of_the_shell_knows_commands_and_options(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--tyro-print-completion", "bash"])
+    assert not left.value.code
+    script = capsys.readouterr().out
+    assert "show-settings" in script
+    assert "report" in script
+
+
 def test_messages_name_options_as_they_are_written():
     from dcdm.cli import _by_options
 

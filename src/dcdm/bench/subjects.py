@@ -345,6 +345,23 @@ SUBJECTS: dict[str, Callable[[], list[Case]]] = {
 MEMORY_MATTERS = ("chunking", "step", "head", "scaling")
 
 
+QUICK: dict[str, Callable[[], list[Case]]] = {
+    "attention": lambda: [attention(512)],
+    "chunking": lambda: [chunking(512)],
+    "routing": lambda: [rounds(128, layers=2)],
+    "step": lambda: [step(256, layers=1)],
+    "draws": lambda: [draws(128, 1, 1.0)],
+    "head": lambda: [head(128)],
+    "moe": lambda: [moe(256)],
+    "scaling": lambda: [replace(attention(n), name=f"attention L={n}") for n in (256, 512)],
+}
+"""Small cases, to see soon that a subject runs; of the others the first case is taken."""
+
+
+def quick_cases_of(subject: str) -> list[Case]:
+    return QUICK[subject]() if subject in QUICK else cases_of(subject)[:1]
+
+
 def cases_of(subject: str) -> list[Case]:
     if subject not in SUBJECTS:
         raise ConfigError(

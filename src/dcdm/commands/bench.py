@@ -15,7 +15,11 @@ from dcdm.config import ConfigError
 if TYPE_CHECKING:
     from dcdm.bench.harness import PathTiming
 
-EXAMPLES = ("dcdm bench attention", "dcdm bench generate --models runs/first runs/second --plot plot.png")
+EXAMPLES = (
+    "dcdm bench attention",
+    "dcdm bench step --quick",
+    "dcdm bench generate --models runs/first runs/second --plot plot.png",
+)
 
 TARGETS = ("attention", "chunking", "step", "routing", "draws")
 OTHER_SUBJECTS = {
@@ -48,8 +52,11 @@ def bench(
     models: tuple[Path, ...] = (),
     samples: int = 4,
     windows: int = 16,
+    quick: bool = False,
 ) -> None:
     """Measure a part of the system against its literal version, in the same run.
+
+    A subject takes minutes on two cores, with --quick about one.
 
     Args:
         subject: What to measure.
@@ -63,6 +70,8 @@ def bench(
         models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
+        quick: One repetition of a small case, without memory, and two samples and windows: shows that the
+            subject runs, not how fast it is.
     """
     import torch
 
@@ -72,6 +81,8 @@ def bench(
         known = ", ".join((*SUBJECTS, *OTHER_SUBJECTS))
         raise ConfigError(f"unknown subject {subject!r}; choose one of {known}")
     torch.set_num_threads(threads)
+    if quick:
+        repeats, memory, samples, windows = 1, False, 2, 2
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
     elif subject == "generate":
@@ -87,22 +98,23 @@ def bench(
 
         estimator.measure_estimators(20 * repeats, json, out)
     else:
-        compare_paths(TARGETS if subject == "targets" else (subject,), repeats, memory, compare, json, out, plot)
+        subjects = TARGETS if subject == "targets" else (subject,)
+        compare_paths(subjects, repeats, memory, compare, json, out, plot, quick=quick)
 
 
 def compare_paths(
     subjects: tuple[str, ...], repeats: int, memory: bool | None, compare: str | None, json: bool,
-    out: str | None, plot: Path | None,
+    out: str | None, plot: Path | None, quick: bool = False,
 ) -> None:  # fmt: skip
-    """Time every path of these subjects; a table on the terminal, JSON on request."""
+    """Time every path of these subjects, if `quick` of small cases; a table on the terminal, JSON on request."""
     from dcdm.bench.harness import draw_scaling, measure_case, print_table, read_earlier, to_json
-    from dcdm.bench.subjects import MEMORY_MATTERS, cases_of
+    from dcdm.bench.subjects import MEMORY_MATTERS, cases_of, quick_cases_of
 
     earlier = read_earlier(compare) if compare else {}
     rows: list[PathTiming] = []
     show = _status_line()
     for name in subjects:
-        for case in cases_of(name):
+        for case in quick_cases_of(name) if quick else cases_of(name):
             with_memory = name in MEMORY_MATTERS if memory is None else memory
             rows += measure_case(name, case, repeats, with_memory, show)
             if not sys.stderr.isatty():

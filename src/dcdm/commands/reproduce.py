@@ -45,6 +45,7 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments: every table and figure, by name.
 
+    A run takes one to nine minutes of a core, all of them more than ten hours; --list has the price of each.
     A finished run is never repeated; Ctrl-C saves and stops, the same command resumes.
     In place of a name, report writes the page and the tables of docs/reproduction.md anew from the results.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from dcdm.commands.options import JsonOption, print_json
+from dcdm.config import ConfigError
 
 EXAMPLES = ("dcdm verify runs/first", "dcdm verify exported --json")
 
@@ -21,6 +22,8 @@ def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
     """
     from dcdm.io.verify import verify as run_checks
 
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run, a checkpoint in it, or an exported folder")
     problems = {}
     for check in run_checks(path):
         problems[check.name] = check.problems
