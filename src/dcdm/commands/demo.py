@@ -77,7 +77,7 @@ def demo(
 ) -> None:
     """Train a DCDM and a BDLM on this machine, compare them, watch text being filled in, and write a report.
 
-    It takes about five minutes on two cores. Ctrl-C saves and stops; the same command resumes.
+    It takes a few minutes on two cores. Ctrl-C saves and stops; the same command resumes.
 
     Args:
         steps: Optimizer steps of each model.
