@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -259,6 +261,55 @@ def test_metadata_that_does_not_fit_the_files_is_refused_before_anything_is_allo
     assert verify(folder) == []
     with pytest.raises(UnusableCheckpoint, match=r"metadata\.json"):
         load_weights(folder)
+
+
+def replace_weight(folder: Path, data: bytes) -> None:
+    """The weight of the linear layer lies at the end of its file and is `data`, and the manifest vouches for it."""
+    metadata = json.loads((folder / "metadata.json").read_text())
+    piece = metadata["tensors"]["model.weight"]["pieces"][0]
+    with (folder / "__0_0.distcp").open("ab") as file:
+        piece[3:] = [file.tell(), len(data)]
+        file.write(data)
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    seal(folder)
+
+
+def archive(pickled: bytes | None = None, **options: int) -> bytes:
+    """What `torch.save` writes of a weight, packed again with another description or in another way."""
+    saved, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.full((4, 4), 7.0), saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(packed, "w", **options) as new:
+        for entry in old.infolist():
+            is_pickle = pickled is not None and entry.filename.endswith("data.pkl")
+            new.writestr(entry.filename, pickled if is_pickle else old.read(entry))
+    return packed.getvalue()
+
+
+def shared_tuples() -> bytes:
+    """An ordered dict whose key is a tuple of itself twice, forty deep, as PyTorch's reader would accept it."""
+    pairs = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(40))
+    return b"\x80\x02ccollections\nOrderedDict\n)" + pairs + b"K\x01\x86\x85\x85R."
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (archive(shared_tuples()), "opcode BINGET"),
+        (archive(b"\x80\x02" + b"N0" * 40_000 + b"N."), "too large"),
+        (archive(compression=zipfile.ZIP_DEFLATED) + b"\0" * 99, "a tensor in"),
+        (b"no archive" * 99, "not a zip file"),
+    ],
+)
+def test_a_tensor_made_to_hang_or_to_unpack_without_end_is_refused_at_once(data, reason, run):
+    replace_weight(run / "step-00000002", data)
+    assert verify(run / "step-00000002") == []
+    with pytest.raises(UnusableCheckpoint, match=reason):
+        load_weights(run / "step-00000002")
+
+
+def test_the_same_way_with_what_pytorch_writes_gives_the_weight(run):
+    replace_weight(run / "step-00000002", archive())
+    assert torch.equal(load_weights(run / "step-00000002")["weight"], torch.full((4, 4), 7.0))
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", ".", "..", "", "a/b", "a\0b", 7, None])

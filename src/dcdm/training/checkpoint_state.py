@@ -110,7 +110,9 @@ def _read(path: Path, wanted: dict[str, Tensor], group: dist.ProcessGroup | None
     try:
         dcp.load(wanted, storage_reader=PlainReader(path), process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise UnusableCheckpoint(f"cannot read {path}: {error}") from error
+        causes = [cause for cause, _ in error.failures.values()]
+        known = next((cause for cause in causes if isinstance(cause, UnusableCheckpoint)), None)
+        raise UnusableCheckpoint(str(known or f"cannot read {path}: {causes[0]}")) from error
 
 
 def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
