@@ -299,8 +299,8 @@ def test_json_holds_every_setting_and_count(place, capsys):
         (["--data", "none.txt"], "there is no such file"),
         (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate fits none of the models"),
         (["--data", "mine.txt", "--estimator", "elbo"], "unknown estimator"),
-        (["--data", "mine.txt", "--stride", "3"], "windows=sliding"),
-        (["--data", "mine.txt", "--samples", "0"], "samples=0"),
+        (["--data", "mine.txt", "--stride", "3"], "--windows sliding"),
+        (["--data", "mine.txt", "--samples", "0"], "--samples 0"),
         (["--data", "mine.txt", "pubmed.jsonl", "--field", "body"], "--field"),
         (["--data", "shards", "--split", "train"], "another tokenizer"),
     ],
@@ -323,7 +323,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(place, tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["dcdm"]["vocab_size"] = 300
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="260 ids, its network 300"):
+    with pytest.raises(ConfigError, match="260 tokens, and its model 300"):
         evaluate([str(tmp_path)], [read_corpus(str(place / "mine.txt"), ReadingSettings())])
 
 

@@ -144,7 +144,7 @@ def _train(spec: RunSpec, places: Places) -> int:
 
 def _forget_other(spec: RunSpec, folder: Path) -> None:
     """Remove what an earlier definition of this run left behind."""
-    mark = folder / "identity"
+    mark = folder / ".identity"  # hidden: a run begins in a folder that holds nothing else
     if folder.exists() and (not mark.exists() or mark.read_text() != spec.identity()):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
