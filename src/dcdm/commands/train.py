@@ -135,7 +135,7 @@ def train_in_python(
     `preset`, `run`, `data`, `tokenizer`, `steps`, `init` and `config` (a YAML file) are those of `dcdm train`;
     `settings` holds all else by the names that `dcdm train --show-settings` lists, such as
     {"train.batch_size": 8}. No signal is handled, so that it may run in a thread or a notebook: Ctrl-C ends it as
-    it ends any function, and the same call goes on from the last checkpoint.
+    it ends any function, and the same call resumes from the last checkpoint.
     """
     sources = [data] if isinstance(data, str | Path) else data
     given = {

@@ -245,7 +245,7 @@ def _samples(dataset: WindowSet) -> torch.Tensor:
 def _begin(
     recorder: Recorder, console: Console, folder: Path, config: RunConfig, tokenizer: Tokenizer, hashed: Hashed
 ) -> Callable[[int], None]:
-    """What the main process does once it is certain from where the run goes on: now it may write to the folder."""
+    """What the main process does once it is certain from where the run resumes: now it may write to the folder."""
 
     def on_resume(step: int) -> None:
         kept = folder / TOKENIZER
