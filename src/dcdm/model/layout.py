@@ -27,11 +27,26 @@ class Layout:
     source: Tensor
     """(B, S): where a slot's content comes from, in the concatenation of the streams (…, L each, clean last)."""
     num_noisy: int
-    """Slots of all noisy streams; they come first."""
+    """The first slots: all noisy ones are among them, and of most rows no others."""
     home: Tensor
     """(B, n·L): the slot of every noisy position; meaningless where `held` is False."""
     held: Tensor
     """(B, n·L) bool: whether a noisy position has a slot."""
+
+    def packed(self) -> Layout:
+        """The same slots without fillers between the streams of a row: rows are padded at their ends alone.
+
+        A row with a long prompt has few noisy slots and many clean ones; apart, each stream would be as long as in
+        the row that has most of it. Of a row with fewer noisy slots some clean ones come before `num_noisy`.
+        """
+        kept = self.slots.chunk >= 0
+        size = max(1, int(kept.sum(dim=-1).max()))
+        if size == kept.shape[1]:
+            return self
+        order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
+        noisy = int(kept[:, : self.num_noisy].sum(dim=-1).max())
+        home = _inverse(order, kept.shape[1]).gather(1, self.home).masked_fill(~self.held, 0)
+        return Layout(self.slots.gather(order), self.source.gather(1, order), max(1, noisy), home, self.held)
 
     def gather(self, streams: Tensor) -> Tensor:
         """Values of the streams, (B, (n+1)·L) or with a trailing dimension, to (B, S, …)."""
@@ -75,7 +90,9 @@ def dual_stream(ids: Tensor, masked_bnl: Tensor, compact: bool = True) -> Layout
     sources.append(clean_order + draws * length)
     size = noisy_order.shape[1]
     home = torch.cat([_inverse(noisy_order, length) + draw * size for draw in range(draws)], dim=1)
-    return Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, noisy_read.repeat(1, draws))
+    held = noisy_read.repeat(1, draws)
+    place = Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, held)
+    return place.packed() if compact else place
 
 
 def from_left(ids: Tensor, wanted: Tensor, clean: Tensor, compact: bool = True) -> Layout:
@@ -95,7 +112,8 @@ def from_left(ids: Tensor, wanted: Tensor, clean: Tensor, compact: bool = True) 
     source = torch.cat([clean_order + length, seed_order], dim=1)
     left_home = torch.nn.functional.pad(_inverse(clean_order, length)[:, :-1], (1, 0))
     home = torch.where(led, left_home, _inverse(seed_order, length) + clean_order.shape[1])
-    return Layout(slots, source, slots.chunk.shape[1], home, wanted)
+    place = Layout(slots, source, slots.chunk.shape[1], home, wanted)
+    return place.packed() if compact else place
 
 
 def chunk_sorted(ids: Tensor, masked: Tensor, compact: bool = False) -> Layout:

@@ -373,7 +373,10 @@ class Model(nn.Module):
             h_bqd, gate_logits = self.layers[number](*arguments)
         if gate_logits is None:
             return h_bqd, []
-        return h_bqd, [gate_logits[plan.slots.chunk[:, : plan.num_queries] >= 0]]
+        counted = plan.slots.chunk >= 0
+        if plan.num_queries < counted.shape[1]:  # the last block is for noisy slots; some clean ones lie between
+            counted = counted & (plan.slots.stream != masks.CLEAN)
+        return h_bqd, [gate_logits[counted[:, : plan.num_queries]]]
 
     def _rotary(self, plan: AttentionPlan, h: Tensor) -> Rotary:
         return rotary_tables(plan.slots.position, self.config.head_dim, self.config.rope_theta, h.dtype)
