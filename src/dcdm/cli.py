@@ -27,6 +27,7 @@ from dcdm.commands import (
     reproduce,
     sample,
     serve,
+    study,
     train,
     verify,
 )
@@ -73,6 +74,7 @@ COMMANDS: dict[str, Command | Group] = {
             "quality": Command(eval_quality.quality, eval_quality.EXAMPLES),
         },
     ),
+    "study": Command(study.study, study.EXAMPLES),
     "reproduce": Command(reproduce.reproduce, reproduce.EXAMPLES, reproduce.details),
 }
 

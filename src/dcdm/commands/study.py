@@ -1,0 +1,79 @@
+"""`dcdm study`: variants with seeds, trained alike and compared with intervals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from dcdm.commands.options import JsonOption, print_json
+
+if TYPE_CHECKING:
+    from dcdm.reproduction.results import Interval
+
+EXAMPLES = (
+    "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
+    "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --report",
+)
+
+
+def study(
+    file: Annotated[Path, Positional, arg(metavar="FILE")],
+    work: Annotated[Path, arg(metavar="DIR")],
+    jobs: int = 1,
+    report: bool = False,
+    out: Annotated[Path | None, arg(metavar="FILE")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
+
+    How long it takes is the study's affair; it says what is done on the way, and resumes where it stopped. The
+    table has nats per token, 95 % intervals over seeds, and differences from the study's reference.
+
+    Args:
+        file: The study: variants, seeds and settings (docs/studies.md).
+        work: Where runs and their figures are kept; the same folder resumes.
+        jobs: Runs at a time, one thread each.
+        report: Compare what is finished; start nothing.
+        out: Write the figures of every run there, as JSON.
+    """
+    from dcdm.config import ConfigError
+    from dcdm.files import write_whole
+    from dcdm.reproduction.study import carry_out, compare, read_study, summary
+    from dcdm.viewing.tables import Table
+
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} must be at least 1")
+    asked = read_study(file)
+    complete = report or carry_out(asked, work, jobs, lambda line: print(line, file=sys.stderr, flush=True))
+    rows = compare(asked, work)
+    if out is not None:
+        write_whole(out, _as_text(summary(asked, work)))
+    if json:
+        print_json(summary(asked, work))
+    elif rows:
+        columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"minus {asked.against}")
+        lines = [
+            (row.variant, row.figure, row.estimator, None if row.forwards is None else f"{row.forwards:.1f}",
+             _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
+            for row in rows
+        ]  # fmt: skip
+        Table(columns, lines, ("variant", "figure", "is")).print()
+    if not complete:
+        print("unfinished: the same command resumes", file=sys.stderr)
+        sys.exit(1)
+
+
+def _interval(value: Interval | None, sign: str = "") -> str | None:
+    if value is None:
+        return None
+    half = "" if value.half is None else f" ± {value.half:.3f}"
+    return f"{value.mean:{sign}.3f}{half}"
+
+
+def _as_text(value: object) -> bytes:
+    import json
+
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,358 @@
+"""Studies: variants with seeds, trained alike, measured on the same held-out windows, compared with intervals.
+
+A study is a YAML file. Each of its runs is an ordinary training run (`dcdm train --config`) in a folder of its own:
+it can be stopped, resumed, looked at and repeated by hand. Figures are kept beside the weights; what is finished is
+never done again.
+
+    name: lanes-128
+    about: one sentence
+    seeds: [0, 1, 2]
+    settings: {train.steps: 1200, train.optimizer: muon}     # of every run, by the names of `dcdm train --set`
+    variants:
+      ar: {preset: ar-debug}
+      lanes: {preset: lanes-debug, label: lanes, settings: {}, init: ar}   # init: start weights of another variant
+    windows: 256          # held-out windows that every run is scored on
+    samples: 4            # Monte-Carlo samples of a bound
+    against: ar           # the variant that the others are compared with
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dcdm.config import ConfigError
+from dcdm.files import digest, read_json_object, read_yaml, stops_handled_by, write_whole
+from dcdm.reproduction.results import Interval, interval
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
+"""What all runs of studies are started with: their figures are measured once, at the end."""
+
+
+@dataclass(frozen=True)
+class StudyVariant:
+    """One model of a study."""
+
+    preset: str
+    label: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    init: str | None = None
+    """The variant whose run of the same seed gives the start weights."""
+    lanes: tuple[int, ...] = ()
+    """Numbers of lanes to score with; by default those that the model is trained with."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, on what, and how."""
+
+    name: str
+    variants: Mapping[str, StudyVariant]
+    about: str = ""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    windows: int = 256
+    samples: int = 4
+    against: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, variant in self.variants.items():
+            if variant.init is not None and variant.init not in self.variants:
+                raise ConfigError(f"variants.{name}.init={variant.init!r} is no variant of this study")
+        if self.against is not None and self.against not in self.variants:
+            raise ConfigError(f"against={self.against!r} is no variant; choose one of {', '.join(self.variants)}")
+        if not self.variants or not self.seeds:
+            raise ConfigError("a study needs variants and seeds")
+
+    def runs(self) -> list[StudyRun]:
+        """Seed by seed, so that an unfinished study has something of every variant."""
+        return [StudyRun(self, name, seed) for seed in self.seeds for name in self.variants]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """A variant with a seed."""
+
+    study: Study
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-s{self.seed}"
+
+    @property
+    def parent(self) -> StudyRun | None:
+        init = self.study.variants[self.variant].init
+        return None if init is None else StudyRun(self.study, init, self.seed)
+
+    def settings(self, work: Path) -> dict[str, Any]:
+        """Dotted settings of the training run."""
+        variant = self.study.variants[self.variant]
+        changes = {**QUIET, **self.study.settings, **variant.settings, "train.seed": self.seed}
+        if self.parent is not None:
+            changes["init"] = str(work / self.parent.name)
+        return changes
+
+    def measured_with(self) -> str:
+        """What its figures follow from beside the weights."""
+        return digest([self.study.windows, self.study.samples, list(self.study.variants[self.variant].lanes)])[:16]
+
+
+def read_study(path: Path) -> Study:
+    """A study from its file; every run's settings are checked before anything starts."""
+    from dcdm.training.settings import resolve
+
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not isinstance(content.get("variants"), dict):
+        raise ConfigError(f"{path} must hold a study: name, seeds, settings and variants by name")
+    content["variants"] = {
+        name: _made(StudyVariant, values, f"{path}: variants.{name}")
+        for name, values in content["variants"].items()
+    }
+    study = _made(Study, {"name": path.stem, **content}, str(path))
+    for run in study.runs()[: len(study.variants)]:
+        try:
+            resolve(study.variants[run.variant].preset, None, run.settings(Path()))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
+    return study
+
+
+def _made(cls: type[Any], values: Any, where: str) -> Any:
+    known = {f.name for f in fields(cls)}
+    if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
+        said = ", ".join(unknown) if isinstance(values, dict) else repr(values)
+        raise ConfigError(f"{where}: {said} is not known; known: {', '.join(sorted(known))}")
+    try:
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+# --- carrying out -------------------------------------------------------------------------------------------------
+
+
+def figures_of(run: StudyRun, work: Path) -> dict[str, Any] | None:
+    """The measured figures of a finished run; None where there are none yet, or of other settings."""
+    path = work / run.name / "figures.json"
+    if not path.is_file():
+        return None
+    stored = read_json_object(path)
+    return stored["figures"] if stored.get("measured_with") == run.measured_with() else None
+
+
+def carry_out(study: Study, work: Path, jobs: int, say: Callable[[str], None] = lambda line: None) -> bool:
+    """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
+
+    A stop is passed on to the runs, which save; the same call resumes them.
+    """
+    waiting = [run for run in study.runs() if figures_of(run, work) is None]
+    done = {run.name: threading.Event() for run in study.runs()}
+    for run in study.runs():
+        if run not in waiting:
+            done[run.name].set()
+    running: set[subprocess.Popen[bytes]] = set()
+    stopped = threading.Event()
+
+    def one(run: StudyRun) -> bool:
+        if run.parent is not None and run.parent in waiting:
+            done[run.parent.name].wait()
+        ok = not stopped.is_set() and _train_and_measure(run, work, running, stopped)
+        say(
+            f"{run.name}: {'done' if ok else 'stopped' if stopped.is_set() else f'failed, see {log_of(run, work)}'}"
+        )
+        done[run.name].set()
+        return ok
+
+    def stop(number: int, frame: object) -> None:
+        stopped.set()
+        for process in list(running):
+            process.send_signal(signal.SIGINT)
+
+    with stops_handled_by(stop), ThreadPoolExecutor(jobs) as pool:
+        results = [pool.submit(one, run) for run in waiting]
+        while not all(result.done() for result in results):  # in small portions, so that signals are heard
+            time.sleep(0.2)
+    return all(result.result() for result in results)
+
+
+def log_of(run: StudyRun, work: Path) -> Path:
+    return work / "logs" / f"{run.name}.txt"
+
+
+def _train_and_measure(
+    run: StudyRun, work: Path, running: set[subprocess.Popen[bytes]], stopped: threading.Event
+) -> bool:
+    from dcdm.training import settings
+
+    config = settings.resolve(run.study.variants[run.variant].preset, None, run.settings(work))
+    file = work / "settings" / f"{run.name}.yaml"
+    for folder in (file.parent, log_of(run, work).parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    settings.write(config, file)
+    place = str(work / run.name)
+    lanes = list(run.study.variants[run.variant].lanes)
+    measuring = json.dumps([place, run.study.windows, run.study.samples, lanes, run.measured_with()])
+    commands = (
+        ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
+        ["-m", "dcdm.reproduction.study", measuring],
+    )
+    for arguments in commands:
+        with open(log_of(run, work), "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], env={**os.environ, **dict.fromkeys(THREADS, "1")},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            running.add(process)
+            code = process.wait()
+            running.discard(process)
+        if code or stopped.is_set():
+            return False
+    return True
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, windows: int, samples: int, lanes: list[int]) -> dict[str, dict[str, Any]]:
+    """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
+
+    `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
+    valid figure is a bound; `S lanes` exact likelihoods; `surrogate` is not a bound.
+    """
+    import torch
+
+    from dcdm.data.prepare import prepare
+    from dcdm.data.store import PreparedData
+    from dcdm.io.load import load_model
+    from dcdm.keys import Key
+    from dcdm.likelihood.estimators import default_estimator, score
+    from dcdm.training.settings import read
+    from dcdm.training.vouching import SETTINGS
+
+    config, (model, _) = read(folder / SETTINGS), load_model(folder)
+    choice = config.data
+    if len(choice.sources) == 1 and (Path(choice.sources[0]) / "manifest.json").exists():
+        data = PreparedData.open(choice.sources[0])
+    else:
+        data = prepare(list(choice.sources), choice.tokenizer, None, validation=choice.validation,
+                       settings=choice.reading, workers=1)  # fmt: skip
+    texts = data.dataset("validation", model.config.context_length, choice.overlong)
+    chosen = Key(0).fold("study").permutation(len(texts))[:windows].sort().values
+    items = [texts[number] for number in chosen.tolist()]
+    tokens, prompt = (torch.stack([item[name] for item in items]) for name in ("tokens", "prompt"))
+    asked: dict[str, dict[str, Any]] = {"valid": {"estimator": default_estimator(model)}}
+    if model.config.lanes is not None:
+        asked = {
+            f"{number} lanes": {"estimator": "exact", "lanes": number} for number in lanes or model.config.lanes
+        }
+    elif default_estimator(model) != "exact":
+        asked["chunk"] = {"estimator": "trajectory"}
+    if model.config.routes_from_noise:
+        asked["surrogate"] = {"estimator": "surrogate"}
+    figures = {}
+    for name, options in asked.items():
+        found = score(model, tokens, samples=samples, prompt=prompt, index=chosen, **options)
+        figures[name] = {
+            "estimator": found.estimator, "nats_per_token": found.per_token, "monte_carlo": found.per_token_stderr,
+            "tokens": int(found.tokens.sum()), "forwards": _forwards(model, found, options, tokens),
+            "nats": [round(value, 4) for value in found.nats.tolist()],
+        }  # fmt: skip
+    return figures
+
+
+def _forwards(model: Any, found: Any, options: Mapping[str, Any], tokens: Any) -> float | None:
+    """Forwards of the decoder per window, where the figure is the exact likelihood of one."""
+    if found.estimator == "trajectory":
+        return float(found.forwards.double().mean())
+    if found.estimator != "exact":
+        return None
+    longest = found.tokens.double()
+    return float((longest / options.get("lanes", 1)).ceil().mean())
+
+
+def measure_into(text: str) -> None:
+    """Entry of the process that measures one run: its folder and settings as JSON."""
+    folder, windows, samples, lanes, measured_with = json.loads(text)
+    figures = measure(Path(folder), windows, samples, lanes)
+    write_whole(
+        Path(folder) / "figures.json",
+        json.dumps({"measured_with": measured_with, "figures": figures}).encode() + b"\n",
+    )
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of a variant over its finished seeds."""
+
+    variant: str
+    figure: str
+    estimator: str
+    forwards: float | None
+    mean: Interval
+    difference: Interval | None
+    """Minus the main figure of `against`, over the seeds that both have; the same windows."""
+
+
+def compare(study: Study, work: Path) -> list[Row]:
+    """A row per variant and figure, over the seeds that are finished."""
+    found = {(run.variant, run.seed): part for run in study.runs() if (part := figures_of(run, work)) is not None}
+
+    def values(variant: str, figure: str) -> dict[int, float]:
+        return {
+            seed: part[figure]["nats_per_token"]
+            for (name, seed), part in found.items()
+            if name == variant and figure in part
+        }
+
+    rows = []
+    base = values(study.against, "valid") if study.against is not None else {}
+    for variant in study.variants:
+        parts = [part for (name, _), part in found.items() if name == variant]
+        for figure in dict.fromkeys(name for part in parts for name in part):
+            by_seed = values(variant, figure)
+            shared = [seed for seed in by_seed if seed in base]
+            is_base = variant == study.against and figure == "valid"
+            mean = interval(list(by_seed.values()))
+            difference = None if is_base else interval([by_seed[seed] - base[seed] for seed in shared])
+            assert mean is not None
+            about = next(part[figure] for part in parts if figure in part)
+            rows.append(Row(variant, figure, about["estimator"], about["forwards"], mean, difference))
+    return rows
+
+
+def summary(study: Study, work: Path) -> dict[str, Any]:
+    """The study's results as plain values: figures per run without windows, and the comparison."""
+    runs = {
+        run.name: {
+            name: {key: value for key, value in figure.items() if key != "nats"} for name, figure in part.items()
+        }
+        for run in study.runs()
+        if (part := figures_of(run, work)) is not None
+    }
+    return {
+        "study": study.name,
+        "about": study.about,
+        "windows": study.windows,
+        "samples": study.samples,
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    measure_into(sys.argv[1])
