@@ -103,7 +103,7 @@ def train(
         seed: Seed of the weights, the data order and the noise.
         checkpoint_every: Steps between checkpoints.
         evaluate_every: Steps between evaluations on the validation split.
-        init: Start weights: a run, an exported folder, or a local Qwen3 folder of transformers.
+        init: Start weights: a run, an exported folder, or a local folder of transformers (Llama, Qwen2, Qwen3).
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.

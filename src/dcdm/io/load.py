@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object, read_limited
-from dcdm.io.importing import load_qwen3
+from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
+from dcdm.io.importing import is_transformers, load_transformers
 from dcdm.model.transformer import Model, build, state_shapes
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
@@ -227,22 +227,15 @@ def _special_float(found: dict) -> object:
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
-def _limited(path: Path) -> bytes:
-    try:
-        return read_limited(path)
-    except UnreadableFile as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
 def load_init(model: Model, source: str) -> None:
     """Copy start weights, the `init` of a run's settings, into a model.
 
-    `source` is a run, a checkpoint, an exported folder, or a local Qwen3 folder of `transformers`.
+    `source` is a run, a checkpoint, an exported folder, or a local folder of `transformers` with a Llama, Qwen2 or
+    Qwen3.
     """
     path = Path(source)
-    config = path / "config.json"
-    if config.exists() and b'"qwen3"' in _limited(config):
-        load_qwen3(model, path)
+    if is_transformers(path):
+        load_transformers(model, path)
         return
     start, _ = load_model(path)
     wrong = [n for n, p in start.state_dict().items()

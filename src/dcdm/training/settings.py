@@ -104,7 +104,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataChoice = field(default_factory=DataChoice)
     init: str | None = None
-    """Start weights: a run, an exported folder, or a local Qwen3 folder of `transformers`."""
+    """Start weights: a run, an exported folder, or a local folder of `transformers` (Llama, Qwen2, Qwen3)."""
     evaluate_every: int = 1_000
     evaluate_sequences: int = 64
     evaluate_samples: int = 4
