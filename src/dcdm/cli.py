@@ -13,6 +13,7 @@ from types import FunctionType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dcdm.commands import (
+    adapt,
     bench,
     chunks,
     data,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Command | Group] = {
     "demo": Command(demo.demo, demo.EXAMPLES),
     "presets": Command(presets.presets, presets.EXAMPLES),
     "train": Command(train.train, train.EXAMPLES, settings=train.OPTION_OF),
+    "adapt": Command(adapt.adapt, adapt.EXAMPLES, settings=adapt.OPTION_OF),
     "report": Command(report.report, report.EXAMPLES),
     "chunks": Command(chunks.chunks, chunks.EXAMPLES),
     "sample": Command(sample.sample, sample.EXAMPLES, settings=sample.OPTION_OF),

@@ -17,6 +17,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io.importing import is_transformers, load_transformers
+from dcdm.model import lora
 from dcdm.model.transformer import Model, build, state_shapes
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
@@ -113,12 +114,15 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
     if problems := settings_problems(record, config, run) + other_tokenizer(record, tokenizer, run):
         raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
     averaged = average and config.train.ema_decay
+    rank, alpha = config.train.lora, config.train.lora_alpha
 
     def weights() -> dict[str, Tensor]:
-        return load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
+        state = load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
+        return lora.merged(state, lora.scale_of(rank, alpha)) if rank else state
 
     def shapes() -> dict[str, tuple[int, ...]]:
-        return stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
+        stored = stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
+        return {name: shape for name, shape in stored.items() if not (rank and lora.is_adapter(name))}
 
     _check_vocabulary(config.model, tokenizer, run)
     return ModelSource(config.model, tokenizer, weights, shapes, checkpoint, run)
