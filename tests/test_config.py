@@ -59,6 +59,7 @@ GOOD = {"vocab_size": 260, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "
         "intermediate_size": 64}  # fmt: skip
 MOE = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8, "shared_size": 8}
 CHUNKS = {"num_chunks": 4, "chunk_dim": 8}
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 64}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,13 @@ CHUNKS = {"num_chunks": 4, "chunk_dim": 8}
         ({"kind": "dcdm", **CHUNKS, "routing": "causal", "prior": "strided", "prior_weight": -1.0}, "prior_weight"),
         ({"kind": "dcdm", **CHUNKS, "routing": "causal", "chunk_growth": 0.0}, "chunk_growth"),
         ({"kind": "dcdm", **CHUNKS, "routing": "strided", "chunk_growth": 2.0}, "chunk_growth"),
+        ({"kind": "ar", "rope_scaling": {**LLAMA_3, "factor": 0.0}}, "rope_scaling.factor"),
+        ({"kind": "ar", "rope_scaling": {**LLAMA_3, "low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor"),
+        ({"kind": "mdlm", "hide_specials": True}, "hide_specials"),
+        ({"kind": "ar", "lane_weights": (1.0,)}, "lane_weights"),
+        ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0,)}, "lane_weights"),
+        ({"kind": "lanes", "lanes": (2, 1), "lane_weights": (1.0, 0.0)}, "lane_weights"),
+        ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0, -1.0)}, "lane_weights"),
     ],
 )
 def test_a_wrong_model_setting_is_refused_by_name_before_anything_is_allocated(change, setting):
@@ -122,6 +130,18 @@ def test_config_survives_a_round_trip_and_refuses_unknown_settings():
         assert ModelConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match="nmu_layers"):
         ModelConfig.from_dict({"kind": "mdlm", "nmu_layers": 3})
+
+
+def test_settings_that_came_later_are_written_only_where_they_say_something():
+    """Folders of earlier versions have none of them, and digests of settings stay."""
+    later = {"lane_weights": (3.0, 1.0), "attention_bias": True, "qk_norm": False, "rope_scaling": LLAMA_3}
+    plain = ModelConfig("lanes", **GOOD, lanes=(1, 2))
+    assert not later.keys() & plain.to_dict().keys()
+    assert not {*later, "hide_specials", "predict", "lanes"} & ModelConfig("ar", **GOOD).to_dict().keys()
+    config = replace(plain, **later)
+    assert config.to_dict().items() >= later.items()
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert ModelConfig("ar", **GOOD, hide_specials=True).to_dict()["hide_specials"]
 
 
 def test_import_and_presets_do_not_load_torch():

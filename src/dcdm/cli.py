@@ -13,6 +13,7 @@ from types import FunctionType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dcdm.commands import (
+    adapt,
     bench,
     chunks,
     data,
@@ -21,6 +22,7 @@ from dcdm.commands import (
     eval_quality,
     eval_tasks,
     export,
+    import_model,
     options,
     presets,
     report,
@@ -58,11 +60,13 @@ COMMANDS: dict[str, Command | Group] = {
     "demo": Command(demo.demo, demo.EXAMPLES),
     "presets": Command(presets.presets, presets.EXAMPLES),
     "train": Command(train.train, train.EXAMPLES, settings=train.OPTION_OF),
+    "adapt": Command(adapt.adapt, adapt.EXAMPLES, settings=adapt.OPTION_OF),
     "report": Command(report.report, report.EXAMPLES),
     "chunks": Command(chunks.chunks, chunks.EXAMPLES),
     "sample": Command(sample.sample, sample.EXAMPLES, settings=sample.OPTION_OF),
     "serve": Command(serve.serve, serve.EXAMPLES),
     "export": Command(export.export, export.EXAMPLES),
+    "import": Command(import_model.import_model, import_model.EXAMPLES),
     "verify": Command(verify.verify, verify.EXAMPLES),
     "bench": Command(bench.bench, bench.EXAMPLES, bench.details),
     "data": Group("Prepare text for training.", {"prepare": Command(data.prepare_text, data.EXAMPLES)}),

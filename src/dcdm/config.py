@@ -65,6 +65,32 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's change of RoPE's frequencies, by which its models read beyond `original_length` positions.
+
+    Channels whose wave is longer than `original_length` / `low_freq_factor` turn `factor` times slower, those
+    whose wave is shorter than `original_length` / `high_freq_factor` as before, and those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        _at_least("rope_scaling.original_length", self.original_length, 1)
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ConfigError(f"rope_scaling.{name}={value!r} must be a number above 0")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+                f"rope_scaling.high_freq_factor={self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What a model is. Every field is checked on construction.
 
@@ -75,6 +101,7 @@ class ModelConfig:
     a token: a MASK slot in its own place, or, for partitions that do not depend on noise, the token on its left
     wherever that is known.
     `vocab_size` counts the three specials BOS, PAD and MASK, which are its last three ids.
+    The backbone is Qwen3's; with `attention_bias` and without `qk_norm` it is Qwen2's, with neither Llama's.
     """
 
     kind: Kind
@@ -103,10 +130,22 @@ class ModelConfig:
     routing_seed: int = 0
     predict: Predict = "mask"
     lanes: tuple[int, ...] | None = None
+    lane_weights: tuple[float, ...] | None = None
+    """How often training draws each of `lanes`, relative to the others; None: all alike."""
+    attention_bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    qk_norm: bool = True
+    """Whether queries and keys are normed, head by head."""
+    rope_scaling: RopeScaling | None = None
+    hide_specials: bool = False
+    """For AR: BOS, PAD and MASK have no logits, as in every other kind. Set where the weights come from a model
+    that did not have these tokens."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         _one_of("kind", self.kind, get_args(Kind))
         _one_of("routing", self.routing, get_args(Routing))
         _one_of("prior", self.prior, get_args(Prior))
@@ -122,8 +161,9 @@ class ModelConfig:
 
     def _check_lanes(self) -> None:
         if self.kind != "lanes":
-            if self.lanes is not None:
-                raise ConfigError(f"lanes={self.lanes} belongs to kind 'lanes', not {self.kind!r}")
+            for name in ("lanes", "lane_weights"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}={getattr(self, name)} belongs to kind 'lanes', not {self.kind!r}")
             if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
                 what = "the paper's routing" if self.kind == "dcdm" else f"kind {self.kind!r}"
                 raise ConfigError(
@@ -138,6 +178,17 @@ class ModelConfig:
             raise ConfigError(f"lanes={lanes} must name at least one number of lanes, each once")
         for number in lanes:
             _at_least("lanes", number, 1)
+        if self.lane_weights is not None:
+            weights = tuple(self.lane_weights)
+            object.__setattr__(self, "lane_weights", weights)
+            for weight in weights:
+                _within("lane_weights", weight, 0, math.inf)
+            fewest = lanes.index(min(lanes))
+            if len(weights) != len(lanes) or weights[fewest] == 0 or math.isinf(sum(weights)):
+                raise ConfigError(
+                    f"lane_weights={weights} must hold one finite number for each of lanes={lanes}, that of the "
+                    "fewest lanes above 0: short texts have no other"
+                )
 
     def _check_backbone(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -154,6 +205,10 @@ class ModelConfig:
             )
         if self.intermediate_size is not None:
             _at_least("intermediate_size", self.intermediate_size, 1)
+        if self.hide_specials and self.kind != "ar":
+            raise ConfigError(
+                f"hide_specials belongs to kind 'ar': kind {self.kind!r} never predicts specials; leave it out"
+            )
         if self.context_length > self.max_position:
             raise ConfigError(
                 f"context_length={self.context_length} exceeds max_position={self.max_position}; "
@@ -222,6 +277,11 @@ class ModelConfig:
         return self.vocab_size - 1
 
     @property
+    def predicts_specials(self) -> bool:
+        """Whether BOS, PAD and MASK have logits: in AR, unless they are hidden."""
+        return self.kind == "ar" and not self.hide_specials
+
+    @property
     def routes_from_noise(self) -> bool:
         """True for the paper's routing: chunk ids depend on the noisy stream, so they give no valid bound."""
         return self.kind == "dcdm" and self.routing == "paper"
@@ -253,10 +313,13 @@ class ModelConfig:
         return length if self.kind == "lanes" else 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `predict` and `lanes` only where they say something, as in folders of earlier versions."""
+        """Plain values; later settings only where they say something, as in folders of earlier versions."""
         values = asdict(self)
         if self.predict == "mask":
             del values["predict"], values["lanes"]
+        for name in ("lane_weights", "attention_bias", "qk_norm", "rope_scaling", "hide_specials"):
+            if getattr(self, name) == getattr(ModelConfig, name):
+                del values[name]
         return values
 
     @classmethod

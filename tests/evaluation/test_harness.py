@@ -27,7 +27,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.evaluation.decoders import is_greedy
 from dcdm.evaluation.harness import Estimate, HarnessModel
-from dcdm.io.importing import config_from_qwen3, load_qwen3
+from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
 from dcdm.likelihood import estimators as likelihood
 from dcdm.likelihood.subsets import sampled_subsets
@@ -67,8 +67,8 @@ def qwen(tmp_path_factory):
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(config)
     theirs.save_pretrained(folder)
-    ours = dcdm.build(config_from_qwen3(folder, "ar", vocab_size=tokenizer.vocab_size)).eval()
-    load_qwen3(ours, folder)
+    ours = dcdm.build(config_from_transformers(folder, "ar", vocab_size=tokenizer.vocab_size)).eval()
+    load_transformers(ours, folder)
     with torch.no_grad():  # an import leaves BOS, PAD and MASK to training
         ours.embed_tokens.weight[-3:] = theirs.model.embed_tokens.weight[-3:]
     return folder, ours, tokenizer

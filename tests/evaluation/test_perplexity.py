@@ -25,7 +25,7 @@ from dcdm.distributed import World
 from dcdm.evaluation.corpora import Corpus, ReadingSettings, Tokens, read_corpus, tokenise
 from dcdm.evaluation.perplexity import EstimatorSettings, chosen_estimators, evaluate, measure_perplexity
 from dcdm.evaluation.windows import CorpusWindows, WindowSettings
-from dcdm.io.importing import config_from_qwen3, load_qwen3
+from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.likelihood.estimators import estimators_of
 from ranks import on_ranks
 
@@ -103,8 +103,8 @@ def test_ar_perplexity_equals_that_of_transformers(tmp_path):
         )
     ).eval()  # fmt: skip
     theirs.save_pretrained(tmp_path / "qwen3")
-    model = dcdm.build(config_from_qwen3(tmp_path / "qwen3", "ar", context_length=length), seed=1).eval()
-    load_qwen3(model, tmp_path / "qwen3")
+    model = dcdm.build(config_from_transformers(tmp_path / "qwen3", "ar", context_length=length), seed=1).eval()
+    load_transformers(model, tmp_path / "qwen3")
     theirs.resize_token_embeddings(260, mean_resizing=False)
     with torch.no_grad():  # BOS, PAD and MASK are ours
         theirs.get_input_embeddings().weight[257:] = model.embed_tokens.weight[257:]

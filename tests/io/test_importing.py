@@ -1,4 +1,4 @@
-"""Importing a Qwen3 that `transformers` saved: what is copied, what stays fresh, and what is refused."""
+"""Importing a Llama, Qwen2 or Qwen3 that `transformers` saved: what is copied, what stays, what is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dcdm.config import ConfigError, ModelConfig, MoEConfig
-from dcdm.io.importing import config_from_qwen3, load_qwen3
+import pretrained
+from dcdm.config import ConfigError, ModelConfig, MoEConfig, RopeScaling
+from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.model.transformer import Model, build
 
 transformers = pytest.importorskip("transformers")
@@ -28,33 +29,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "paper": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8},
     "causal": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8, "routing": "causal"},
 }
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 MOE = MoEConfig(num_experts=4, experts_per_token=2, expert_size=8, shared_size=8)
 
 
-def qwen3(tied: bool, **changes: Any) -> Any:
-    """A random Qwen3 whose every setting differs from our defaults."""
+def qwen3(tied: bool, family: str = "Qwen3", **changes: Any) -> Any:
+    """A random Qwen3, or one of its relatives, whose every setting differs from our defaults."""
     settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 40,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
+        "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 2048, "initializer_range": 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.3,
-        "attn_implementation": "eager",
-    }
-    torch.manual_seed(1)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**settings, **changes})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model
+    }  # fmt: skip
+    return pretrained.network(family, tied, VOCAB, **{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +98,14 @@ def assert_refused_without_a_trace(model: Model, folder: Path, *words: str) -> N
     """The import fails, its message holds `words`, and no value of the model has changed."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words below say which)
-        load_qwen3(model, folder)
+        load_transformers(model, folder)
     for word in words:
         assert word in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def fresh_model(folder: Path, name: str = "causal", **changes: Any) -> Model:
-    return build(config_from_qwen3(folder, **KINDS[name], **changes), seed=3)
+    return build(config_from_transformers(folder, **KINDS[name], **changes), seed=3)
 
 
 # What is imported
@@ -130,7 +118,7 @@ def test_imported_ar_logits_equal_the_source_on_its_vocabulary(
 ) -> None:
     folder = saved(tied, sharded)
     model = fresh_model(folder, "ar")
-    load_qwen3(model, folder)
+    load_transformers(model, folder)
     source = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     tokens = some_tokens(model.config)
     with torch.no_grad():
@@ -149,7 +137,7 @@ def test_every_kind_takes_all_source_weights_and_keeps_the_rest_fresh(
     folder = saved(tied, sharded)
     model = fresh_model(folder, name)
     initial = {key: value.clone() for key, value in model.state_dict().items()}
-    report = load_qwen3(model, folder)
+    report = load_transformers(model, folder)
     state = model.state_dict()
     expected = {key.removeprefix("model."): value for key, value in qwen3(tied).state_dict().items()}
     if tied:
@@ -172,7 +160,7 @@ def test_an_imported_diffusion_model_predicts_every_source_token_and_trains(
     saved: Callable[..., Path], name: str
 ) -> None:
     model = fresh_model(saved(), name)
-    load_qwen3(model, saved())
+    load_transformers(model, saved())
     tokens = some_tokens(model.config)
     masked = torch.zeros_like(tokens, dtype=torch.bool)
     masked[:, 2::2] = True
@@ -192,7 +180,7 @@ def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
     folder = saved(tied)
     model = fresh_model(folder, "mdlm", vocab_size=vocab_size)
     initial = {key: value.clone() for key, value in model.state_dict().items()}
-    report = load_qwen3(model, folder)
+    report = load_transformers(model, folder)
     assert (report.rows, report.fresh_rows) == (rows, vocab_size - rows)
     source = qwen3(tied).state_dict()
     names = {"embed_tokens.weight": "model.embed_tokens.weight"}
@@ -209,7 +197,7 @@ def test_an_untied_model_starts_its_head_from_the_embedding_of_a_tied_source(
     saved: Callable[..., Path],
 ) -> None:
     model = fresh_model(saved(), "ar", tie_embeddings=False)
-    report = load_qwen3(model, saved())
+    report = load_transformers(model, saved())
     assert "lm_head.weight" in report.copied
     tokens = some_tokens(model.config)
     with torch.no_grad():
@@ -220,7 +208,7 @@ def test_an_untied_model_starts_its_head_from_the_embedding_of_a_tied_source(
 def test_a_tied_source_may_carry_its_head_a_second_time(copied: Callable[..., Path]) -> None:
     folder = copied()
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    report = load_qwen3(fresh_model(folder), folder)
+    report = load_transformers(fresh_model(folder), folder)
     assert "lm_head.weight" not in report.copied
 
 
@@ -228,7 +216,7 @@ def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> 
     source = qwen3(True).to(torch.bfloat16)
     source.save_pretrained(tmp_path)
     model = fresh_model(tmp_path)
-    load_qwen3(model, tmp_path)
+    load_transformers(model, tmp_path)
     weight = model.get_parameter("layers.1.mlp.up_proj.weight")
     assert weight.dtype == torch.float32
     assert torch.equal(weight, source.model.layers[1].mlp.up_proj.weight.float())
@@ -236,8 +224,60 @@ def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> 
 
 def test_imported_parameters_stay_leaves_that_train(saved: Callable[..., Path]) -> None:
     model = fresh_model(saved())
-    load_qwen3(model, str(saved()))
+    load_transformers(model, str(saved()))
     assert all(p.is_leaf and p.requires_grad and p.grad is None for p in model.parameters())
+
+
+# Other architectures
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["Llama", "Llama 3", "Qwen2"])
+def test_relatives_of_qwen3_give_their_own_logits_as_ar_and_as_one_lane(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    changes: dict[str, Any] = {"rope_parameters": LLAMA_3} if family == "Llama 3" else {}
+    source = qwen3(tied, family.split()[0], **changes)
+    source.save_pretrained(tmp_path)
+    ar = build(config_from_transformers(tmp_path, "ar", hide_specials=True), seed=3)
+    report = load_transformers(ar, tmp_path)
+    assert report.fresh == ()
+    assert ar.config.attention_bias == (family == "Qwen2")
+    assert (ar.config.rope_scaling is not None) == (family == "Llama 3")
+    lanes = build(config_from_transformers(tmp_path, "lanes", lanes=(1, 2)), seed=4)
+    lanes.load_state_dict(ar.state_dict())
+    tokens = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = source(tokens).logits
+        torch.testing.assert_close(ar(tokens).logits[..., :VOCAB], expected, atol=3e-5, rtol=0)
+        led = lanes.head(lanes.encode(tokens, prompt=torch.arange(40) < 1, lanes=1).states)[:, 1:, :VOCAB]
+        torch.testing.assert_close(led, expected[:, :-1], atol=3e-5, rtol=0)
+
+
+def test_old_llama_folders_may_leave_out_what_was_the_same_for_all(tmp_path: Path) -> None:
+    """Head size, key/value heads and RoPE's base, and the table of RoPE among their tensors."""
+    source = qwen3(False, "Llama", num_key_value_heads=4, head_dim=6, rope_parameters={"rope_theta": 1e4})
+    source.save_pretrained(tmp_path)
+    edit_config(tmp_path, num_key_value_heads=..., head_dim=..., rope_parameters=...)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
+    config = config_from_transformers(tmp_path, "ar")
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 6, 1e4)
+    model = build(config, seed=3)
+    load_transformers(model, tmp_path)
+    tokens = some_tokens(config)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits[..., :VOCAB], source(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_llama_3s_rope_is_read_from_its_place_before_and_since_transformers_5(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    scaling = RopeScaling(8.0, 1.0, 4.0, 16)
+    edit_config(folder, rope_parameters=LLAMA_3)
+    assert config_from_transformers(folder, "ar").rope_scaling == scaling
+    before = {name: value for name, value in LLAMA_3.items() if name != "rope_theta"}
+    edit_config(folder, rope_parameters=..., rope_theta=5e4, rope_scaling=before)
+    config = config_from_transformers(folder, "ar")
+    assert (config.rope_scaling, config.rope_theta) == (scaling, 5e4)
 
 
 # The config
@@ -246,36 +286,36 @@ def test_imported_parameters_stay_leaves_that_train(saved: Callable[..., Path]) 
 def test_the_config_takes_every_setting_from_the_source_and_the_rest_from_the_caller(
     saved: Callable[..., Path],
 ) -> None:
-    config = config_from_qwen3(
+    config = config_from_transformers(
         saved(), "dcdm", num_chunks=3, chunk_dim=8, routing="causal", context_length=64, init_std=0.1
     )
     assert config == ModelConfig(
         "dcdm", VOCAB + 3, 24, 2, 4, 2, 8, 40, num_chunks=3, chunk_dim=8, routing="causal",
         context_length=64, max_position=2048, rope_theta=5e4, norm_eps=1e-5, tie_embeddings=True, init_std=0.1,
     )  # fmt: skip
-    assert config_from_qwen3(saved(False), "ar").tie_embeddings is False
-    assert config_from_qwen3(saved(), "mdlm", vocab_size=90).vocab_size == 90
+    assert config_from_transformers(saved(False), "ar").tie_embeddings is False
+    assert config_from_transformers(saved(), "mdlm", vocab_size=90).vocab_size == 90
 
 
 def test_rope_theta_is_read_from_its_place_before_and_since_transformers_5(copied: Callable[..., Path]) -> None:
     folder = copied()
     edit_config(folder, rope_parameters=..., rope_theta=70000, rope_scaling=None)
-    assert config_from_qwen3(folder, "ar").rope_theta == 7e4
+    assert config_from_transformers(folder, "ar").rope_theta == 7e4
     edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 90000.0}, rope_theta=...)
-    assert config_from_qwen3(folder, "ar").rope_theta == 9e4
+    assert config_from_transformers(folder, "ar").rope_theta == 9e4
 
 
 def test_the_default_context_length_fits_a_source_with_few_positions(copied: Callable[..., Path]) -> None:
     folder = copied()
-    assert config_from_qwen3(folder, "ar").context_length == 1024
+    assert config_from_transformers(folder, "ar").context_length == 1024
     edit_config(folder, max_position_embeddings=256)
-    assert config_from_qwen3(folder, "ar").context_length == 256
+    assert config_from_transformers(folder, "ar").context_length == 256
 
 
 def test_absent_key_value_heads_mean_one_per_query_head(copied: Callable[..., Path]) -> None:
     folder = copied()
     edit_config(folder, num_key_value_heads=None)
-    assert config_from_qwen3(folder, "ar").num_kv_heads == 4
+    assert config_from_transformers(folder, "ar").num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -294,13 +334,13 @@ def test_a_field_that_contradicts_the_source_or_the_kind_is_refused_by_name(
     saved: Callable[..., Path], fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_from_qwen3(saved(), "mdlm", **fields)
+        config_from_transformers(saved(), "mdlm", **fields)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_tying_a_model_to_an_untied_source_is_refused(saved: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="set tie_embeddings=False"):
-        config_from_qwen3(saved(False), "ar", tie_embeddings=True)
+        config_from_transformers(saved(False), "ar", tie_embeddings=True)
 
 
 # What is refused, with nothing changed
@@ -311,7 +351,7 @@ def test_a_missing_folder_is_refused(saved: Callable[..., Path], tmp_path: Path)
     assert_refused_without_a_trace(model, tmp_path / "nowhere", "nowhere is not a folder", "download")
     assert_refused_without_a_trace(model, saved() / "config.json", "config.json is not a folder")
     with pytest.raises(ConfigError, match="is not a folder"):
-        config_from_qwen3(tmp_path / "nowhere", "ar")
+        config_from_transformers(tmp_path / "nowhere", "ar")
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "\udcff"], ids=["missing", "cut", "a list", "no text"])
@@ -325,10 +365,17 @@ def test_a_missing_or_damaged_config_is_refused(copied: Callable[..., Path], con
 
 
 CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "another architecture": ({"model_type": "llama"}, ["model_type='llama'", "dense Qwen3"]),
-    "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Qwen3"]),
+    "another architecture": ({"model_type": "gpt2"}, ["model_type='gpt2'", "dense Llama, Qwen2 or Qwen3"]),
+    "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Llama, Qwen2 or Qwen3"]),
+    "another architecture of ours": ({"model_type": "llama"}, ["qk_norm=True", "where it is False"]),
     "no architecture": ({"model_type": ...}, ["model_type=None"]),
     "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
+    "MLP bias": ({"mlp_bias": True}, ["mlp_bias=True", "without"]),
+    "other rope scaling": ({"rope_parameters": LLAMA_3}, ["rope_scaling=None", "factor=8.0"]),
+    "rope scaling without a number": (
+        {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}},
+        ["low_freq_factor=None", "a number"],
+    ),
     "rope scaling": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4}},
         ["rope_parameters", "yarn", "rope_type 'default'"],
@@ -482,7 +529,7 @@ def test_a_sharded_folder_whose_index_and_shards_disagree_is_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 32}, ["hidden_size=32", "config_from_qwen3"]),
+        ({"hidden_size": 32}, ["hidden_size=32", "config_from_transformers"]),
         ({"num_layers": 3}, ["num_layers=3"]),
         ({"num_heads": 2, "head_dim": 16}, ["num_heads=2"]),
         ({"num_kv_heads": 4}, ["num_kv_heads=4"]),
@@ -494,17 +541,17 @@ def test_a_sharded_folder_whose_index_and_shards_disagree_is_refused(
 def test_a_model_of_another_shape_is_refused(
     saved: Callable[..., Path], changes: dict[str, Any], words: list[str]
 ) -> None:
-    config = replace(config_from_qwen3(saved(), **KINDS["causal"]), **changes)
+    config = replace(config_from_transformers(saved(), **KINDS["causal"]), **changes)
     assert_refused_without_a_trace(build(config, seed=3), saved(), "config.json", *words)
 
 
 def test_a_tied_model_refuses_an_untied_source(saved: Callable[..., Path]) -> None:
-    config = replace(config_from_qwen3(saved(False), "ar"), tie_embeddings=True)
+    config = replace(config_from_transformers(saved(False), "ar"), tie_embeddings=True)
     assert_refused_without_a_trace(build(config, seed=3), saved(False), "set tie_embeddings=False")
 
 
 def test_a_model_without_storage_is_refused(saved: Callable[..., Path]) -> None:
     with torch.device("meta"):
-        model = Model(config_from_qwen3(saved(), "ar"))
+        model = Model(config_from_transformers(saved(), "ar"))
     with pytest.raises(ValueError, match=r"dcdm\.build"):
-        load_qwen3(model, saved())
+        load_transformers(model, saved())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcdm.config import ModelConfig, MoEConfig
+from dcdm.config import ModelConfig, MoEConfig, RopeScaling
+from dcdm.likelihood.estimators import score
+from dcdm.model import reference
 from dcdm.model.blocks import Experts, SparseMoE, load_balancing_loss
 from dcdm.model.transformer import Model, build
 
@@ -35,16 +38,38 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
 
 
-def ar_config(heads: int, kv_heads: int, head_dim: int, tied: bool) -> ModelConfig:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Qwen2": {"attention_bias": True, "qk_norm": False},
+    "Llama": {"qk_norm": False},
+    "Llama 3": {"qk_norm": False, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)},
+}
+
+
+def ar_config(heads: int, kv_heads: int, head_dim: int, tied: bool, family: str = "Qwen3") -> ModelConfig:
     return ModelConfig(
-        "ar", 61, 32, 3, heads, kv_heads, head_dim, 48, rope_theta=1e4, norm_eps=1e-5, tie_embeddings=tied
-    )
+        "ar", 61, 32, 3, heads, kv_heads, head_dim, 48, rope_theta=1e4, norm_eps=1e-5, tie_embeddings=tied,
+        **FAMILIES[family],
+    )  # fmt: skip
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """As `transformers` spells them."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {
+        "rope_type": "llama3", "rope_theta": config.rope_theta, "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }  # fmt: skip
 
 
 def twins(config: ModelConfig, seed: int) -> tuple[Model, nn.Module]:
-    """Our AR model and a `transformers` Qwen3 with the same random weights."""
-    theirs = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
+    """Our AR model and one of `transformers` of the same shape, with the same random weights."""
+    name = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else "Llama"
+    theirs = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,
@@ -53,7 +78,7 @@ def twins(config: ModelConfig, seed: int) -> tuple[Model, nn.Module]:
             head_dim=config.head_dim,
             intermediate_size=config.intermediate_size,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rope_parameters=rope_parameters(config),
             tie_word_embeddings=config.tie_embeddings,
             attn_implementation="eager",
         )
@@ -136,6 +161,76 @@ def test_gradients_of_the_next_token_loss_equal_transformers_qwen3_for_every_par
     assert_same_gradients(found, gradients(theirs))
     for name in ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.2.mlp.down_proj.weight"):
         assert found[name].abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Qwen3"])
+def test_logits_and_gradients_equal_transformers_for_every_shape_of_block(family: str, tied: bool) -> None:
+    config = ar_config(4, 2, 8, tied, family)
+    ours, theirs = twins(config, seed=7)
+    tokens, real = padded_batch(config, [150, 7, 10], seed=8)
+    logits, expected = ours(tokens).logits, theirs(tokens, attention_mask=real.long()).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits[real], expected[real], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(reference.forward(ours, tokens).logits[real], expected[real], atol=TOLERANCE, rtol=0)
+    next_token_loss(logits, tokens, real).backward()
+    next_token_loss(expected, tokens, real).backward()
+    found = gradients(ours)
+    assert_same_gradients(found, gradients(theirs))
+    if config.attention_bias:
+        assert all(found[f"layers.1.self_attn.{name}_proj.bias"].abs().max() > 1e-4 for name in "qkv")
+
+
+def test_scaled_rope_differs_from_plain_rope_where_waves_are_long() -> None:
+    """A control of the test above: without the scaling the same weights give other logits."""
+    scaled, theirs = twins(ar_config(4, 2, 8, tied=True, family="Llama 3"), seed=7)
+    plain = build(replace(scaled.config, rope_scaling=None))
+    plain.load_state_dict(scaled.state_dict())
+    tokens, _ = padded_batch(scaled.config, [150], seed=8)
+    with torch.no_grad():
+        assert (plain(tokens).logits - theirs(tokens).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["lanes", "causal", "paper"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_production_path_equals_the_literal_one_and_the_cache_for_every_shape_of_block(
+    family: str, kind: str
+) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "lanes": {"kind": "lanes", "lanes": (1, 2, 4)},
+        "causal": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8, "routing": "causal"},
+        "paper": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8},
+    }
+    config = replace(ar_config(4, 2, 8, True, family), **kinds[kind], chunk_out_init_std=0.1)
+    model = build(config, seed=1, dtype=torch.float64)
+    randomise(model, torch.Generator().manual_seed(2))
+    tokens, real = padded_batch(config, [40, 23], seed=3)
+    masked = None if kind == "lanes" else real & (torch.arange(40) % 3 > 0)
+    with torch.no_grad():
+        made = model(tokens, masked)
+        literal = reference.forward(model, tokens, masked, chunk_ids=made.chunk_ids)
+        torch.testing.assert_close(made.logits, literal.logits, atol=1e-9, rtol=0)
+        if kind != "paper":
+            assert made.chunk_ids is not None
+            assert torch.equal(reference.partition(model, tokens), made.chunk_ids)
+            cached, afresh = (
+                score(model, tokens, "trajectory", commit="chunk", cache=cache).nats for cache in ("exact", "none")
+            )
+            torch.testing.assert_close(cached, afresh, atol=1e-9, rtol=0)
+
+
+def test_hidden_specials_leave_the_other_logits_and_take_no_probability() -> None:
+    shown = build(ar_config(4, 2, 8, tied=True), seed=3)
+    hidden = build(replace(shown.config, hide_specials=True), seed=3)
+    tokens, _ = padded_batch(shown.config, [13, 9], seed=4)
+    with torch.no_grad():
+        all_logits, logits = shown(tokens).logits, hidden(tokens).logits
+        torch.testing.assert_close(reference.forward(hidden, tokens).logits, logits)
+    assert torch.equal(logits[..., :-3], all_logits[..., :-3])
+    assert (logits[..., -3:] == -torch.inf).all()
+    expected = F.cross_entropy(logits[0, :-1, :-3], tokens[0, 1:], reduction="sum").double()
+    torch.testing.assert_close(score(hidden, tokens[:1], "exact").nats[0], expected, atol=1e-4, rtol=0)
+    assert score(shown, tokens[:1], "exact").nats[0] > expected + 0.1
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6])

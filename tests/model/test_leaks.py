@@ -101,7 +101,7 @@ def leaky(model, reading):
 
     def stage(tokens, slots, block_mask, soft_mask):
         h = model.embed_tokens(tokens)
-        h, _ = reference.block(model.layers[0], h, slots, block_mask, model.config.rope_theta)
+        h, _ = reference.block(model.layers[0], h, slots, block_mask, model.config)
         return reference.chunking(model.chunking, h, soft_mask)
 
     def forward(clean, masked):

@@ -83,6 +83,20 @@ def test_the_number_of_lanes_is_drawn_per_row_and_leaves_them_long_enough():
     assert torch.equal(draw_lanes(config, Key(0), rows[7:], torch.full((293,), 100)), drawn[7:])
 
 
+def test_numbers_of_lanes_are_drawn_by_their_weights():
+    config = tiny.config("mdlm", kind="lanes", lanes=(4, 1, 2), lane_weights=(1.0, 6.0, 3.0))
+    rows = torch.arange(2_000)
+    drawn = draw_lanes(config, Key(0), rows, torch.full((2_000,), 100))
+    shares = [(drawn == number).float().mean().item() for number in (1, 2, 4)]
+    assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
+    short = draw_lanes(config, Key(0), rows, torch.full((2_000,), 9))
+    assert [(short == number).float().mean().item() for number in (1, 2, 4)] == pytest.approx(
+        [2 / 3, 1 / 3, 0], abs=0.03
+    )
+    none = replace(config, lane_weights=(0.0, 1.0, 0.0))
+    assert set(draw_lanes(none, Key(0), rows, torch.full((2_000,), 100)).tolist()) == {1}
+
+
 # --- one lane is AR -----------------------------------------------------------------------------------------------
 
 

@@ -103,7 +103,7 @@ def train(
         seed: Seed of the weights, the data order and the noise.
         checkpoint_every: Steps between checkpoints.
         evaluate_every: Steps between evaluations on the validation split.
-        init: Start weights: a run, an exported folder, or a local Qwen3 folder of transformers.
+        init: Start weights: a run, an exported folder, or a local folder of transformers (Llama, Qwen2, Qwen3).
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
@@ -111,11 +111,11 @@ def train(
         dry_run: Print what the run would cost, without starting it.
     """
     options = {option: value for option, value in locals().items() if option in SETTING_OF and value is not None}
-    changes = {SETTING_OF[option]: value for option, value in options.items()} | _assignments(set)
+    changes = {SETTING_OF[option]: value for option, value in options.items()} | assignments(set)
     if show_settings:
         _list_settings(preset, run, config, changes)
         return
-    sys.exit(_train(preset, run, config, changes, device, dry_run=dry_run))
+    sys.exit(start_run(preset, run, config, changes, device, dry_run=dry_run))
 
 
 def train_in_python(
@@ -146,14 +146,15 @@ def train_in_python(
     }
     changes = {name: value for name, value in given.items() if value is not None} | dict(settings or {})
     file = None if config is None else Path(config)
-    _train(preset, Path(run), file, changes, device, signals=False)
+    start_run(preset, Path(run), file, changes, device, signals=False)
     return Path(run)
 
 
-def _train(
+def start_run(
     preset: str | None, run: Path, file: Path | None, changes: Mapping[str, Any], device: Device,
     dry_run: bool = False, signals: bool = True,
 ) -> int:  # fmt: skip
+    """Start or resume a run, given what training itself does not know: start weights and pictures."""
     from dcdm.io.load import load_init
     from dcdm.training.run import run_training
     from dcdm.viewing.palette import chunk_picture
@@ -185,8 +186,8 @@ def _value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").rstrip("\n")
 
 
-def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Values of name=value, read as YAML."""
+def assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+    """What --set says: values of name=value, read as YAML."""
     import yaml
 
     values = {}

@@ -54,7 +54,8 @@ class ExampleMaker:
         templated = examples[0].templated
         texts = [text for example in examples for text in (example.prompt, example.response)]
         ids = self.tokenizer.encode_arrays(texts, templated)
-        return [(prompt, self._ended(response)) for prompt, response in zip(ids[::2], ids[1::2], strict=True)]
+        prompts = map(self.tokenizer.behind_bos, ids[::2]) if templated else ids[::2]
+        return [(prompt, self._ended(response)) for prompt, response in zip(prompts, ids[1::2], strict=True)]
 
     def _ended(self, response: np.ndarray) -> np.ndarray:
         """A template may have closed the response with EOS and a line break already."""

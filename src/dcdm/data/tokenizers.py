@@ -20,6 +20,8 @@ from tokenizers import Tokenizer as Backend
 from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.files import UnreadableFile, digest, read_json_object, read_limited, read_text, write_whole
 
+BOS_FOR = "bos_stands_for"
+"""In tokenizer_config.json: the id that BOS stands for."""
 MOST_HOLES = 1 << 16  # ids without a token; published tokenizers have a few thousand at most
 TEMPLATE_LIMIT = 1 << 20
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
@@ -42,8 +44,11 @@ class Tokenizer:
     never special ones, and nothing is added at either end.
     """
 
-    def __init__(self, backend: Backend, eos_id: int, chat_template: str | None = None) -> None:
-        self.backend = backend
+    def __init__(
+        self, backend: Backend, eos_id: int, chat_template: str | None = None, bos_for: int | None = None
+    ) -> None:
+        """`bos_for` is a token of a pretrained model that BOS stands for: chats may begin with it."""
+        self.backend, self.bos_for = backend, bos_for
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_id = eos_id
         self.bos_id, self.pad_id, self.mask_id = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
@@ -59,18 +64,19 @@ class Tokenizer:
     @classmethod
     def over(
         cls, base: Backend, eos: str | None = None, chat_template: str | None = None,
-        specials: Sequence[str | None] = (),
+        specials: Sequence[str | None] = (), bos_for: int | None = None,
     ) -> Tokenizer:  # fmt: skip
         """`base` with an EOS of its own if `eos` is not among its tokens, then BOS, PAD and MASK.
 
-        If the tokens named as BOS, PAD and MASK in `specials` are its last three ids already, nothing is added.
+        If the tokens named as BOS, PAD and MASK in `specials` are its last three ids already, nothing is added, and
+        `bos_for` is taken over.
         """
         size = base.get_vocab_size(with_added_tokens=True)
         eos_id = base.token_to_id(eos or "")
         if eos_id is not None and [base.token_to_id(name or "") for name in specials] == [
             *range(size - NUM_SPECIALS, size)
         ]:
-            return cls(base, eos_id, chat_template)
+            return cls(base, eos_id, chat_template, bos_for)
         backend = _without_holes(json.loads(base.to_str()))
         if eos is None or backend.token_to_id(eos) is None:
             eos = _free_name(backend, "eos")
@@ -81,6 +87,18 @@ class Tokenizer:
         if eos_id is None or ids != [*range(size - NUM_SPECIALS, size)]:
             raise DataError(f"BOS, PAD and MASK got the ids {ids} of {size}, not the last three")
         return cls(backend, eos_id, chat_template)
+
+    def with_bos_for(self, token: int) -> Tokenizer:
+        """The same tokenizer, its BOS standing for this token."""
+        return Tokenizer(self.backend, self.eos_id, self.chat_template, token)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of what a chat template wrote, to come behind BOS."""
+        return self.behind_bos(self.encode_arrays([text], templated=True)[0]).tolist()
+
+    def behind_bos(self, ids: np.ndarray) -> np.ndarray:
+        """`ids` without a first token that BOS stands for."""
+        return ids[1:] if len(ids) and ids[0] == self.bos_for else ids
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -142,7 +160,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """SHA-256 over what decides ids and text; equal for equal tokenizers, however they were stored."""
         content = _pruned(json.loads(self.backend.to_str()))
-        return digest([content, self.eos_id, self.bos_id, self.chat_template])
+        more = [] if self.bos_for is None else [self.bos_for]
+        return digest([content, self.eos_id, self.bos_id, self.chat_template, *more])
 
     @cached_property
     def cuts_between_words(self) -> bool:
@@ -162,6 +181,8 @@ class Tokenizer:
         }
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
+        if self.bos_for is not None:
+            config[BOS_FOR] = self.bos_for
         write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=False).encode())
         write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
@@ -178,7 +199,10 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         eos, *specials = (_content(config.get(f"{name}_token")) for name in ("eos", "bos", "pad", "mask"))
-        return cls.over(base, eos, _chat_template(folder, config), specials)
+        bos_for = config.get(BOS_FOR)
+        if bos_for is not None and (type(bos_for) is not int or base.id_to_token(bos_for) is None):
+            raise DataError(f"{folder / 'tokenizer_config.json'}: {BOS_FOR}={bos_for!r} is not one of its tokens")
+        return cls.over(base, eos, _chat_template(folder, config), specials, bos_for)
 
     @cached_property
     def _template_backend(self) -> Backend:
@@ -261,6 +285,11 @@ def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _through_transformers(spec: str) -> Tokenizer:
+    return adopted(ask_transformers(spec), spec)
+
+
+def ask_transformers(spec: str, **options: Any) -> Any:
+    """The tokenizer that `transformers` makes of a folder or a hub name."""
     from transformers import AutoTokenizer
 
     from dcdm.data.network import quick_hub
@@ -268,15 +297,22 @@ def _through_transformers(spec: str) -> Tokenizer:
     answers = True
     try:
         with quick_hub() as answers:
-            loaded = AutoTokenizer.from_pretrained(spec)
+            return AutoTokenizer.from_pretrained(spec, **options)
     except Exception as error:  # network, cache, repository and format errors have no common base
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        why = f"transformers cannot load it: {reason}" if answers else "the hub cannot be reached"
+        why = f"transformers cannot load it: {reason}"
+        if Path(spec).is_dir():
+            raise DataError(f"the tokenizer in {spec}: {why}") from error
+        why = why if answers else "the hub cannot be reached"
         raise DataError(f"tokenizer {spec!r} is neither bytes, bpe:N nor a folder here, and {why}") from error
+
+
+def adopted(loaded: Any, name: str) -> Tokenizer:
+    """A tokenizer of `transformers` as ours; `name` is for messages."""
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
-        raise DataError(f"tokenizer {spec!r} has no fast version; choose one with a tokenizer.json")
+        raise DataError(f"tokenizer {name!r} has no fast version; choose one with a tokenizer.json")
     template = loaded.chat_template if isinstance(loaded.chat_template, str) else None
     specials = (loaded.bos_token, loaded.pad_token, loaded.mask_token)
     return Tokenizer.over(backend, loaded.eos_token, template, specials)

@@ -170,4 +170,4 @@ class Cached(Predictor):
 def predictable(model: Model, states: Tensor) -> Tensor:
     """Logits (…, V−3) of the tokens that can be predicted; specials are excluded for AR too."""
     logits = model.token_logits(states)
-    return logits[..., :-NUM_SPECIALS] if model.config.kind == "ar" else logits
+    return logits[..., :-NUM_SPECIALS] if model.config.predicts_specials else logits

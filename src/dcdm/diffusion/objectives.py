@@ -132,7 +132,12 @@ def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) ->
     choices = torch.tensor(sorted(config.lanes))
     fits = (num_free[:, None] >= LANE_LENGTH * choices).sum(dim=-1).clamp(min=1)
     drawn = key.fold("lanes").rows(rows, 1)[:, 0]
-    return choices[(drawn * fits).long()]
+    if config.lane_weights is None:
+        return choices[(drawn * fits).long()]
+    by_lanes = dict(zip(config.lanes, config.lane_weights, strict=True))
+    upto = torch.tensor([by_lanes[number] for number in choices.tolist()], dtype=torch.float64).cumsum(dim=0)
+    reached = (drawn * upto[fits - 1])[:, None] >= upto  # of the weights of those that fit
+    return choices[torch.minimum(reached.sum(dim=-1), fits - 1)]
 
 
 def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> tuple[Tensor, Tensor]:

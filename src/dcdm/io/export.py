@@ -31,14 +31,14 @@ def export(source: Path, folder: Path, *, average: bool = True) -> None:
 
     The folder appears whole or not at all.
     """
-    _check_free(folder)
+    check_free(folder)
     model, tokenizer = load_model(source, average=average)
     write(model, tokenizer, folder, _card(model, source))
 
 
 def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
     """A model in memory as an exported folder with this model card."""
-    _check_free(folder)
+    check_free(folder)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
         aside.mkdir(parents=True)
@@ -60,7 +60,8 @@ def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
         raise
 
 
-def _check_free(folder: Path) -> None:
+def check_free(folder: Path) -> None:
+    """Refuse a folder that exists, before anything is computed for it."""
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another folder or remove it")
 

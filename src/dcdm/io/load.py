@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object, read_limited
-from dcdm.io.importing import load_qwen3
+from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
+from dcdm.io.importing import is_transformers, load_transformers
+from dcdm.model import lora
 from dcdm.model.transformer import Model, build, state_shapes
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
@@ -113,12 +114,15 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
     if problems := settings_problems(record, config, run) + other_tokenizer(record, tokenizer, run):
         raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
     averaged = average and config.train.ema_decay
+    rank, alpha = config.train.lora, config.train.lora_alpha
 
     def weights() -> dict[str, Tensor]:
-        return load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
+        state = load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
+        return lora.merged(state, lora.scale_of(rank, alpha)) if rank else state
 
     def shapes() -> dict[str, tuple[int, ...]]:
-        return stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
+        stored = stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
+        return {name: shape for name, shape in stored.items() if not (rank and lora.is_adapter(name))}
 
     _check_vocabulary(config.model, tokenizer, run)
     return ModelSource(config.model, tokenizer, weights, shapes, checkpoint, run)
@@ -227,22 +231,15 @@ def _special_float(found: dict) -> object:
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
-def _limited(path: Path) -> bytes:
-    try:
-        return read_limited(path)
-    except UnreadableFile as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
 def load_init(model: Model, source: str) -> None:
     """Copy start weights, the `init` of a run's settings, into a model.
 
-    `source` is a run, a checkpoint, an exported folder, or a local Qwen3 folder of `transformers`.
+    `source` is a run, a checkpoint, an exported folder, or a local folder of `transformers` with a Llama, Qwen2 or
+    Qwen3.
     """
     path = Path(source)
-    config = path / "config.json"
-    if config.exists() and b'"qwen3"' in _limited(config):
-        load_qwen3(model, path)
+    if is_transformers(path):
+        load_transformers(model, path)
         return
     start, _ = load_model(path)
     wrong = [n for n, p in start.state_dict().items()

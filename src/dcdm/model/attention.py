@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, ModelConfig, RopeScaling
 from dcdm.model import blockmask, explicit
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
@@ -288,13 +288,24 @@ def _attention_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tup
 tiled_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
 
 
-def rotary_tables(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(position: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE for positions (B, S): two tensors (B, S, 1, D)."""
     precision = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=precision) / head_dim
-    angle = position[:, :, None, None].to(precision) * (1.0 / theta**exponent)
+    exponent = torch.arange(0, config.head_dim, 2, device=position.device, dtype=precision) / config.head_dim
+    frequency = 1.0 / config.rope_theta**exponent
+    if config.rope_scaling is not None:
+        frequency = _slowed(frequency, config.rope_scaling)
+    angle = position[:, :, None, None].to(precision) * frequency
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _slowed(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Frequencies of long waves divided by `factor`, those of short waves as they are, a blend between."""
+    turns = scaling.original_length * frequency / (2 * math.pi)  # over the original length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

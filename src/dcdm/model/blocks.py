@@ -1,5 +1,7 @@
 """A decoder block: grouped-query attention and an MLP in the style of Qwen3, or a mixture of experts.
 
+Settings make it a block of Qwen2 (biases, no norms of queries and keys) or of Llama (neither).
+
 The mixture is that of Qwen2-MoE, dropless. That matters beyond quality: dropping tokens by capacity would couple
 tokens across chunks and leak.
 
@@ -22,27 +24,29 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with per-head RMSNorm on queries and keys."""
+    """Grouped-query attention, with per-head RMSNorm on queries and keys where the settings say so."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d, self.head_dim = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(d, config.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=False)
+        biased = config.attention_bias
+        self.q_proj = nn.Linear(d, config.num_heads * self.head_dim, bias=biased)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, d, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
     def queries(self, x_bsd: Tensor) -> Tensor:
-        """(B, S, H, D), normed, without RoPE."""
+        """(B, S, H, D), without RoPE."""
         return self.q_norm(self._heads(self.q_proj(x_bsd)))
 
     def keys(self, x_bsd: Tensor) -> Tensor:
-        """(B, S, G, D), normed, without RoPE."""
+        """(B, S, G, D), without RoPE."""
         return self.k_norm(self._heads(self.k_proj(x_bsd)))
 
     def values(self, x_bsd: Tensor) -> Tensor:

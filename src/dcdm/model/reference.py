@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import NUM_SPECIALS
+from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import masks, routing
 from dcdm.model.attention import rotary_tables, rotate
 from dcdm.model.blocks import Block
@@ -27,11 +27,11 @@ from dcdm.model.transformer import Encoded, Model, Output, substitute
 
 
 def block(
-    layer: Block, h_bsd: Tensor, slots: Slots, allowed_bss: Tensor, theta: float
+    layer: Block, h_bsd: Tensor, slots: Slots, allowed_bss: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Pre-norm attention and MLP."""
     attention, x_bsd = layer.self_attn, layer.input_layernorm(h_bsd)
-    tables = rotary_tables(slots.position, attention.head_dim, theta, h_bsd.dtype)
+    tables = rotary_tables(slots.position, config, h_bsd.dtype)
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, attention.head_dim))
@@ -65,7 +65,7 @@ class Pass:
         """Blocks first…last−1, the chunking attention after block 0 where the model has one."""
         for number, layer in list(enumerate(self.model.layers))[first:last]:
             assert isinstance(layer, Block)
-            h_bsd, gate = block(layer, h_bsd, self.slots, self.allowed, self.model.config.rope_theta)
+            h_bsd, gate = block(layer, h_bsd, self.slots, self.allowed, self.model.config)
             self.gates += [] if gate is None else [gate]
             if number == 0 and chunks and self.model.chunking is not None:
                 h_bsd, self.r = chunking(self.model.chunking, h_bsd, self.allowed)
@@ -173,10 +173,11 @@ def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **option
     """What `Model.forward` returns, all B × L × V logits included."""
     encoded = encode(model, tokens, masked, **options)
     logits = F.linear(encoded.states, model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight)
+    if not model.config.predicts_specials:
+        logits[..., -NUM_SPECIALS:] = -torch.inf
     if model.config.kind != "ar":
         if model.config.predicts_from_left:
             masked = model.sets(tokens, options.get("prompt")).free
         assert masked is not None
-        logits[..., -NUM_SPECIALS:] = -torch.inf
         logits = substitute(logits, tokens, masked)
     return Output(logits, encoded.chunk_ids, encoded.router_scores)

@@ -34,12 +34,12 @@ class Rounds:
         chunking: ChunkingAttention,
         free: Tensor,
     ) -> None:
-        self.rope_theta, self.embed_tokens = config.rope_theta, embed_tokens
+        self.config, self.embed_tokens = config, embed_tokens
         self.block, self.chunking = block, chunking
         attention = block.self_attn
         self.hidden = free.clone()
         rows, length = free.shape
-        self.mask_d = embed_tokens.weight[config.mask_id]
+        self.mask_d = embed_tokens(torch.tensor(config.mask_id, device=free.device))
         mask_11d = block.input_layernorm(self.mask_d)[None, None]
         self.q_1lhd = rotate(
             attention.queries(mask_11d), self._tables(torch.arange(length, device=free.device)[None])
@@ -56,7 +56,7 @@ class Rounds:
         self.mean_blhd = value_hd.expand(rows, length, -1, -1).clone()  # numerator over e^peak
 
     def _tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_tables(position, self.block.self_attn.head_dim, self.rope_theta, self.mask_d.dtype)
+        return rotary_tables(position, self.config, self.mask_d.dtype)
 
     def reveal(self, members: Tensor, tokens: Tensor) -> None:
         """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once."""

@@ -96,6 +96,8 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(std=std, generator=generator)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
             elif isinstance(module, nn.RMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, Experts):
@@ -238,7 +240,7 @@ class Model(nn.Module):
         routed = cache.allowed(masks.left if self.config.predicts_from_left else masks.chunk_causal)
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
-        rotary = rotary_tables(slots.position, self.config.head_dim, self.config.rope_theta, h_bqd.dtype)
+        rotary = rotary_tables(slots.position, self.config, h_bqd.dtype)
         for number, (layer, own) in enumerate(zip(self.layers, cache.layers, strict=True)):
             routes = number == 0 and self.chunking is not None
             is_last = number == len(self.layers) - 1 and not routes
@@ -257,18 +259,18 @@ class Model(nn.Module):
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
         logits = self.token_logits(states)
-        if self.config.kind == "ar":
+        if self.config.predicts_specials:
             return logits
         return F.pad(logits, (0, NUM_SPECIALS), value=-torch.inf)
 
     def token_logits(self, states: Tensor) -> Tensor:
-        """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) for diffusion kinds."""
+        """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) where specials cannot be."""
         return F.linear(states, self.head_weight())
 
     def head_weight(self) -> Tensor:
         """The head's rows of the tokens that can be predicted."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return weight if self.config.kind == "ar" else weight[:-NUM_SPECIALS]
+        return weight if self.config.predicts_specials else weight[:-NUM_SPECIALS]
 
     def sets(self, tokens: Tensor, prompt: Tensor | None = None) -> Sets:
         """Padding, always-visible and free positions of `tokens` (B, L)."""
@@ -379,7 +381,7 @@ class Model(nn.Module):
         return h_bqd, [gate_logits[counted[:, : plan.num_queries]]]
 
     def _rotary(self, plan: AttentionPlan, h: Tensor) -> Rotary:
-        return rotary_tables(plan.slots.position, self.config.head_dim, self.config.rope_theta, h.dtype)
+        return rotary_tables(plan.slots.position, self.config, h.dtype)
 
     def _plan(self, mask: masks.Mask, slots: Slots, draws: int = 1) -> AttentionPlan:
         return AttentionPlan.of(mask, slots, self._backend(), draws)

@@ -131,7 +131,7 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
         text = template.render([{"role": m.role, "content": m.text()} for m in request.messages], answering=True)
     except ChatError as error:
         raise bad_request(str(error), "messages") from error
-    ids = served.check_ids(served.tokenizer.encode_arrays([text], templated=True)[0].tolist(), "messages")
+    ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
     new_tokens = served.check_lengths(ids, request.max_completion_tokens or request.max_tokens)
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)

@@ -22,7 +22,7 @@ from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, TrainState
 from dcdm.training.fsdp import clip_gradients, run_gathered, shard, sync_gradients
-from dcdm.training.optimizers import make_optimizer
+from dcdm.training.optimizers import make_optimizer, trainable
 from dcdm.training.settings import TrainConfig
 
 Evaluate = Callable[[Model, int], Mapping[str, float]]
@@ -85,6 +85,7 @@ def train(
     checkpoint_every: int = 1_000,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1_000,
+    evaluate_first: bool = False,
 ) -> int:
     """Train `model` in place, resuming from the newest checkpoint if there is one; returns the steps done.
 
@@ -98,13 +99,15 @@ def train(
         model.compile_blocks()
     model.activation_checkpointing = settings.activation_checkpointing
     optimizer = make_optimizer(model, settings)
-    average = {name: p.detach().clone() for name, p in model.named_parameters()} if settings.ema_decay else {}
+    average = {name: p.detach().clone() for name, p in trainable(model)} if settings.ema_decay else {}
     state = TrainState(model, optimizer, {"ema": average} if average else {})
     step = _resume(state, loader, checkpointer, hooks)
     hooks.on_resume(step)
     key, bias_rate = Key(settings.seed), objective.bias_rate_for(model.config)
     batches = _batches(loader, world)
     figures: Mapping[str, float] = {}
+    if evaluate is not None and evaluate_first and step == 0:
+        hooks.on_evaluation(0, evaluate(model, 0))
 
     while step < settings.steps:
         micro = next(batches)
@@ -210,7 +213,7 @@ def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
 
 @torch.no_grad()
 def _update_average(average: dict[str, Tensor], model: Model, decay: float) -> None:
-    for name, parameter in model.named_parameters() if average else ():
+    for name, parameter in trainable(model) if average else ():
         average[name].lerp_(parameter, 1 - decay)
 
 

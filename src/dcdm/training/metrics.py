@@ -37,7 +37,7 @@ class Recorder:
     def __init__(self, folder: Path, config: RunConfig, console: Console, world: World | None = None) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.figures: dict[str, float] = {}
-        self._flops = bill(config.model).training
+        self._flops = bill(config.model, config.window).training
         self._peak = _global_peak(world or World())
         self._since = (time.perf_counter(), 0, 0)
         self._speed: Mapping[str, float] = {}  # as last logged
@@ -94,7 +94,7 @@ class Recorder:
         parts = []
         for name, value in figures.items():
             if not name.endswith("_stderr"):
-                parts.append(f"{_label(name)} {with_stderr(value, figures.get(f'{name}_stderr'))}")
+                parts.append(f"{label(name)} {with_stderr(value, figures.get(f'{name}_stderr'))}")
         shown = ", ".join(parts)
         self.console.print(f"step {step}: {shown} nats/token")
 
@@ -176,10 +176,11 @@ class Recorder:
         return wandb.init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """What a figure of an evaluation is called on the screen."""
     if name.startswith("lanes_"):
-        return f"{name.split('_')[1]} lanes"
+        number = name.split("_")[1]
+        return f"{number} lane" if number == "1" else f"{number} lanes"
     return "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
 
 

@@ -28,14 +28,20 @@ def make_optimizer(model: Model, settings: TrainConfig) -> torch.optim.Optimizer
     return muon(model, settings) if settings.optimizer == "muon" else adamw(model, settings)
 
 
+def trainable(model: Model) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are not frozen, by name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def adamw(model: Model, settings: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices, not on norms and embeddings."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainable(model):
         is_plain = parameter.ndim < 2 or name.startswith("embed_tokens")
         (plain if is_plain else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.adam_eps)
 
 
@@ -44,7 +50,7 @@ def muon(model: Model, settings: TrainConfig) -> Muon:
     matrices: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainable(model):
         if parameter.ndim >= 2 and not name.startswith(("embed_tokens", "lm_head")):
             matrices.append(parameter)
         else:

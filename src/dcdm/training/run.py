@@ -24,6 +24,7 @@ from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
+from dcdm.model import lora
 from dcdm.model.costs import activation_bytes, bill, state_bytes
 from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
@@ -184,8 +185,8 @@ def _train(
 ) -> int:  # fmt: skip
     types = precision(config.train.dtype, world.device)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
-    train_set = data.dataset("train", config.model.context_length, config.data.overlong)
-    valid_set = data.dataset("validation", config.model.context_length, config.data.overlong)
+    train_set = data.dataset("train", config.window, config.data.overlong)
+    valid_set = data.dataset("validation", config.window, config.data.overlong)
     batches = Loader(
         train_set, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
@@ -194,6 +195,8 @@ def _train(
     model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
     if config.init is not None and load_init is not None:
         load_init(model, config.init)
+    if config.train.lora:
+        lora.attach(model, config.train.lora, config.train.lora_alpha, config.train.seed)
 
     with ExitStack() as stack:
         stop = stack.enter_context(_signals()) if signals else _never
@@ -219,7 +222,7 @@ def _train(
             done = train(
                 model, batches, config.train, config.objective, world=world, hooks=hooks,
                 checkpointer=checkpointer, checkpoint_every=config.checkpoint_every,
-                evaluate=assess, evaluate_every=config.evaluate_every,
+                evaluate=assess, evaluate_every=config.evaluate_every, evaluate_first=config.evaluate_first,
             )  # fmt: skip
         except NotFinite as error:
             _keep_batch(error, folder, world)
@@ -333,8 +336,8 @@ def _signals() -> Iterator[Callable[[], bool]]:
 
 def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
     """What the run would cost, without starting it."""
-    costs, train_settings = bill(config.model), config.train
-    length = config.model.context_length
+    length = config.window
+    costs, train_settings = bill(config.model, length), config.train
     tokens = train_settings.steps * train_settings.batch_size * length
     saves = train_settings.steps // config.checkpoint_every + (train_settings.steps % config.checkpoint_every > 0)
     size = 12 * costs.total_parameters  # weights and two moments in fp32
@@ -351,7 +354,7 @@ def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
     for count in devices:
         share = max(1, train_settings.batch_size // count)
         rows = min(share, train_settings.micro_batch or share)
-        memory = state_bytes(config.model, count) + activation_bytes(config.model, rows)
+        memory = state_bytes(config.model, count) + activation_bytes(config.model, rows, length)
         lines.append(
             f"{count:3d} device{'s' if count > 1 else ' '}  {memory / 1e9:.1f} GB each at {rows} windows a pass; "
             f"{costs.step_seconds(train_settings.batch_size, count, 0.4):.3g} s a step on H800 at 40 %"

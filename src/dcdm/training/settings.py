@@ -55,6 +55,10 @@ class TrainConfig:
     CUDA and fp32 elsewhere."""
     compile: bool = False
     activation_checkpointing: bool = False
+    lora: int = 0
+    """Rank of adapters on the blocks, which are trained in place of all weights; 0 means none."""
+    lora_alpha: float | None = None
+    """What adapters add is scaled by this over their rank; None means twice the rank."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,6 +80,10 @@ class TrainConfig:
             raise ConfigError(f"muon_momentum={self.muon_momentum} must be at least 0 and below 1")
         if self.ema_decay == 1:
             raise ConfigError("ema_decay=1 would never take up a trained weight; choose a value below 1")
+        if self.lora < 0:
+            raise ConfigError(f"lora={self.lora} must be 0 or more: the rank of the adapters")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise ConfigError(f"lora_alpha={self.lora_alpha} must be above 0")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps} must be 0 or more")
 
@@ -90,6 +98,8 @@ class DataChoice:
     validation: tuple[str, ...] = ()
     reading: DataConfig = field(default_factory=DataConfig)
     overlong: Literal["truncate", "drop"] = "truncate"
+    window: int | None = None
+    """Positions of a training window; None means the model's context length."""
     workers: int | None = None
     """Processes of the preparation."""
     loader_workers: int = 0
@@ -104,8 +114,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataChoice = field(default_factory=DataChoice)
     init: str | None = None
-    """Start weights: a run, an exported folder, or a local Qwen3 folder of `transformers`."""
+    """Start weights: a run, an exported folder, or a local folder of `transformers` (Llama, Qwen2, Qwen3)."""
     evaluate_every: int = 1_000
+    evaluate_first: bool = False
+    """Evaluate before the first step, too: what start weights are worth."""
     evaluate_sequences: int = 64
     evaluate_samples: int = 4
     checkpoint_every: int = 1_000
@@ -120,6 +132,15 @@ class RunConfig:
         for name in ("evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 2 <= self.window <= self.model.max_position:
+            raise ConfigError(
+                f"data.window={self.window} must lie between 2 and model.max_position={self.model.max_position}"
+            )
+
+    @property
+    def window(self) -> int:
+        """Positions of a training window."""
+        return self.model.context_length if self.data.window is None else self.data.window
 
 
 def preset_defaults(name: str) -> dict[str, Any]:
@@ -162,7 +183,7 @@ def _sources(
         from_file = _read_yaml(Path(file), f"--config {file}")
         named = from_file.pop("preset", None)
         preset_name = preset_name or named
-    if preset_name is None and "model" not in from_file:
+    if preset_name is None and "model" not in {*from_file, *changes}:
         raise ConfigError("--preset is missing; `dcdm presets` lists them")
     from_preset: dict[str, Any] = {}
     if preset_name is not None:

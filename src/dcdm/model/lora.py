@@ -1,0 +1,105 @@
+"""Low-rank adapters (LoRA): a frozen weight W is used as W + s·BA, and A and B alone are trained.
+
+They sit on the matrices of the blocks; of the embedding, the rows of BOS, PAD and MASK get a trainable addend,
+since a pretrained model does not know these tokens. A chunking attention is trained whole. Adapters lie beside the
+weights in the state dict (`….q_proj.weight`, `….q_proj.lora_a`, `….q_proj.lora_b`), so merging is arithmetic on it.
+
+    r rank   o, i rows and columns of a weight   d hidden size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcdm.config import NUM_SPECIALS
+from dcdm.model.transformer import Model
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+A, B, ROWS = "lora_a", "lora_b", "lora_rows"
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer and its adapter."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = frozen.in_features, frozen.out_features, scale
+        self.weight, self.bias = frozen.weight, frozen.bias
+        drawn = torch.randn(rank, self.in_features, generator=generator) / math.sqrt(self.in_features)
+        self.lora_a = nn.Parameter(drawn.to(frozen.weight))
+        self.lora_b = nn.Parameter(frozen.weight.new_zeros(self.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class LoraEmbedding(nn.Embedding):
+    """A frozen embedding whose last three rows, the specials', have a trainable addend."""
+
+    def __init__(self, frozen: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        for name in (
+            "num_embeddings",
+            "embedding_dim",
+            "padding_idx",
+            "max_norm",
+            "norm_type",
+            "scale_grad_by_freq",
+        ):
+            setattr(self, name, getattr(frozen, name))
+        self.sparse, self.weight = frozen.sparse, frozen.weight
+        self.lora_rows = nn.Parameter(torch.zeros_like(frozen.weight[-NUM_SPECIALS:]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        addend = F.pad(self.lora_rows, (0, 0, 1, 0))  # row 0 is for all other tokens
+        which = (tokens - (self.num_embeddings - NUM_SPECIALS - 1)).clamp(min=0)
+        return super().forward(tokens) + F.embedding(which, addend)
+
+
+def scale_of(rank: int, alpha: float | None) -> float:
+    """s of W + s·BA: alpha over rank, by default 2."""
+    return 2.0 if alpha is None else alpha / rank
+
+
+def attach(model: Model, rank: int, alpha: float | None = None, seed: int = 0) -> None:
+    """Freeze the model and give it adapters, which do nothing yet; in place."""
+    model.requires_grad_(False)
+    generator, scale = torch.Generator().manual_seed(seed), scale_of(rank, alpha)
+    for module in model.layers.modules():
+        for name, child in list(module.named_children()):
+            if name in TARGETS and isinstance(child, nn.Linear):
+                setattr(module, name, LoraLinear(child, rank, scale, generator))
+    if not model.config.predicts_specials:  # else a tied head has these rows, too
+        model.embed_tokens = LoraEmbedding(model.embed_tokens)
+    if model.chunking is not None:
+        model.chunking.requires_grad_(True)
+
+
+def adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name of the adapted weight, A, B) of every adapter in a state dict."""
+    for name, a in state.items():
+        if name.endswith(f".{A}"):
+            prefix = name.removesuffix(A)
+            yield f"{prefix}weight", a, state[f"{prefix}{B}"]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether an entry of a state dict belongs to an adapter."""
+    return name.rpartition(".")[2] in (A, B, ROWS)
+
+
+def merged(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """A state dict with its adapters added to the weights: that of a plain model."""
+    plain = {name: value for name, value in state.items() if not is_adapter(name)}
+    for name, a, b in adapters(state):
+        plain[name] = plain[name] + (scale * (b.double() @ a.double())).to(plain[name].dtype)
+    if (rows := state.get(f"embed_tokens.{ROWS}")) is not None:
+        weight = plain["embed_tokens.weight"].clone()
+        weight[-NUM_SPECIALS:] += rows
+        plain["embed_tokens.weight"] = weight
+    return plain

