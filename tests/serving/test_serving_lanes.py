@@ -143,7 +143,39 @@ def test_the_playground_has_a_dial_for_lanes(server, tmp_path):
         page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
         assert "12 tokens in 6 forwards" in page.text("status")
         assert page.complaints() == []
+        assert "--lanes 2" in page.text("code")
     with live("causal") as other, chromium(tmp_path / "second") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(other.url, prompt="ab")
         assert page.js("document.getElementById('a-lanes').closest('.field').hidden")
+        assert page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)") == [
+            "chunk", "confidence", "order"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, dark):
+    pytest.importorskip("selenium")
+    with chromium(tmp_path / "profile") as driver:
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        page.open(server.url, width=390, height=844, dark=dark, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
+        page.generate()
+        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+        page.scrub(3)
+        lane = [0, 0, 1, 1, 0, *[1] * 4, *[2] * 6, *[3] * 6, *[4] * 6]
+        heads = [5, 11, 17, 23]
+        for position, cell in enumerate(page.cells()):
+            if not lane[position]:
+                assert "given" in cell["look"]
+                continue
+            assert f"chunk-{lane[position]}" in cell["look"]
+            assert ("lane-head" in cell["look"]) == (position in heads)
+            assert ("masked" in cell["look"]) == (cell["forward"] == 0)
+        assert sum(cell["forward"] > 0 for cell in page.cells()) == 12
+        assert page.overflow() == 0
+        widest = "Math.max(...[...document.querySelectorAll('#runs .token')].map((cell) => cell.offsetWidth))"
+        assert page.js(widest) < 60, "heads stand in their lines"
+        page.shot(f"playground-lanes-390-{'dark' if dark else 'light'}")
+        page.click("#colours label:nth-of-type(3)")  # by confidence
+        assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
+        assert page.complaints() == []
