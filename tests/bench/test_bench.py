@@ -1,11 +1,15 @@
 import json
+import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import dcdm
+import tiny
 from dcdm.bench import subjects
+from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_of
 from dcdm.bench.harness import Case, measure_case, read_earlier, to_json
 from dcdm.cli import main
 from dcdm.config import ConfigError
@@ -143,3 +147,60 @@ def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
     assert [row["path"] for row in told["rows"]] == ["batched", "one at a time"] * 2
     assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
     assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])
+
+
+# --- the frontier of decoders ------------------------------------------------------------------------------------
+
+
+def timing(model, kind, commit, per_forward, nats, measure="trajectory", cache="exact", routing="auto"):
+    return DecoderTiming(
+        model,
+        kind,
+        routing,
+        commit,
+        cache,
+        1.0,
+        1.0,
+        per_forward,
+        1.0,
+        nats / math.log(2),
+        0.1,
+        nats,
+        0.05,
+        measure,
+    )
+
+
+def test_a_frontier_is_what_no_other_decoder_of_the_model_beats_in_both():
+    rows = [
+        timing("a", "bdlm", "position", 1.0, 2.0), timing("a", "bdlm", "chunk", 8.0, 2.5),
+        timing("a", "bdlm", "steps:2", 4.0, 2.6), timing("a", "bdlm", "steps:4", 2.0, 2.2),
+        timing("a", "bdlm", "ancestral:8", 16.0, 1.0, "bound"),
+        timing("a", "bdlm", "chunk", 8.0, 2.4, cache="frozen"),
+        timing("a", "bdlm", "threshold:0.9", 8.0, 0.1, routing="adablock"),
+        timing("b", "lanes", "1 lanes", 1.0, 1.0), timing("c", "lanes", "1 lanes", 1.0, 1.1),
+    ]  # fmt: skip
+    bdlm, first, second = frontiers(rows)
+    assert [row.commit for row in bdlm.best] == ["chunk", "steps:4", "position"]
+    assert {row.commit for row in bdlm.beaten} == {"steps:2", "ancestral:8"}, "a bound is never on the line"
+    assert (bdlm.name, first.name, second.name) == ("BDLM", "lanes: b", "lanes: c")
+    assert first.colour == second.colour != bdlm.colour
+
+
+def test_all_kinds_fit_into_one_picture(tmp_path):
+    kinds = ("ar", "lanes", "dcdm-strided", "bdlm", "mdlm", "dcdm-causal", "dcdm-random", "bdlm, from the left")
+    rows = [timing(k, k, c, n, 2 + 0.1 * n) for k in kinds for c, n in (("position", 1.0), ("chunk", 8.0))]
+    looks = [(one.colour, one.marker, one.dash) for one in frontiers(rows)]
+    assert len(set(looks)) == len(kinds)
+    draw_decoders(rows, tmp_path / "plot.svg")
+    said = re.findall(r"<!-- (.*?) -->", (tmp_path / "plot.svg").read_text())
+    assert {"AR", "lanes", "strided", "BDLM", "MDLM", "causal", "nats per byte of held-out text"} <= set(said)
+    assert {"1/8", "1"} <= set(said)
+
+
+def test_models_are_called_by_the_partition_they_follow():
+    assert kind_of(tiny.config("strided")) == "dcdm-strided"
+    assert kind_of(tiny.config("causal", prior="strided", prior_weight=math.inf)) == "dcdm-strided"
+    assert kind_of(tiny.config("causal")) == "dcdm-causal"
+    assert kind_of(tiny.config("bdlm", predict="left")) == "bdlm, from the left"
+    assert kind_of(tiny.config("mdlm", kind="lanes", lanes=(1, 2))) == "lanes"

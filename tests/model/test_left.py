@@ -355,6 +355,25 @@ def test_texts_longer_than_the_context_are_written_window_by_window(lanes):
     assert {event.window for event in cached.history} == {0, 1, 2, 3}
 
 
+def test_events_name_the_lane_of_every_position_in_every_window_and_row():
+    network, mask = model("lanes"), model("lanes").config.mask_id
+    prompts = [[4, mask, mask, mask, 5, mask, mask], [1, 2]]
+    done = dcdm.generate(network, prompts, max_new_tokens=[0, 25], window=16, overlap=5, lanes=3, seed=2)
+    found = {}
+    for event in done.history:
+        assert len(event.lanes) == len(event.positions) == len(set(event.lanes)), "one token of each lane"
+        for position, lane in zip(event.positions, event.lanes, strict=True):
+            found.setdefault((event.row, event.window), {})[position] = lane
+    assert found[0, 0] == {2: 1, 3: 1, 4: 2, 6: 2, 7: 3}
+    assert {window for row, window in found if row == 1} == {0, 1, 2}
+    for (row, _), lanes in found.items():
+        numbers = [lanes[position] for position in sorted(lanes)]
+        sizes = [numbers.count(lane) for lane in (1, 2, 3)]
+        assert numbers == sorted(numbers), row
+        assert max(sizes) - min(sizes) <= 1
+    assert not any(event.lanes for event in dcdm.generate(model("bdlm"), [[1]], max_new_tokens=4).history)
+
+
 def test_every_slot_is_computed_once_beside_the_seeds():
     network = model("lanes")
     done = dcdm.generate(network, [[1, 2, 3]], max_new_tokens=24, lanes=4)

@@ -1,11 +1,13 @@
 """A served model that writes in lanes: completions, filling, its card, and the playground's dial."""
 
+import json
+
 import pytest
 
 import dcdm
 import tiny
 from browser import Page, artefacts, chromium
-from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from live import NAME, events, live
 
 
@@ -46,6 +48,79 @@ def test_filling_reports_as_many_tokens_a_forward_as_there_are_lanes(server):
     assert sizes == [4, 4, 4]
 
 
+def streamed(server, path, body):
+    """The choices of a stream, and its last line."""
+    answer = server.post(path, body | {"stream": True, "model": NAME})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+
+
+def test_a_stream_tells_ahead_what_it_is_asked_to_and_its_text_stays_the_same(server):
+    body = {"prompt": "ab", "max_tokens": 12, "seed": 0, "lanes": 4, "stop_at_eos": False}
+    whole = server.post("/v1/completions", body | {"model": NAME}).json()["choices"][0]["text"]
+    plain = streamed(server, "/v1/completions", body)
+    asked = streamed(server, "/v1/completions", body | {"provisional": True})
+    assert "".join(choice["text"] for choice in plain) == whole == "".join(choice["text"] for choice in asked)
+    assert all(set(choice) == {"index", "text", "finish_reason", "logprobs"} for choice in plain)
+    assert asked[-1]["reading"] == 12
+    generated = expected(server, "ab", max_new_tokens=12, lanes=4, eos_id=-1).completions[0]
+    tokenizer = server.app.state.served.tokenizer
+    ahead = [one for choice in asked for one in choice["provisional"]]
+    assert {one["lane"] for one in ahead} == {2, 3, 4}
+    for one in ahead:
+        assert one["lane"] == 1 + one["position"] // 3
+        before, behind = generated[: one["position"]], generated[one["position"] + one["tokens"] :]
+        assert tokenizer.decode(before) + one["text"] + tokenizer.decode(behind) == tokenizer.decode(generated)
+
+
+def test_chats_tell_ahead_too_and_ask_for_a_stream():
+    plain = byte_tokenizer()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(plain.backend, plain.eos_id, template)
+    network = tiny.model("mdlm", tokenizer.vocab_size - 3, kind="lanes", lanes=(1, 2, 4), scale=6.0).float()
+    body = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 12, "seed": 0, "stop_at_eos": False}
+    with live(model=(network, tokenizer)) as chatting:
+        plain = streamed(chatting, "/v1/chat/completions", body)
+        asked = streamed(chatting, "/v1/chat/completions", body | {"provisional": True})
+        refused = chatting.post("/v1/chat/completions", body | {"provisional": True})
+    texts = ["".join(choice["delta"].get("content", "") for choice in part) for part in (plain, asked)]
+    assert texts[0] == texts[1]
+    assert not any("provisional" in choice for choice in plain)
+    assert any(choice.get("provisional") for choice in asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "provisional"
+
+
+def test_fillings_say_how_far_they_can_be_read_if_asked(server):
+    body = {"prompt": "a[[2]]b", "max_tokens": 7, "lanes": 3, "stop_at_eos": False}
+    plain = events(server.post("/v1/denoise", body).text)
+    asked = events(server.post("/v1/denoise", body | {"provisional": True}).text)
+    free, filled = {2, 3, *range(5, 12)}, set()
+    for (name, data), (_, without) in zip(asked, plain, strict=True):
+        if name != "commit":
+            continue
+        filled |= set(data["positions"])
+        assert data["reading"] == min(free - filled, default=12)
+        assert data["provisional"] == [position > data["reading"] for position in data["positions"]]
+        assert not {"reading", "provisional"} & set(without)
+        assert without["tokens"] == data["tokens"]
+
+
+def test_fillings_name_the_lane_of_every_position(server):
+    body = {"prompt": "a[[2]]b", "max_tokens": 7, "lanes": 3, "stop_at_eos": False}
+    (_, start), *rest = events(server.post("/v1/denoise", body).text)
+    assert start["lanes"] == 3
+    lane = [place["lane"] for place in start["canvas"]]
+    assert lane == [None, None, 1, 1, None, 1, 2, 2, 2, 3, 3, 3]
+    commits = [data for name, data in rest if name == "commit"]
+    assert [data["lanes"] for data in commits] == [[lane[at] for at in data["positions"]] for data in commits]
+    with live("causal") as other:
+        (_, start), *rest = events(other.post("/v1/denoise", {"prompt": "a[[4]]"}).text)
+        assert "lanes" not in start
+        assert not any("lanes" in data for name, data in rest if name == "commit")
+
+
 def test_numbers_of_lanes_and_policies_that_do_not_fit_are_refused(server):
     body = {"model": NAME, "prompt": "ab", "max_tokens": 12}
     assert server.post("/v1/completions", body | {"lanes": 0}).status_code in (400, 422)
@@ -68,7 +143,39 @@ def test_the_playground_has_a_dial_for_lanes(server, tmp_path):
         page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
         assert "12 tokens in 6 forwards" in page.text("status")
         assert page.complaints() == []
+        assert "--lanes 2" in page.text("code")
     with live("causal") as other, chromium(tmp_path / "second") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(other.url, prompt="ab")
         assert page.js("document.getElementById('a-lanes').closest('.field').hidden")
+        assert page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)") == [
+            "chunk", "confidence", "order"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, dark):
+    pytest.importorskip("selenium")
+    with chromium(tmp_path / "profile") as driver:
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        page.open(server.url, width=390, height=844, dark=dark, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
+        page.generate()
+        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+        page.scrub(3)
+        lane = [0, 0, 1, 1, 0, *[1] * 4, *[2] * 6, *[3] * 6, *[4] * 6]
+        heads = [5, 11, 17, 23]
+        for position, cell in enumerate(page.cells()):
+            if not lane[position]:
+                assert "given" in cell["look"]
+                continue
+            assert f"chunk-{lane[position]}" in cell["look"]
+            assert ("lane-head" in cell["look"]) == (position in heads)
+            assert ("masked" in cell["look"]) == (cell["forward"] == 0)
+        assert sum(cell["forward"] > 0 for cell in page.cells()) == 12
+        assert page.overflow() == 0
+        widest = "Math.max(...[...document.querySelectorAll('#runs .token')].map((cell) => cell.offsetWidth))"
+        assert page.js(widest) < 60, "heads stand in their lines"
+        page.shot(f"playground-lanes-390-{'dark' if dark else 'light'}")
+        page.click("#colours label:nth-of-type(3)")  # by confidence
+        assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
+        assert page.complaints() == []

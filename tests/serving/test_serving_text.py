@@ -10,20 +10,41 @@ from hypothesis import strategies as st
 
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.engine import Ended, Event
-from dcdm.serving.writing import Writer
+from dcdm.serving.writing import Provisional, Writer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "bpe": train_bpe(["größer, 日本語 und 🙂 größer 日本 " * 20], 280)}
 FIRST = 4
 ENDED = {"length": Ended([], "length", {}), "eos": Ended([], "eos", {}), "cancelled": Ended([], "cancelled", {})}
 
 
-def written(writer, tokens, order, ended="length"):
-    """The pieces that a writer gives for tokens committed in this order, a few at a time."""
-    pieces, places = [], list(range(len(tokens)))
+def shuffled(tokens, order):
+    """Events that commit tokens in this order, a few at a time."""
+    places = list(range(len(tokens)))
     random.Random(order).shuffle(places)
-    while places and not writer.satisfied:
-        now, places = places[:3], places[3:]
-        event = Event(0, 0, 1, 1, [FIRST + p for p in now], [tokens[p] for p in now], [-float(p) for p in now])
+    for at in range(0, len(places), 3):
+        yield event_of(tokens, places[at : at + 3])
+
+
+def in_lanes(tokens, lanes):
+    """Events that write a text in lanes of equal length, one token of each at a time."""
+    size = -(-len(tokens) // lanes)
+    for step in range(size):
+        now = list(range(step, len(tokens), size))
+        yield event_of(tokens, now, [1 + place // size for place in now])
+
+
+def event_of(tokens, now, lanes=()):
+    return Event(
+        0, 0, 1, 1, [FIRST + p for p in now], [tokens[p] for p in now], [-float(p) for p in now], list(lanes)
+    )
+
+
+def written(writer, tokens, order, ended="length"):
+    """The pieces that a writer gives for tokens committed in this order."""
+    pieces = []
+    for event in shuffled(tokens, order):
+        if writer.satisfied:
+            break
         if (piece := writer.event(event)) is not None:
             pieces.append(piece)
     return [*pieces, writer.end(ENDED[ended])]
@@ -81,3 +102,75 @@ def test_an_eos_ends_the_text_and_what_lies_behind_it_is_void():
 def test_a_blank_is_read_to_its_end_and_no_further():
     writer = Writer(TOKENIZERS["bytes"], FIRST, last=FIRST + 2)
     assert "".join(piece.text for piece in written(writer, list(b"abcde"), 1)) == "abc"
+
+
+# --- what is written ahead ---------------------------------------------------------------------------------------
+
+
+@given(text=st.text(alphabet="abc ", max_size=24), order=st.integers(0, 99), lanes=st.integers(0, 5))
+def test_with_what_is_ahead_a_reader_knows_at_every_moment_just_what_is_written(text, order, lanes):
+    """Bytes of ASCII: a token is a character."""
+    tokenizer, tokens = TOKENIZERS["bytes"], list(text.encode())
+    writer, plain = Writer(tokenizer, FIRST, provisional=True), Writer(tokenizer, FIRST)
+    known, read, written_places = {}, "", set()
+    for event in in_lanes(tokens, lanes) if lanes else shuffled(tokens, order):
+        piece, without = writer.event(event), plain.event(event)
+        written_places |= {position - FIRST for position in event.positions}
+        assert (piece.text if piece else "") == (without.text if without else "")
+        if piece is None:
+            continue
+        read += piece.text
+        assert piece.reading == len(read)
+        for one in piece.ahead:
+            assert one.position > len(read)
+            assert not known.keys() & set(range(one.position, one.position + one.tokens)), "nothing is told twice"
+            known |= dict(enumerate(one.text, start=one.position))
+            assert one.lane == (1 + one.position // -(-len(tokens) // lanes) if lanes else None)
+        shown = {**known, **dict(enumerate(read))}
+        assert shown == {place: text[place] for place in written_places}, "as written, and nowhere else"
+    last, plain_last = writer.end(ENDED["length"]), plain.end(ENDED["length"])
+    assert (last.text, last.tokens, last.reading) == (plain_last.text, plain_last.tokens, len(tokens))
+    assert read + last.text == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_a_piece_ahead_is_what_stands_there_in_the_whole_text(name, data):
+    """Any tokens, broken characters too: the text is what stands before the piece, the piece, and what follows."""
+    tokenizer = TOKENIZERS[name]
+    if data.draw(st.booleans()):
+        tokens = tokenizer.encode(data.draw(st.text(alphabet="abgrößer日本語🙂 ", max_size=20)))
+    else:
+        tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 4), max_size=24))
+    writer = Writer(tokenizer, FIRST, provisional=True)
+    for piece in written(writer, tokens, data.draw(st.integers(0, 99))):
+        for one in piece.ahead:
+            before, behind = tokens[: one.position], tokens[one.position + one.tokens :]
+            assert tokenizer.decode(before) + one.text + tokenizer.decode(behind) == tokenizer.decode(tokens)
+
+
+def test_a_character_ahead_is_told_when_it_is_whole_and_once():
+    tokens = list("ab日c".encode())
+    writer = Writer(TOKENIZERS["bytes"], FIRST, provisional=True)
+    assert writer.event(event_of(tokens, [3])) is None  # its middle
+    assert writer.event(event_of(tokens, [2])) is None
+    assert writer.event(event_of(tokens, [4])).ahead == [Provisional(2, 3, "日", None)]
+    piece = writer.event(event_of(tokens, [0, 5]))
+    assert (piece.text, piece.reading, [one.text for one in piece.ahead]) == ("a", 1, ["c"])
+    piece = writer.event(event_of(tokens, [1]))
+    assert (piece.text, piece.reading, piece.ahead) == ("b日c", 6, [])
+
+
+def test_behind_an_eos_that_is_known_nothing_is_told_ahead():
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = [*b"abc", tokenizer.eos_id, *b"def"]
+    writer = Writer(tokenizer, FIRST, eos_id=tokenizer.eos_id, provisional=True)
+    assert [one.text for one in writer.event(event_of(tokens, [2, 3, 5])).ahead] == ["c"]
+    assert writer.event(event_of(tokens, [4, 6])) is None
+    assert writer.event(event_of(tokens, [0, 1])).text == "abc"
+    assert writer.end(ENDED["eos"]).reading == 3
+
+
+def test_without_being_asked_a_writer_says_nothing_of_what_is_ahead():
+    pieces = written(Writer(TOKENIZERS["bytes"], FIRST), list(b"abcdefgh"), 3)
+    assert all(piece.reading is None and not piece.ahead for piece in pieces)

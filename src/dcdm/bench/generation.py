@@ -13,20 +13,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig, adablock_of
 from dcdm.decoding.engine import generate
-from dcdm.evaluation.decoders import score_under_decoder
+from dcdm.evaluation.decoders import DecoderScore, score_under_decoder
 from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
-from dcdm.likelihood.statistics import with_stderr
+from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
 from dcdm.model.transformer import Model
-from dcdm.viewing.palette import CHUNKS
+from dcdm.viewing.page import many
 from dcdm.viewing.tables import Table
 
 COMMITS = (
@@ -52,6 +52,9 @@ class DecoderTiming:
     """Per token of held-out text."""
     bits_stderr: float
     """Over windows."""
+    nats_per_byte: float
+    """Of the same text."""
+    nats_per_byte_stderr: float
     measure: str
     """What `bits` is: trajectory (exact) or bound."""
     sample_bits: float | None = None
@@ -85,32 +88,40 @@ def measure_decoders(
     """All decoders of one model: `samples` texts of a window each, `windows` of held-out text."""
     model, tokenizer = load_model(path)
     held_out = _held_out(model, tokenizer, windows)
+    sizes = [sum(map(len, tokenizer.pieces(window))) for window in held_out.tolist()]
     rows = []
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
     for decoder in decoders_of(model, tokenizer):
-        say(f"{path}: {decoder.routing} {decoder.commit} cache={decoder.cache}")
+        say(f"{path}: {decoder.routing} {_commit(decoder)} cache={decoder.cache}")
         drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
         costs = drawn.statistics
-        bits, stderr, what = _quality(model, held_out, decoder, seed)
+        score = _score(model, held_out, decoder, seed)
+        what = "bound" if commit_policy(decoder.commit).random else "trajectory"
         of_samples: tuple[float | None, float | None] = (None, None)
         if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
-            of_samples = _quality(model, drawn.tokens, replace(decoder, cache="none"), seed)[:2]
-        config = model.config
-        kind = f"dcdm-{config.routing}" if config.kind == "dcdm" else config.kind
+            of_samples = _score(model, drawn.tokens, replace(decoder, cache="none"), seed).bits_per_token
         rows.append(
             DecoderTiming(
-                Path(path).name, kind, decoder.routing, _commit(decoder), decoder.cache, costs.tokens_per_second,
-                float(costs.forwards.double().mean()),
-                costs.tokens_per_forward, float(costs.computed.sum() / costs.new_tokens.sum()), bits, stderr, what,
-                *of_samples,
+                Path(path).name, kind_of(model.config), decoder.routing, _commit(decoder), decoder.cache,
+                costs.tokens_per_second, float(costs.forwards.double().mean()), costs.tokens_per_forward,
+                float(costs.computed.sum() / costs.new_tokens.sum()), *score.bits_per_token,
+                *mean_and_stderr(zip(score.nats, sizes, strict=True)), what, *of_samples,
             )
         )  # fmt: skip
     return rows
 
 
+def kind_of(config: ModelConfig) -> str:
+    """What the table and the plot call a model: its kind, and the partition that its chunks follow in fact."""
+    kind = str(config.kind)
+    if config.kind == "dcdm":
+        kind = f"dcdm-{config.prior if config.prior_decides else config.routing}"
+    return kind + LEFT if config.predicts_from_left and config.kind != "lanes" else kind
+
+
 def _commit(decoder: DecodingConfig) -> str:
     """The policy as the table and the plot call it."""
-    return decoder.commit if decoder.lanes is None else f"{decoder.lanes} lanes"
+    return decoder.commit if decoder.lanes is None else many(decoder.lanes, "lane")
 
 
 def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
@@ -119,10 +130,8 @@ def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
     return packed[Key(0).permutation(len(packed))[:windows]]
 
 
-def _quality(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> tuple[float, float, str]:
-    """Bits per token, their standard error over windows, and what they are."""
-    bits, stderr = score_under_decoder(model, [WindowBatch.of(tokens)], decoder, seed).bits_per_token
-    return bits, stderr, "bound" if commit_policy(decoder.commit).random else "trajectory"
+def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> DecoderScore:
+    return score_under_decoder(model, [WindowBatch.of(tokens)], decoder, seed)
 
 
 def run_generation(
@@ -152,12 +161,13 @@ def print_decoders(rows: list[DecoderTiming]) -> None:
     text = ("kind", "routing", "commit", "cache", "measure")
     columns = (
         "kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token",
-        "bits/token", "measure", "bits/token of samples",
+        "bits/token", "nats/byte", "measure", "bits/token of samples",
     )  # fmt: skip
     lines = [
         (
             r.kind, r.routing, r.commit, r.cache, f"{r.tokens_per_second:.0f}", f"{r.forwards:.1f}",
-            f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", with_stderr(r.bits, r.bits_stderr, 3), r.measure,
+            f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", with_stderr(r.bits, r.bits_stderr, 3),
+            with_stderr(r.nats_per_byte, r.nats_per_byte_stderr, 3), r.measure,
             "" if r.sample_bits is None else with_stderr(r.sample_bits, r.sample_bits_stderr, 3),
         )
         for r in rows
@@ -165,34 +175,87 @@ def print_decoders(rows: list[DecoderTiming]) -> None:
     Table(columns, lines, text).print()
 
 
-def draw_decoders(rows: list[DecoderTiming], path: Path) -> None:
-    """Bits per token against tokens per forward, one colour per kind."""
-    from matplotlib.figure import Figure
+# --- the frontier ------------------------------------------------------------------------------------------------
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    marks = {"ar": "s", "mdlm": "v", "bdlm": "^", "dcdm-paper": "o", "dcdm-causal": "D"}
-    named: dict[tuple[str, str], DecoderTiming] = {}
+
+LOOKS = {
+    "ar": ("AR", "#4d4d4d", "s"), "lanes": ("lanes", "#0072b2", "o"), "dcdm-strided": ("strided", "#009e73", "D"),
+    "bdlm": ("BDLM", "#e69f00", "^"), "mdlm": ("MDLM", "#cc79a7", "v"), "dcdm-causal": ("causal", "#d55e00", "P"),
+    "dcdm-paper": ("paper", "#56b4e9", "X"), "dcdm-random": ("random", "#a65628", "<"),
+    "dcdm-positional": ("positional", "#8a8a00", ">"), "dcdm-contiguous": ("contiguous", "#8a8a00", ">"),
+}  # fmt: skip
+"""Name, colour and marker of a kind, the same in every picture."""
+LEFT = ", from the left"
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """One model's decoders, each by forwards per token and nats per byte."""
+
+    name: str
+    colour: str
+    marker: str
+    dash: str
+    best: list[DecoderTiming]
+    """Those that no other decoder of the model beats in both, from few forwards to many."""
+    beaten: list[DecoderTiming]
+
+
+def frontiers(rows: Sequence[DecoderTiming]) -> list[Frontier]:
+    """What the plot shows: every model's own routing, without what approximates; models of one kind by folder."""
+    models: dict[tuple[str, str], dict[str, DecoderTiming]] = {}
     for row in rows:
-        if row.cache in ("exact", "none") and row.routing == "auto" and (row.kind, row.commit) not in named:
-            named[row.kind, row.commit] = row
-    for number, kind in enumerate(dict.fromkeys(kind for kind, _ in named)):
-        points = sorted((r for (k, _), r in named.items() if k == kind), key=lambda r: r.tokens_per_forward)
-        x, y = [r.tokens_per_forward for r in points], [r.bits for r in points]
-        colour = CHUNKS[number % len(CHUNKS)]
-        axes.errorbar(
-            x, y, [r.bits_stderr for r in points], fmt=marks.get(kind, "o"), color=colour, label=kind, capsize=2
-        )
-        for r in points:
-            if r.tokens_per_forward < 1.15 and r.commit != "position":
-                continue  # they lie on each other, and cost nearly what one position per forward costs
-            axes.annotate(
-                r.commit, (r.tokens_per_forward, r.bits), fontsize=6, xytext=(4, 3), textcoords="offset points"
-            )
+        if row.cache in ("exact", "none") and row.routing == "auto":  # equal texts, so one of them is enough
+            models.setdefault((row.kind, row.model), {}).setdefault(row.commit, row)
+    kinds = [kind for kind, _ in models]
+    found = []
+    for (kind, model), decoders in models.items():
+        name, shade, marker = LOOKS[kind.removesuffix(LEFT)]
+        name, dash = (name + LEFT, "--") if kind.endswith(LEFT) else (name, "-")
+        best: list[DecoderTiming] = []
+        exact = [row for row in decoders.values() if row.measure == "trajectory"]
+        for row in sorted(exact, key=lambda row: (-row.tokens_per_forward, row.nats_per_byte)):
+            if not best or row.nats_per_byte < best[-1].nats_per_byte:
+                best.append(row)
+        beaten = [row for row in decoders.values() if row not in best]
+        name = name if kinds.count(kind) == 1 else f"{name}: {model}"
+        found.append(Frontier(name, shade, marker, dash, best, beaten))
+    return found
+
+
+def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
+    """Nats per byte against forwards per token: a line joins what no other decoder of the model beats in both."""
+    from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
+
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    axes = figure.subplots()
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("tokens per forward (samples)")
-    axes.set_ylabel("bits per token of held-out text (lower is better)")
-    axes.legend()
+    for number, one in enumerate(frontiers(rows)):
+        x, y = [1 / row.tokens_per_forward for row in one.best], [row.nats_per_byte for row in one.best]
+        axes.errorbar(
+            x, y, [row.nats_per_byte_stderr for row in one.best], fmt=one.marker, linestyle=one.dash,
+            color=one.colour, ecolor=(one.colour, 0.5), label=one.name, capsize=2, markersize=6, zorder=3,
+        )  # fmt: skip
+        for row in one.beaten:
+            axes.plot(
+                1 / row.tokens_per_forward, row.nats_per_byte, marker=one.marker, color=one.colour, markersize=4,
+                fillstyle="none" if row.measure == "bound" else "full", alpha=0.4, linestyle="", zorder=2,
+            )  # fmt: skip
+        for at, row in enumerate(one.best if len(one.best) > 1 else ()):
+            if at + 1 < len(x) and x[at + 1] < 1.15 * x[at]:
+                continue  # two names would lie on each other; the more exact decoder's stays
+            axes.annotate(
+                row.commit, (x[at], y[at]), fontsize=7, color=one.colour, xytext=(5, 5 if number % 2 else -11),
+                textcoords="offset points", zorder=4, path_effects=[withStroke(linewidth=2, foreground="white")],
+            )  # fmt: skip
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
+    axes.set(xlabel="forwards per token (of samples; log scale)", ylabel="nats per byte of held-out text")
+    axes.set_title(
+        "lower left is better; ± over windows; faint: beaten by the model's own line, hollow: a bound", fontsize=9,
+        loc="left",
+    )  # fmt: skip
     axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=110)

@@ -66,7 +66,8 @@ def bench(
         compare: An earlier run's JSON file, to show its medians beside the new ones.
         json: Print one JSON line instead of the table.
         out: Write that JSON line to this file as well.
-        plot: Draw time and memory against length (generate: quality against speed) into this PNG.
+        plot: Draw time and memory against length (generate: nats per byte against forwards per token) into this
+            PNG.
         models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.

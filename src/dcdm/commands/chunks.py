@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     'dcdm chunks runs/first "for i in range(10): print(i)"',
     'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
+    'dcdm chunks runs/lanes "for i in range(10): print(i)" --lanes 4 --round 3',
 )
 
 
@@ -37,6 +38,7 @@ def chunks(
     json: bool = False,
     noise: float | None = None,
     round: int | None = None,
+    lanes: int | None = None,
     window: int = 1,
     corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
     windows: int = 64,
@@ -55,6 +57,7 @@ def chunks(
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
         round: The round to show, for every other model (default the last).
+        lanes: For models that write in lanes: how many; each is a row, or a colour of the page.
         window: Which window to show of a text that is longer than the model's context.
         corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
             `dcdm data prepare` reads, or a folder that it wrote.
@@ -68,7 +71,17 @@ def chunks(
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
-    chunked = view(loaded, shown, name=_name(model), noise=noise, round=round, seed=seed, corpus=counted, note=note)
+    chunked = view(
+        loaded,
+        shown,
+        name=_name(model),
+        noise=noise,
+        round=round,
+        seed=seed,
+        corpus=counted,
+        note=note,
+        lanes=lanes,
+    )
     if html is not None:
         from dcdm.files import write_whole
         from dcdm.viewing.chunks import chunks_page

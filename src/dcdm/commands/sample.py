@@ -86,7 +86,8 @@ def sample(
         blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
         stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
-        picture: Draw how the first text was filled, chunk by chunk, into this PNG or SVG.
+        picture: Draw how the first text was filled, chunk by chunk or in lanes, into this PNG or SVG; into an
+            HTML file: a page that replays it.
         batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
     """
@@ -110,10 +111,7 @@ def sample(
             on_event=on_event, blanks=blanks,
         )  # fmt: skip
     if picture is not None:
-        from dcdm.viewing.chunks import filling_of
-        from dcdm.viewing.plots import draw_filling
-
-        draw_filling(filling_of(result, tokenizer), picture)
+        _draw(result, tokenizer, picture, model.name)
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
@@ -189,6 +187,25 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
         print(harmless(whole) if sys.stdout.isatty() else whole)
 
 
+def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:
+    from dcdm.viewing.chunks import filling_of
+
+    filling = filling_of(result, tokenizer)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    if picture.suffix != ".html":
+        from dcdm.viewing.plots import draw_filling
+
+        draw_filling(filling, picture)
+        return
+    from dcdm.files import write_whole
+    from dcdm.viewing.chunks import replay_page
+
+    what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
+    tokens, forwards = int(result.statistics.new_tokens[0]), int(result.forwards[0])
+    sentence = f"{model}: {tokens} tokens in {forwards} forwards. {what}; grey text was given."
+    write_whole(picture, replay_page(filling, "A text being written", sentence).encode())
+
+
 def _costs(result: Generation) -> str:
     costs = result.statistics
     total = costs.summary()
@@ -205,13 +222,17 @@ def _costs(result: Generation) -> str:
 
 
 class _Stream:
-    """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere."""
+    """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere.
+
+    Colours of the canvas are chunks, or lanes, whose newest tokens are reversed.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool, blanks: bool) -> None:
         self.tokenizer, self.on = tokenizer, on
         self.live: Any = None
         self.known: dict[int, int] = {}
-        self.chunk: dict[int, int] = {}
+        self.colour: dict[int, int] = {}
+        self.heads: set[int] = set()
         if on:
             from dcdm.decoding.prompts import with_blanks
 
@@ -235,10 +256,15 @@ class _Stream:
     def _show(self, event: Event) -> None:
         if self.live is None:
             text = [self.tokenizer.decode([token]) for token in event.tokens]
-            print_json({**vars(event), "text": text})
+            lanes = {"lanes": event.lanes} if event.lanes else {}
+            print_json(
+                {**{name: value for name, value in vars(event).items() if name != "lanes"}, **lanes, "text": text}
+            )
         elif event.row == 0:
             self.known.update(zip(event.positions, event.tokens, strict=True))
-            self.chunk.update(dict.fromkeys(event.positions, event.chunk))
+            groups = event.lanes or [event.chunk] * len(event.positions)
+            self.colour.update(zip(event.positions, groups, strict=True))
+            self.heads = set(event.positions) if event.lanes else set()
             self.live.update(self._canvas(), refresh=True)
 
     def _canvas(self) -> Any:
@@ -250,5 +276,6 @@ class _Stream:
         for position in range(1, max(self.known) + 1):
             token = self.known.get(position, self.tokenizer.mask_id)
             shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
-            text.append(shown, style=on_colour(self.chunk[position]) if position in self.chunk else "dim")
+            style = on_colour(self.colour[position]) if position in self.colour else "dim"
+            text.append(shown, style=f"bold reverse {style}" if position in self.heads else style)
         return text

@@ -44,6 +44,8 @@ class Event:
     tokens: list[int]
     log_p: list[float]
     """What the model itself gave each token, before temperature and truncation."""
+    lanes: list[int] = field(default_factory=list)
+    """The lane of each position, from 1; [] where the model does not write in lanes."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +266,17 @@ class _Run:
         if number:
             self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
         numbers, decoding = torch.tensor([self.numbers[row] for row in rows]), self.decoding
+        router = router_of(self.model, sets, numbers, decoding.routing, decoding.adablock, decoding.lanes)
         fill_canvas(
             canvas,
             sets,
-            router_of(self.model, sets, numbers, decoding.routing, decoding.adablock, decoding.lanes),
+            router,
             predictor_of(self.model, sets, decoding.cache),
             commit_policy(decoding.commit),
             self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
             order=self._noise("order", rows, number, canvas.shape[1]),
             settled=self._settled(rows, contexts, sizes, sets.real),
-            on_commit=self._recorder(rows, offsets, number),
+            on_commit=self._recorder(rows, offsets, number, router.lanes),
         )
 
     def _context(self, row: int, number: int) -> list[int]:
@@ -342,16 +345,19 @@ class _Run:
 
         return settled
 
-    def _recorder(self, rows: list[int], offsets: list[int], number: int) -> Callable[[Committed], None]:
+    def _recorder(
+        self, rows: list[int], offsets: list[int], number: int, lanes: Tensor | None
+    ) -> Callable[[Committed], None]:
         def record(committed: Committed) -> None:
             for at, row in enumerate(rows):
                 fill = committed.fill[at]
                 if not bool(fill.any()):
                     continue
-                positions = (committed.position[at][fill] + offsets[at]).tolist()
+                position = committed.position[at][fill]
                 event = Event(
-                    row, number, int(committed.forward[at]), int(committed.chunk[at]), positions,
-                    committed.tokens[at][fill].tolist(), committed.log_p[at][fill].tolist(),
+                    row, number, int(committed.forward[at]), int(committed.chunk[at]),
+                    (position + offsets[at]).tolist(), committed.tokens[at][fill].tolist(),
+                    committed.log_p[at][fill].tolist(), [] if lanes is None else lanes[at][position].tolist(),
                 )  # fmt: skip
                 self.history.append(event)
                 if self.on_event is not None:

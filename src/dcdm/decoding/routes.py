@@ -58,6 +58,8 @@ class Router:
     """Ask again after every forward, not only when a chunk is full."""
     counted: bool = False
     """A call of `next` costs a pass through block 0."""
+    lanes: Tensor | None = None
+    """(B, L): the lane of each position, from 1, for models that write in lanes."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,12 @@ def router_of(
         return _causal_rounds(model, sets)
     if name.startswith("blocks"):
         return _blocks(config, sets, name)
-    fixed = routing.fixed_partition(config, sets.free, sets.real, index, lanes)
-    return Router(lambda z, revealed, *_: Route(fixed, lowest(fixed, sets.real & ~revealed)))
+    lane = None
+    if config.kind == "lanes":
+        fixed, lane = routing.lane_partition(config, sets.free, sets.real, lanes)
+    else:
+        fixed = routing.fixed_partition(config, sets.free, sets.real, index)
+    return Router(lambda z, revealed, *_: Route(fixed, lowest(fixed, sets.real & ~revealed)), lanes=lane)
 
 
 def _next_position(sets: Sets) -> Router:

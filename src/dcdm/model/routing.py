@@ -133,6 +133,15 @@ def lane_ids(free: Tensor, real: Tensor, starts: Tensor) -> Tensor:
     return label(free, real, rank - start + 1)
 
 
+def lane_partition(
+    config: ModelConfig, free: Tensor, real: Tensor, lanes: int | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Chunk ids (B, L), and the lane of each free position, from 1; 0 elsewhere."""
+    wanted = lanes_of_rows(config, lanes, len(free), free.device)
+    starts = even_starts(free.sum(dim=-1), wanted, int(wanted.max()))
+    return lane_ids(free, real, starts), torch.where(free, lane_numbers(free, starts) + 1, 0)
+
+
 def lanes_of_rows(config: ModelConfig, lanes: int | Tensor | None, rows: int, device: torch.device) -> Tensor:
     """The number of lanes of each row, (B,): given, or the model's default."""
     lanes = default_lanes(config) if lanes is None else lanes
@@ -156,8 +165,7 @@ def fixed_partition(
     lanes, of all rows or of each (B,).
     """
     if config.kind == "lanes":
-        wanted = lanes_of_rows(config, lanes, len(free), free.device)
-        return lane_ids(free, real, even_starts(free.sum(dim=-1), wanted, int(wanted.max())))
+        return lane_partition(config, free, real, lanes)[0]
     rank = free_rank(free)
     if config.kind == "mdlm":
         ids = torch.ones_like(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -65,14 +65,14 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
 
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
-            writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
+            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
             return TextRow(ids, served.check_lengths(ids, new_tokens), seed, index, decoding, eos_id, writer)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
         first = 1 + len(ids)
-        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, stops=request.stops())
+        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, **reading_of(request))
         return TextRow(canvas, 0, seed, index, decoding, eos_id, writer)
 
     n = texts_of(served, request, len(given))
@@ -137,7 +137,7 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
     def row(index: int) -> TextRow:
-        writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
+        writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
         return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]
@@ -147,6 +147,13 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
 
 def seed_of(request: Generating) -> int:
     return secrets.randbits(62) if request.seed is None else request.seed
+
+
+def reading_of(request: Generating) -> dict[str, Any]:
+    """How the request wants its texts read, for `Writer`."""
+    if request.provisional and not request.stream:
+        raise bad_request("provisional needs stream=true", "provisional")
+    return {"stops": request.stops(), "provisional": bool(request.provisional)}
 
 
 def texts_of(served: Served, request: Generating, prompts: int) -> int:
@@ -179,7 +186,7 @@ class Texts:
     def part(self, number: int, piece: Piece) -> dict[str, Any]:
         return {
             "index": number, "text": piece.text, "finish_reason": piece.finish,
-            "logprobs": self._log_p(piece) if self.with_log_p else None,
+            "logprobs": self._log_p(piece) if self.with_log_p else None, **provisional_of(piece),
         }  # fmt: skip
 
     def whole(self, number: int, piece: Piece) -> dict[str, Any]:
@@ -222,7 +229,14 @@ class Messages:
             for token, log_p in zip(piece.tokens, piece.log_p, strict=True)
         ]  # fmt: skip
         log_p = {"content": tokens, "refusal": None} if self.with_log_p else None
-        return {"finish_reason": piece.finish, "logprobs": log_p}
+        return {"finish_reason": piece.finish, "logprobs": log_p, **provisional_of(piece)}
+
+
+def provisional_of(piece: Piece) -> dict[str, Any]:
+    """What a choice says of the text ahead; nothing where nobody asked."""
+    if piece.reading is None:
+        return {}
+    return {"reading": piece.reading, "provisional": [asdict(each) for each in piece.ahead]}
 
 
 @dataclass

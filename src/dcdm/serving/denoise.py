@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Ended, Event
 from dcdm.decoding.prompts import whole_text
+from dcdm.model.routing import lane_partition
 from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import DenoiseRequest, Refusal
 from dcdm.serving.served import Served
@@ -28,8 +31,29 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
     new_tokens = served.check_lengths(ids, request.max_tokens)
-    reader = EventReporter(served.tokenizer, request.prompt, request.blanks)
+    order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
+    reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order)
     return TextRow(ids, new_tokens, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
+
+
+def canvas_of(served: Served, prompt: list[int], new_tokens: int) -> list[int]:
+    """The whole text as far as it is known: BOS, the prompt, and MASK where something will be written."""
+    config = served.model.config
+    return [config.bos_id, *prompt, *[config.mask_id] * new_tokens]
+
+
+class ReadingOrder:
+    """How far a canvas that is filled in any order can be read."""
+
+    def __init__(self, canvas: list[int], tokenizer: Tokenizer) -> None:
+        self._open = {at for at, token in enumerate(canvas) if token == tokenizer.mask_id}
+        self._length = len(canvas)
+
+    def fill(self, positions: list[int]) -> dict[str, Any]:
+        """The first position that is open after this, and which of these lie behind it."""
+        self._open.difference_update(positions)
+        reading = min(self._open, default=self._length)
+        return {"reading": reading, "provisional": [position > reading for position in positions]}
 
 
 class EventReporter:
@@ -37,14 +61,16 @@ class EventReporter:
 
     satisfied = False
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool) -> None:
-        self.tokenizer, self.prompt, self.blanks = tokenizer, prompt, blanks
+    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None) -> None:
+        self.tokenizer, self.prompt, self.blanks, self.order = tokenizer, prompt, blanks, order
 
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
             "window": event.window, "forward": event.forward, "chunk": event.chunk, "positions": event.positions,
             "tokens": event.tokens, "texts": [self.tokenizer.decode([token]) for token in event.tokens],
             "logprobs": [max(value, -1e30) for value in event.log_p], "seconds": seconds,
+            **({"lanes": event.lanes} if event.lanes else {}),
+            **({} if self.order is None else self.order.fill(event.positions)),
         }  # fmt: skip
 
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
@@ -60,12 +86,25 @@ class EventReporter:
 def start(served: Served, row: TextRow, identity: str) -> dict[str, Any]:
     """The canvas: the whole text as far as it is known."""
     config, decoding = served.model.config, row.decoding
-    tokens = [config.bos_id, *row.prompt, *[config.mask_id] * row.new_tokens]
+    tokens = canvas_of(served, row.prompt, row.new_tokens)
+    places = [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)]
+    more: dict[str, Any] = {}
+    if decoding.lanes is not None:
+        more = {"lanes": decoding.lanes}
+        for place, lane in zip(places, _first_lanes(served, tokens, decoding.lanes), strict=True):
+            place["lane"] = lane
     return {
         "id": identity, "model": served.name, "kind": config.kind, "routing": decoding.routing,
-        "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed,
-        "canvas": [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)],
+        "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed, **more, "canvas": places,
     }  # fmt: skip
+
+
+def _first_lanes(served: Served, tokens: list[int], lanes: int) -> list[int | None]:
+    """The lane of every blank of the first window; later windows are cut when they begin."""
+    config, window = served.model.config, torch.tensor([tokens[: served.window]])
+    real = torch.ones_like(window, dtype=torch.bool)
+    numbers = lane_partition(config, window == config.mask_id, real, lanes)[1][0].tolist()
+    return [number or None for number in numbers] + [None] * (len(tokens) - len(numbers))
 
 
 def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:

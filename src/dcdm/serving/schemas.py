@@ -61,6 +61,9 @@ class Generating(Body):
     seed: Seed | None = Field(None, description="Equal requests with equal seeds give equal texts.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    provisional: bool | None = Field(
+        None, description="In a stream: also send what is written ahead of the reading order, marked as such."
+    )
     routing: Short | None = Field(None, description="Which chunk comes next; /v1/models lists what fits.")
     commit: Short | None = Field(None, description="Which positions a forward fills; /v1/models lists them.")
     lanes: Lanes | None = Field(
@@ -144,6 +147,9 @@ class DenoiseRequest(Body):
     seed: Seed = 0
     blanks: bool = Field(True, description="False takes `[[8]]` literally.")
     stop_at_eos: bool = True
+    provisional: bool = Field(
+        False, description="Commits also say how far the text can be read, and which tokens lie ahead of that."
+    )
     delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
 

@@ -1,18 +1,31 @@
 """Text from tokens that come out of order.
 
 Text is given out as soon as everything before it is there: whole characters only, and nothing that could be the
-beginning of a stop text.
+beginning of a stop text. Who asks for it also hears what is written ahead of that, each piece with its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
+
+
+@dataclass(frozen=True)
+class Provisional:
+    """Whole characters that stand ahead of the reading order; void if the text ends before them."""
+
+    position: int
+    """Of the first token, in tokens of the completion, from 0."""
+    tokens: int
+    text: str
+    lane: int | None
+    """From 1; None where the model does not write in lanes."""
 
 
 @dataclass
@@ -26,6 +39,10 @@ class Piece:
     """Where each token begins, in characters of the whole completion."""
     finish: str | None = None
     """In the last piece: "stop" (EOS or a stop text) or "length"."""
+    ahead: list[Provisional] = field(default_factory=list)
+    """What is new ahead of the reading order, for who asks for it."""
+    reading: int | None = None
+    """With it: how many tokens the text up to here stands for; what was told ahead before them is superseded."""
 
 
 class Writer:
@@ -33,9 +50,12 @@ class Writer:
 
     def __init__(
         self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
-        eos_id: int = -1,
+        eos_id: int = -1, provisional: bool = False,
     ) -> None:  # fmt: skip
-        """The text stands at the positions from `first` on, to `last` if something given follows it."""
+        """The text stands at the positions from `first` on, to `last` if something given follows it.
+
+        With `provisional` pieces also say what is written ahead.
+        """
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
         self.satisfied = False
@@ -49,18 +69,34 @@ class Writer:
         self._sent_tokens = 0
         self._settled = 0  # tokens before it are text
         self._group = 0  # where the last part of that text begins
+        self._ahead = _Ahead(tokenizer) if provisional else None
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
         for position, token, log_p in zip(event.positions, event.tokens, event.log_p, strict=True):
             self._waiting[position] = (token, log_p)
         while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
             self._add(*following)
-        return self._piece(len(self._text) - self._held())
+        piece = self._piece(len(self._text) - self._held())
+        return piece if self._ahead is None else self._with_ahead(piece, event, self._ahead)
 
     def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
         self._settle(whole=True)
         piece = self._piece(len(self._text), all_tokens=True) or Piece("")
         piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
+        piece.reading = None if self._ahead is None else self._sent_tokens
+        return piece
+
+    def _with_ahead(self, piece: Piece | None, event: Event, ahead: _Ahead) -> Piece | None:
+        """The piece with what the event wrote ahead; None if there is neither."""
+        lanes: Sequence[int | None] = event.lanes or [None] * len(event.positions)
+        for position, token, lane in zip(event.positions, event.tokens, lanes, strict=True):
+            ahead.write(position - self.first, token, lane)
+        ends = (at - self.first for at, (token, _) in self._waiting.items() if token == self.eos_id)
+        news = [] if self._ended else ahead.read(len(self._tokens), min(ends, default=None))
+        if piece is None and not news:
+            return None
+        piece = piece or Piece("")
+        piece.ahead, piece.reading = news, self._sent_tokens
         return piece
 
     def _add(self, token: int, log_p: float) -> None:
@@ -105,3 +141,63 @@ class Writer:
             at += 1
         self._sent_tokens = at
         return Piece(text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at])
+
+
+class _Ahead:
+    """What is written ahead of the reading order and was not told yet: characters that are not whole wait."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._untold: dict[int, tuple[bytes, int | None]] = {}
+        self._told: set[int] = set()
+
+    def write(self, position: int, token: int, lane: int | None) -> None:
+        self._untold[position] = (self.tokenizer.pieces([token])[0], lane)
+
+    def read(self, reading: int, end: int | None) -> list[Provisional]:
+        """Everything that can be told by now, from the first unread position on, and before an EOS at `end`."""
+        for position in [at for at in self._untold if at < reading]:
+            del self._untold[position]
+        open_places = [at for at in sorted(self._untold) if end is None or at < end]
+        joined: list[Provisional] = []
+        for one in self._characters(open_places):
+            last = joined[-1] if joined else None
+            if last is not None and last.lane == one.lane and last.position + last.tokens == one.position:
+                joined[-1] = Provisional(last.position, last.tokens + one.tokens, last.text + one.text, one.lane)
+            else:
+                joined.append(one)
+        for piece in joined:
+            for position in range(piece.position, piece.position + piece.tokens):
+                del self._untold[position]
+                self._told.add(position)
+        return joined
+
+    def _characters(self, places: list[int]) -> Iterator[Provisional]:
+        """The shortest runs of neighbours that are whole characters.
+
+        UTF-8 can be read from any byte that does not continue a character, and from behind what was told.
+        """
+        begin, text, decoder = 0, "", _utf8()
+        synchronous = False
+        for at, position in enumerate(places):
+            content = self._untold[position][0]
+            if at == 0 or places[at - 1] != position - 1:  # behind a gap
+                begin, text, decoder = at, "", _utf8()
+                synchronous = position - 1 in self._told
+            if not synchronous and _continues(content):
+                begin = at + 1
+                continue
+            synchronous = True
+            text += decoder.decode(content)
+            if not decoder.getstate()[0]:
+                yield Provisional(places[begin], at + 1 - begin, text, self._untold[places[begin]][1])
+                begin, text = at + 1, ""
+
+
+def _continues(content: bytes) -> bool:
+    """Whether the first byte belongs to a character that began before it."""
+    return bool(content) and 0x80 <= content[0] < 0xC0
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")

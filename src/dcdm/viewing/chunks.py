@@ -2,7 +2,8 @@
 
 A view is a row of *frames*. With the paper's routing ids depend on noise, and a frame is a noise level; each
 level's masked tokens are among the next one's. With every other partition a frame is a round: the chunks are
-formed (or, where they are fixed, filled) one after the other.
+formed (or, where they are fixed, filled) one after the other. Lanes are written one token of each with every
+round: there, colours, sizes and kinds of tokens are those of the lanes, and a chunk is what one forward writes.
 
     L positions   K chunks   N windows of a corpus   F frames
 """
@@ -14,7 +15,8 @@ import re
 import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -22,9 +24,10 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.config import resolve_lanes
 from dcdm.decoding.engine import Generation
 from dcdm.keys import Key
-from dcdm.model.routing import default_lanes
+from dcdm.model.routing import lane_partition
 from dcdm.model.transformer import Model
 from dcdm.viewing.page import assemble, asset, escape
 from dcdm.viewing.palette import colour, ink
@@ -69,7 +72,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class KindCounts:
-    """Kinds of tokens in each chunk, over a corpus."""
+    """Kinds of tokens in each chunk, or lane, over a corpus."""
 
     source: str
     tokens: int
@@ -97,10 +100,39 @@ class ChunkView:
     kind_counts: KindCounts
     note: str = ""
     """What a reader must know about the text, such as that it was cut."""
+    lanes: list[int] = field(default_factory=list)
+    """(L): the lane of each position, from 1, and 0 where nothing is written; [] for models without lanes."""
 
     @property
     def frame(self) -> Frame:
         return self.frames[self.shown]
+
+    @property
+    def num_lanes(self) -> int:
+        return max(self.lanes, default=0)
+
+    @property
+    def groups(self) -> list[int]:
+        """(L): what colours stand for: the lane of each position, or its chunk in the frame that is shown."""
+        return self.lanes or self.frame.ids
+
+    @property
+    def hidden(self) -> list[bool]:
+        """(L): what is shown as not known: MASK to the router; with lanes, what is not written yet."""
+        return [chunk == UNROUTED for chunk in self.frame.ids] if self.lanes else self.frame.hidden
+
+    @property
+    def heads(self) -> list[bool]:
+        """(L): with lanes, what the frame's forward writes: the newest token of every lane that is not full."""
+        return [bool(self.lanes) and chunk == self.frame.at for chunk in self.frame.ids]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Free positions of each chunk in the frame; with lanes, those of each lane that are written."""
+        if not self.lanes:
+            return self.frame.sizes
+        written = [lane for lane, hidden in zip(self.lanes, self.hidden, strict=True) if not hidden]
+        return [written.count(lane) for lane in range(1, self.num_lanes + 1)]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
@@ -108,12 +140,14 @@ class ChunkView:
 
     def _repr_html_(self) -> str:
         """For notebooks: the frame's tokens on the colours of their chunks; a token's tip names its chunk."""
+        name = "lane" if self.lanes else "chunk"
         pieces = [
-            _token_html(token.text, chunk, hidden)
-            for token, chunk, hidden in zip(self.tokens, self.frame.ids, self.frame.hidden, strict=True)
+            _token_html(token.text, group, hidden, name)
+            for token, group, hidden in zip(self.tokens, self.groups, self.hidden, strict=True)
         ]
         where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
-        below = f"{self.model}: {self.num_chunks} chunks, {where}; outlined: MASK here. {self.rule} {self.note}"
+        outlined = "not written yet" if self.lanes else "MASK here"
+        below = f"{self.model}: {self.num_chunks} chunks, {where}; outlined: {outlined}. {self.rule} {self.note}"
         return (
             f'<div style="font-family: monospace; white-space: pre-wrap; line-height: 1.6">{"".join(pieces)}</div>'
             f"<small>{escape(below)}</small>"
@@ -190,32 +224,42 @@ def view(
     seed: int = 0,
     corpus: TokenWindows | None = None,
     note: str = "",
+    lanes: int | None = None,
 ) -> ChunkView:
     """The chunks of a window, beginning at the noise level or round asked for.
 
-    Kinds of tokens are counted over `corpus`, or over the window itself.
+    Kinds of tokens are counted over `corpus`, or over the window itself. `lanes` is how many, for models that
+    write in them; by default the model's own number.
     """
     refuse_without_chunks(model)
     config = model.config
+    lanes = resolve_lanes(config, lanes)
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
-    free = model.sets(tokens).free[0].tolist()
+    sets = model.sets(tokens)
+    free = sets.free[0].tolist()
     num_chunks = config.num_groups(sum(free))
-    if config.kind == "lanes":
-        num_chunks = -(-sum(free) // default_lanes(config))
+    lane: list[int] = []
+    if lanes is not None:
+        num_chunks = -(-sum(free) // lanes)
+        lane = lane_partition(config, sets.free, sets.real, lanes)[1][0].tolist()
     levels = _levels(model, noise, round)
-    frames = _noise_frames(model, tokens, levels, seed) if levels else _round_frames(model, tokens, num_chunks)
+    frames = (
+        _noise_frames(model, tokens, levels, seed) if levels else _round_frames(model, tokens, num_chunks, lanes)
+    )
     kinds = kinds_of(window.pieces)
-    if corpus is None:
+    if corpus is not None:
+        kind_counts = _count_kinds(model, corpus, levels, lanes or num_chunks, seed, lanes)
+    elif lane:
+        kind_counts = KindCounts("this text", sum(free), [counted(lane, kinds, max(lane))])
+    else:
         per_frame = frames if levels else frames[-1:]
         table = [counted(_where(frame.ids, free), kinds, num_chunks) for frame in per_frame]
         kind_counts = KindCounts("this text", sum(free), table)
-    else:
-        kind_counts = _count_kinds(model, corpus, levels, num_chunks, seed)
     return ChunkView(
         model=name,
         kind=config.kind,
         routing=config.routing if config.kind == "dcdm" else "",
-        rule=rule(config),
+        rule=rule(config, max(lane, default=0)),
         axis="noise" if levels else "round",
         num_chunks=num_chunks,
         tokens=[Token(*row) for row in zip(tokens[0].tolist(), labels(window), kinds, free, strict=True)],
@@ -224,15 +268,17 @@ def view(
         bias=_bias(model),
         kind_counts=kind_counts,
         note=note,
+        lanes=lane,
     )
 
 
-def rule(config: ModelConfig) -> str:
+def rule(config: ModelConfig, lanes: int = 0) -> str:
     """How the chunk of a token is decided."""
     if config.kind == "mdlm":
         return "All tokens form one chunk."
     if config.kind == "lanes":
-        return f"{default_lanes(config)} lanes are written at once; chunk k holds the k-th token of each."
+        number = "One lane is written" if lanes == 1 else f"{lanes} lanes are written at once"
+        return f"{number}; chunk k holds the k-th token of each."
     if config.kind == "bdlm":
         return f"Every {config.block_size} tokens in a row form a chunk."
     if config.routes_from_noise:
@@ -259,12 +305,12 @@ def _label(piece: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _token_html(text: str, chunk: int, hidden: bool) -> str:
-    """A token on its chunk's colour, or, where it is MASK, within an outline of it."""
-    ground = colour(chunk)
+def _token_html(text: str, group: int, hidden: bool, name: str) -> str:
+    """A token on the colour of its chunk or lane, or, where it is not known, within an outline of it."""
+    ground = colour(group)
     look = f"outline: 1px solid {ground}" if hidden else f"background: {ground}; color: {ink(ground)}"
-    name = "in no chunk yet" if chunk == UNROUTED else f"chunk {chunk}" if chunk else "always visible"
-    return f'<span style="{look}" title="{name}">{escape(text)}</span>'
+    tip = "in no chunk yet" if group == UNROUTED else f"{name} {group}" if group else "always visible"
+    return f'<span style="{look}" title="{tip}">{escape(text)}</span>'
 
 
 # --- frames ------------------------------------------------------------------------------------------------------
@@ -321,8 +367,8 @@ def _routed(model: Model, tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tenso
     return torch.where(real, model.chunking.assign(scores), -1), scores
 
 
-def _round_frames(model: Model, tokens: Tensor, num_chunks: int) -> list[Frame]:
-    partition = model.partition(tokens)
+def _round_frames(model: Model, tokens: Tensor, num_chunks: int, lanes: int | None) -> list[Frame]:
+    partition = model.partition(tokens, lanes=lanes)
     ids = partition.ids[0]
     rounds_k1 = torch.arange(1, num_chunks + 1, device=ids.device)[:, None]
     hidden_kl = ids >= rounds_k1
@@ -368,19 +414,24 @@ def _bias(model: Model) -> list[float]:
 # --- kinds of tokens over a corpus -------------------------------------------------------------------------------
 
 
-def _count_kinds(model: Model, corpus: TokenWindows, levels: list[float], num_chunks: int, seed: int) -> KindCounts:
+def _count_kinds(
+    model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
+) -> KindCounts:
     device = model.embed_tokens.weight.device
     num_frames = max(1, len(levels))
-    width = model.config.num_groups(corpus.tokens.shape[1])
-    total = torch.zeros(num_frames, max(num_chunks, width), len(KINDS), dtype=torch.long)
+    width = num_groups if lanes else max(num_groups, model.config.num_groups(corpus.tokens.shape[1]))
+    total = torch.zeros(num_frames, width, len(KINDS), dtype=torch.long)
     seen = 0
     for at in range(0, len(corpus.tokens), 8):
         rows = slice(at, at + 8)
         tokens, prompt = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device)
-        free = model.sets(tokens, prompt).free
+        sets = model.sets(tokens, prompt)
+        free = sets.free
         if levels:
             masks = nested_masks(corpus.index[rows], free, levels, seed)
             ids_fnl = torch.stack([_routed(model, tokens, masked)[0] for masked in masks])
+        elif lanes is not None:
+            ids_fnl = lane_partition(model.config, free, sets.real, lanes)[1][None]
         else:
             ids_fnl = model.partition(tokens, prompt, corpus.index[rows]).ids[None]
         ids_fnl = torch.where(free, ids_fnl, 0)
@@ -478,16 +529,26 @@ class Filling:
     """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
     steps: list[list[int]]
     """Positions that each forward filled."""
+    lanes: list[int] = field(default_factory=list)
+    """The lane of each position, from 1, and 0 where the text was given; [] for models without lanes."""
 
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
     """The row's tokens, and the chunk and the forward that each of them came with."""
     events = [event for event in generation.history if event.row == row]
     ids = [token for token in generation.tokens[row].tolist() if token != tokenizer.pad_id]
-    chunks = [0] * len(ids)
+    chunks, lanes = [0] * len(ids), [0] * len(ids)
     for event in events:
-        for position in event.positions:
+        for position, lane in zip_longest(event.positions, event.lanes, fillvalue=0):
             if position < len(ids):  # what lies behind an EOS was cut off
-                chunks[position] = event.chunk
+                chunks[position], lanes[position] = event.chunk, lane
     steps = [[p for p in event.positions if p < len(ids)] for event in events]
-    return Filling(labels(window_from(ids, tokenizer)), chunks, steps)
+    return Filling(labels(window_from(ids, tokenizer)), chunks, steps, lanes if any(lanes) else [])
+
+
+def replay_page(filling: Filling, title: str, sentence: str) -> str:
+    """A text being filled in, forward by forward, as one self-contained HTML file."""
+    body = f"""<header><h1>{escape(title)}</h1><p class="quiet">{escape(sentence)}</p></header>
+<main class="sections"><section class="panel wide"><div id="replay"></div></section></main>
+"""
+    return assemble(title, body, {"fillings": {"replay": asdict(filling)}}, "report")

@@ -58,6 +58,8 @@ export class Canvas extends TokenCells {
     this.recording?.cells.forEach((cell, position) => {
       const masked = cell.step > at;
       const look = [masked ? "masked" : cell.given ? "given" : this.colour(cell)];
+      if (masked && cell.lane && this.colours === "lane") look.push("lane", this.colour(cell));
+      if (cell.lane && at && cell.step === at) look.push("lane-head");
       if (fresh && at && cell.step === at) look.push("fresh");
       if (cell.void && at >= this.recording.steps.length) look.push("void");
       const seen = !masked && !cell.given;
@@ -68,6 +70,7 @@ export class Canvas extends TokenCells {
   }
 
   colour(cell) {
+    if (this.colours === "lane") return chunkClass(cell.lane);
     if (this.colours === "chunk") return chunkClass(cell.chunk);
     if (this.colours === "order") return `order-${Math.min(ORDERS, 1 + Math.floor(cell.share * ORDERS - 1e-9))}`;
     return `sure-${1 + CONFIDENCE.findIndex((bound) => cell.p < bound)}`;
@@ -84,10 +87,11 @@ export class Canvas extends TokenCells {
     const cell = cells[position];
     const name = cell.token === null ? "" : special[cell.token] || JSON.stringify(cell.text);
     if (cell.given) return `${name} · position ${position} · given`;
-    if (cell.step > this.at) return `Masked · position ${position}${cell.void ? " · behind the end of the text" : ""}`;
+    const lane = cell.lane ? [`lane ${cell.lane}`] : [];
+    if (cell.step > this.at) return `${["Masked", `position ${position}`, ...lane].join(" · ")}${cell.void ? " · behind the end of the text" : ""}`;
     const window = steps.at(-1).window ? ` of window ${cell.window + 1}` : "";
     const parts = [
-      name, `position ${position}`, `chunk ${cell.chunk}${window}`, `forward ${cell.forward}`,
+      name, `position ${position}`, ...lane, `chunk ${cell.chunk}${window}`, `forward ${cell.forward}`,
       `probability ${percent(cell.p)}`, `after ${cell.seconds.toFixed(2)} s`,
     ];
     if (cell.void) parts.push("behind the end of the text, not counted");

@@ -60,7 +60,9 @@ class Playground {
       live: () => this.abort !== null,
       show: (at, moving) => this.runs.forEach((run) => run.draw(at, moving)),
     });
-    this.colours = choice(byId("colours"), "colours", { chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
+    this.plainColours = info.lanes ? "lane" : "chunk";
+    const lanes = info.lanes ? { lane: "lane" } : {};
+    this.colours = choice(byId("colours"), "colours", { ...lanes, chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
     this.numbers = choice(byId("numbers"), "numbers", { forward: "forward", chunk: "chunk", off: "none" }, () => this.look());
     this.languages = choice(byId("languages"), "languages", FORMS, () => this.code());
     this.which = choice(byId("which"), "which", { 0: "A", 1: "B" }, () => this.code());
@@ -146,7 +148,11 @@ class Playground {
     this.player.draw();
     const key = (look, text) => make("span", { className: "key" }, make("span", { className: `token ${look}`, ariaHidden: "true" }, "\u00a0"), text);
     const keys = [key("given", "given"), key("masked", "masked")];
-    if (colours === "chunk") {
+    if (colours === "lane") {
+      const most = Math.max(1, ...this.shown().map((run) => run.recording?.start.lanes ?? 1));
+      for (let lane = 1; lane <= Math.min(8, most); lane++) keys.push(swatch(lane));
+      keys.push(make("span", { className: "quiet" }, most > 8 ? "lane; the colours repeat after eight" : "lane"), key("chunk-0 lane-head", "head: written last"));
+    } else if (colours === "chunk") {
       const most = Math.max(0, ...this.shown().flatMap((run) => run.steps.map((step) => step.chunk)));
       for (let chunk = 1; chunk <= Math.min(8, most || this.chunks || 8); chunk++) {
         keys.push(swatch(chunk));
@@ -299,7 +305,7 @@ class Playground {
       kept.set("compare", "1");
       this.decoders[1].keep(kept);
     }
-    if (this.colours.value() !== "chunk") kept.set("colour", this.colours.value());
+    if (this.colours.value() !== this.plainColours) kept.set("colour", this.colours.value());
     if (this.numbers.value() !== "forward") kept.set("number", this.numbers.value());
     this.kept = kept.toString();
     clearTimeout(this.keeping); // browsers refuse to rewrite the address too often
@@ -312,7 +318,7 @@ class Playground {
     this.shared.restore(kept);
     this.decoders.forEach((each) => each.restore(kept));
     byId("compare").checked = kept.get("compare") === "1";
-    if (["confidence", "order"].includes(kept.get("colour"))) this.colours.set(kept.get("colour"));
+    if (["chunk", "confidence", "order"].includes(kept.get("colour"))) this.colours.set(kept.get("colour"));
     if (["chunk", "off"].includes(kept.get("number"))) this.numbers.set(kept.get("number"));
     this.layout();
     this.look();

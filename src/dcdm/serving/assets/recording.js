@@ -5,7 +5,7 @@ export class Recording {
   constructor(start, special = {}) {
     this.start = start;
     this.special = special;
-    /** One per position: {text, token, given, step, chunk, forward, window, p, share, seconds}; step 0 where given. */
+    /** One per position: {text, token, given, step, chunk, lane, forward, window, p, share, seconds}; step 0 where given. */
     this.cells = [];
     /** One per forward that committed something: {positions, forward, window, chunk, seconds}. */
     this.steps = [];
@@ -13,8 +13,8 @@ export class Recording {
     this.filled = 0;
     this.before = 0; // forwards of earlier windows
     this.window = 0;
-    for (const { position, token, text, given } of start.canvas) {
-      this.cells[position] = { token, text, given, step: given ? 0 : Infinity };
+    for (const { position, token, text, given, lane } of start.canvas) {
+      this.cells[position] = { token, text, given, lane, step: given ? 0 : Infinity };
     }
     this.blanks = this.cells.filter((cell) => !cell.given).length;
   }
@@ -26,7 +26,7 @@ export class Recording {
     return [];
   }
 
-  commit({ window, forward, chunk, positions, tokens, texts, logprobs, seconds }) {
+  commit({ window, forward, chunk, positions, tokens, texts, logprobs, seconds, lanes }) {
     if (window > this.window) {
       this.window = window;
       this.before = this.steps.at(-1)?.forward ?? 0;
@@ -36,7 +36,7 @@ export class Recording {
     this.filled += positions.length;
     positions.forEach((position, at) => {
       this.cells[position] = {
-        token: tokens[at], text: texts[at], given: false, step: this.steps.length, chunk, forward: number, window,
+        token: tokens[at], text: texts[at], given: false, step: this.steps.length, chunk, lane: lanes?.[at], forward: number, window,
         p: Math.exp(logprobs[at]), share: this.filled / this.blanks, seconds,
       };
     });

@@ -66,7 +66,8 @@ export class RunView {
           this.recording = new Recording(data, this.special);
           this.canvas.open(this.recording);
           const routing = data.routing === "auto" ? [] : [data.routing];
-          this.tag.textContent = [...routing, data.commit, `cache ${data.cache}`].join(" · ");
+          const order = data.lanes ? many(data.lanes, "lane") : data.commit;
+          this.tag.textContent = [...routing, order, `cache ${data.cache}`].join(" · ");
         } else {
           this.canvas.grow(this.recording.add(name, data));
         }

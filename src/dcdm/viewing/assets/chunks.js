@@ -5,7 +5,9 @@ import { ChunkText } from "./tokens.js";
 const { tokens, frames } = data;
 const byNoise = data.axis === "noise";
 const routed = frames.some((frame) => frame.scores);
-const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM" };
+const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM", lanes: "Lanes" };
+const lanes = data.lanes.length ? data.lanes : null;
+const groupName = lanes ? "lane" : "chunk"; // what colours stand for
 const numFree = tokens.filter((token) => token.free).length;
 
 let frame = frames[data.shown];
@@ -15,7 +17,7 @@ let alone = null;
 const text = new ChunkText(byId("tokens"), "Text", tokens.map((token) => token.text), (chosen) => {
   position = chosen;
   showToken();
-});
+}, data.lanes);
 
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 100 ? 1 : 0)}%` : "–");
 
@@ -27,6 +29,7 @@ function caption() {
     const share = `${masked.toLocaleString("en")} of ${numFree.toLocaleString("en")} tokens are masked.`;
     return `${share} The router sees the others, and sends every token, masked or not, to a chunk. What is masked at one level stays masked at the next.`;
   }
+  if (lanes) return `Forward ${frame.at} writes the next token of every lane that is not full, seeing what all lanes have written before it. ${data.rule}`;
   if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
   const size = frame.sizes[frame.at - 1];
   const many = `${size} token${size === 1 ? "" : "s"}`;
@@ -40,8 +43,9 @@ function show(number) {
   byId("slider-value").textContent = byNoise ? frame.at.toFixed(frame.at * 10 % 1 ? 2 : 1) : `${frame.at} of ${frames.length}`;
   byId("slider").setAttribute("aria-valuetext", byId("slider-value").textContent);
   byId("caption").textContent = caption();
-  byId("unrouted-key").hidden = !frame.ids.includes(-1);
-  text.draw(frame.ids, frame.hidden);
+  byId("unrouted-key").hidden = lanes !== null || !frame.ids.includes(-1);
+  if (lanes) text.draw(frame.ids, frame.ids.map((chunk) => chunk < 0), undefined, (at) => frame.ids[at] === frame.at);
+  else text.draw(frame.ids, frame.hidden);
   text.single(alone);
   showToken();
   showSizes();
@@ -79,10 +83,12 @@ const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3)
 function showToken() {
   const token = tokens[position];
   const chunk = frame.ids[position];
-  const where = chunk < 0 ? "in no chunk yet" : chunk === 0 ? "always visible" : "in chunk ";
+  const group = lanes ? lanes[position] : chunk;
+  const where = group < 0 ? "in no chunk yet" : group === 0 ? "always visible" : `in ${groupName} `;
   const name = [make("code", {}, JSON.stringify(token.text)), ` at ${position}, ${where}`];
-  if (chunk > 0) name.push(swatch(chunk));
-  name.push(`${frame.hidden[position] ? ", MASK" : ""} · ${token.free ? token.kind : "not counted"}`);
+  if (group > 0) name.push(swatch(group));
+  const state = lanes ? (chunk < 0 ? ", not written yet" : chunk > 0 ? `, written by forward ${chunk}` : "") : frame.hidden[position] ? ", MASK" : "";
+  name.push(`${state} · ${token.free ? token.kind : "not counted"}`);
   byId("token-name").replaceChildren(...name);
   const scores = frame.scores ? frame.scores[position] : [];
   byId("token-scores").replaceChildren(...(scores.length ? [scoreBars(scores, chunk)] : []));
@@ -101,14 +107,23 @@ function scoreNote(scores, chunk) {
 
 // --- sizes -------------------------------------------------------------------------------------------------------
 
+/** Tokens in each chunk; of lanes, how many each has written. */
+function sizes() {
+  if (!lanes) return frame.sizes;
+  const written = Array(Math.max(...lanes)).fill(0);
+  lanes.forEach((lane, at) => lane && frame.ids[at] >= 0 && written[lane - 1]++);
+  return written;
+}
+
 function showSizes() {
-  const most = Math.max(1, ...frame.sizes);
-  const rows = frame.sizes.map((size, k) => {
+  const shown = sizes();
+  const most = Math.max(1, ...shown);
+  const rows = shown.map((size, k) => {
     const length = make("span", { className: `length ${chunkClass(k + 1)}` });
     length.style.width = `${(100 * size) / most}%`;
     const row = make("button", { type: "button", className: "size" }, swatch(k + 1), length, String(size), make("span", { className: "quiet" }, percent(size, numFree)));
     row.setAttribute("aria-pressed", String(alone === k + 1));
-    row.setAttribute("aria-label", `chunk ${k + 1}: ${size} tokens`);
+    row.setAttribute("aria-label", `${groupName} ${k + 1}: ${size} tokens`);
     row.addEventListener("click", () => {
       alone = alone === k + 1 ? null : k + 1;
       text.single(alone);
@@ -172,7 +187,7 @@ function showMask() {
   const image = canvas.getContext("2d").createImageData(size, size);
   const pixels = new Uint32Array(image.data.buffer);
   const paint = (x, y, colour) => (pixels[y * size + x] = colour);
-  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber(frame.ids[at])]);
+  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber((lanes ?? frame.ids)[at])]);
   let live = 0;
   order.forEach((query, row) => {
     for (let depth = 0; depth < strip; depth++) {
@@ -189,7 +204,7 @@ function showMask() {
   canvas.getContext("2d").putImageData(image, 0, 0);
   const pairs = order.length ** 2;
   const which = chosenMask() === "chunk" ? "A token sees its own chunk (dark) and earlier ones (light)." : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
-  byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the chunks. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
+  byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the ${groupName}s. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
   canvas.setAttribute("aria-label", byId("mask-note").textContent);
 }
 
@@ -216,29 +231,38 @@ function showKinds() {
     cell.style.setProperty("--share", sum(row) ? count / sum(row) : 0);
     return cell;
   });
-  const head = make("tr", {}, make("th", {}, "chunk"), ...data.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"));
+  const head = make("tr", {}, make("th", {}, groupName), ...data.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"));
   const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en"))));
   const all = data.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
   body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
   byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
   const level = table.length > 1 ? ` at noise level ${frame.at}` : "";
-  byId("kinds-source").textContent = `Shares of each chunk over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
+  byId("kinds-source").textContent = `Shares of each ${groupName} over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
 }
 
 // --- begin -------------------------------------------------------------------------------------------------------
 
-byId("title").textContent = `Chunks of ${data.model}`;
+byId("title").textContent = `${lanes ? "Lanes" : "Chunks"} of ${data.model}`;
 byId("subtitle").textContent = [
   kindNames[data.kind] + (data.routing ? `, ${data.routing} routing` : ""),
   `${numFree.toLocaleString("en")} tokens and BOS`,
-  `${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`,
+  ...(lanes ? [`${Math.max(...lanes)} lane${Math.max(...lanes) === 1 ? "" : "s"}`, `${data.num_chunks} forwards`] : [`${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`]),
 ].join(" · ");
 byId("note").textContent = data.note;
 byId("note").hidden = !data.note;
-byId("slider-name").textContent = byNoise ? "Noise level" : "Round";
+byId("slider-name").textContent = byNoise ? "Noise level" : lanes ? "Forward" : "Round";
 byId("slider").max = frames.length - 1;
 byId("slider").disabled = frames.length === 1;
 byId("blind").textContent = routed ? "router" : "model";
+byId("head-key").hidden = !lanes;
+if (lanes) {
+  byId("masked-key").replaceChildren(make("span", { className: "token chunk-1 masked" }, "a"), " not written yet");
+  byId("visible-name").textContent = "written; the number is the forward";
+  byId("text-about").textContent = "Point at a token, or go through the text with the arrow keys, to see its lane and its forward.";
+  byId("sizes-name").textContent = "Lanes";
+  byId("sizes-about").textContent = "Tokens that each lane has written. Choose a lane to see it alone.";
+  byId("kinds-name").textContent = "What kinds of tokens a lane holds";
+}
 byId("noise-choice").hidden = !routed;
 byId("slider").addEventListener("input", (event) => show(Number(event.target.value)));
 for (const name of ["numbers", "patterns", "covered"]) {

@@ -34,7 +34,7 @@ function hintAtScrolling(box) {
 }
 
 /** A text being filled in, forward by forward: from the moment it is first seen, unless motion is not wanted. */
-function fillingReplay(container, { tokens, chunks, steps }, name) {
+function fillingReplay(container, { tokens, chunks, steps, lanes = [] }, name) {
   const forward = tokens.map(() => 0); // which forward filled a position, 0 where it was given
   steps.forEach((positions, number) => positions.forEach((position) => (forward[position] = number + 1)));
   const controls = make("div", { className: "player", role: "group", ariaLabel: `replay of the ${name}` });
@@ -44,18 +44,20 @@ function fillingReplay(container, { tokens, chunks, steps }, name) {
 
   const text = new ChunkText(box, name, tokens, (position) => {
     const token = `${JSON.stringify(tokens[position])} at ${position}`;
+    const group = lanes.length ? `lane ${lanes[position]}` : `chunk ${chunks[position]}`;
     if (!forward[position]) sentence.textContent = `${token} was given.`;
-    else if (forward[position] > player.at) sentence.textContent = `A blank at ${position}, of chunk ${chunks[position]}.`;
-    else sentence.textContent = `${token}, chunk ${chunks[position]}, came with forward ${forward[position]}.`;
-  });
+    else if (forward[position] > player.at) sentence.textContent = `A blank at ${position}, of ${group}.`;
+    else sentence.textContent = `${token}, ${group}, came with forward ${forward[position]}.`;
+  }, lanes);
   let player = null;
   player = new Player(controls, {
     length: () => steps.length,
     speed: "1",
     show: (at, moving) => {
       sentence.ariaLive = player?.playing ? "off" : "polite"; // every forward would be too much to listen to
-      text.draw(chunks, forward.map((when) => when > at), (position) => moving && at > 0 && forward[position] === at);
-      sentence.textContent = at ? `Forward ${at} filled ${many(steps[at - 1].length, "byte")}.` : "Nothing is filled in yet.";
+      const newest = (position) => at > 0 && forward[position] === at;
+      text.draw(chunks, forward.map((when) => when > at), (position) => moving && newest(position), (position) => lanes.length && newest(position));
+      sentence.textContent = at ? `Forward ${at} filled ${many(steps[at - 1].length, "token")}.` : "Nothing is filled in yet.";
     },
   });
   player.go(steps.length);

@@ -116,30 +116,36 @@ export class TokenCells {
   }
 }
 
-/** A text whose tokens, BOS first, are coloured by chunk. */
+/** A text whose tokens, BOS first, are coloured by chunk, or by lane where the model writes in lanes. */
 export class ChunkText extends TokenCells {
-  constructor(container, name, texts, onChoose = () => {}) {
+  constructor(container, name, texts, onChoose = () => {}, lanes = []) {
     super(container, name, onChoose);
     this.texts = texts;
+    this.lanes = lanes.length ? lanes : null;
     texts.forEach((text, position) => this.write(position, text, position ? null : text));
   }
 
-  /** Chunks of all positions (−1: none yet), which of them are masked, and which were filled just now. */
-  draw(ids, hidden, isFresh = () => false) {
-    this.ids = ids;
+  /** Chunks of all positions (−1: none yet), which of them are masked, filled just now, or heads of lanes. */
+  draw(ids, hidden, isFresh = () => false, isHead = () => false) {
+    this.groups = this.lanes ?? ids;
     this.texts.forEach((text, position) => {
       const chunk = ids[position];
-      const state = chunk < 0 ? ["unrouted", "masked"] : hidden[position] ? ["masked"] : [];
+      const state = chunk < 0 && !this.lanes ? ["unrouted", "masked"] : hidden[position] ? ["masked"] : [];
       if (isFresh(position)) state.push("fresh");
-      this.paint(position, [chunkClass(chunk), ...state], { chunk: chunk < 0 ? "·" : chunk });
-      const where = chunk < 0 ? "in no chunk yet" : `chunk ${chunk}`;
-      this.places[position].setAttribute("aria-label", `${text}, ${where}${hidden[position] ? ", masked" : ""}`);
+      if (isHead(position)) state.push("lane-head");
+      this.paint(position, [chunkClass(this.groups[position]), ...state], { chunk: chunk < 0 ? "·" : chunk });
+      this.places[position].setAttribute("aria-label", `${text}, ${this.where(position, chunk)}${hidden[position] ? ", masked" : ""}`);
     });
   }
 
-  /** Fade everything outside one chunk; null shows all. */
-  single(chunk) {
-    this.container.classList.toggle("single", chunk !== null);
-    this.places.forEach((place, position) => place.classList.toggle("chosen", this.ids[position] === chunk));
+  where(position, chunk) {
+    const lane = this.lanes?.[position] ? `lane ${this.lanes[position]}, ` : "";
+    return `${lane}${chunk < 0 ? "in no chunk yet" : `chunk ${chunk}`}`;
+  }
+
+  /** Fade everything outside one chunk or lane; null shows all. */
+  single(group) {
+    this.container.classList.toggle("single", group !== null);
+    this.places.forEach((place, position) => place.classList.toggle("chosen", this.groups[position] === group));
   }
 }

@@ -1,0 +1,283 @@
+"""Lanes as people see them: rows in a terminal, colours on a page, a picture and a replay."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+import dcdm
+import tiny
+from browser import CHROMIUM, Page, artefacts, chromium, dumped
+from dcdm.cli import main
+from dcdm.commands.sample import _Stream
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.model.routing import lane_partition
+from dcdm.viewing.chunks import (
+    ChunkView,
+    Filling,
+    TokenWindows,
+    chunks_page,
+    filling_of,
+    replay_page,
+    view,
+    window_of,
+)
+from dcdm.viewing.plots import draw_filling
+from dcdm.viewing.terminal import lane_rows, show
+
+TEXT = "if x:\n    y = 1\n"  # 16 bytes
+
+
+def model():
+    return tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4))
+
+
+def seen(lanes=3, **more):
+    window, _ = window_of(TEXT, byte_tokenizer(), 128)
+    return view(model(), window, lanes=lanes, name="m", **more)
+
+
+# --- the view ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 4, 40])
+def test_a_view_has_the_decoders_lanes_and_each_forward_writes_one_token_of_each(lanes):
+    found, network = seen(lanes), model()
+    window, _ = window_of(TEXT, byte_tokenizer(), 128)
+    sets = network.sets(window.tokens[None])
+    ids, lane = lane_partition(network.config, sets.free, sets.real, lanes)
+    assert found.lanes == lane[0].tolist()
+    assert found.num_lanes == min(lanes, 16)
+    assert found.frames[-1].ids == ids[0].tolist()
+    drawn = dcdm.generate(network, [[]], max_new_tokens=16, lanes=lanes).history
+    assert len(found.frames) == len(drawn)
+    for number, event in enumerate(drawn, start=1):
+        frame = seen(lanes, round=number)
+        assert [at for at, head in enumerate(frame.heads) if head] == event.positions
+        assert [frame.lanes[at] for at in event.positions] == event.lanes
+        assert [not hidden for hidden in frame.hidden] == [chunk <= number for chunk in ids[0].tolist()]
+        assert sum(frame.sizes) == sum(len(each.positions) for each in drawn[:number])
+
+
+def test_the_default_number_is_the_models_and_others_have_none():
+    assert seen(None).num_lanes == 4
+    window, _ = window_of(TEXT, byte_tokenizer(), 128)
+    with pytest.raises(ConfigError, match="lanes=2 does not fit a bdlm model"):
+        view(tiny.model("bdlm", 257), window, lanes=2)
+    with pytest.raises(ConfigError, match="lanes=0 must be at least 1"):
+        seen(0)
+
+
+def test_a_view_of_lanes_survives_json_and_older_ones_still_load():
+    found = seen()
+    values = json.loads(json.dumps(found.to_dict()))
+    assert ChunkView.from_dict(values) == found
+    del values["lanes"]
+    assert ChunkView.from_dict(values).lanes == []
+
+
+def test_kinds_are_counted_by_lane_over_the_text_or_a_corpus():
+    window, _ = window_of(TEXT, byte_tokenizer(), 128)
+    counts = seen(3).kind_counts
+    assert [sum(row) for row in counts.table[0]] == [6, 5, 5]
+    tokens = window.tokens[None].repeat(3, 1)
+    index = tokens[:, 0] * 0
+    corpus = TokenWindows("rows", tokens, tokens < 0, index, [window.pieces] * 3)
+    many = view(model(), window, lanes=3, corpus=corpus).kind_counts
+    assert many.table == [[[3 * count for count in row] for row in counts.table[0]]]
+
+
+def test_a_notebook_shows_lanes_in_their_colours():
+    html = seen(round=2)._repr_html_()
+    assert html.count('title="lane 2"') == 5
+    assert "outlined: not written yet" in html
+
+
+# --- the terminal ------------------------------------------------------------------------------------------------
+
+
+def test_every_lane_is_a_row_and_every_forward_a_column():
+    assert lane_rows(seen(round=2), 80, False).plain.split("\n") == [
+        "forward  1 2 3 4 5 6",
+        "lane 1   i f ░ ░ ░ ░",
+        "lane 2   · · ░ ░ ░",
+        "lane 3   · = ░ ░ ░",
+        "",
+    ]
+    assert lane_rows(seen(), 80, False).plain.split("\n")[1:4] == [
+        "lane 1   i f · x : ↵",
+        "lane 2   · · · · y",
+        "lane 3   · = · 1 ↵",
+    ]
+
+
+def test_wide_texts_go_on_below_and_nothing_is_lost():
+    lines = lane_rows(seen(2), 20, False).plain.split("\n")
+    assert max(map(len, lines)) <= 20
+    letters = ["".join(line[9:].split()) for line in lines if line.startswith("lane")]
+    assert "".join(letters[::2]) + "".join(letters[1::2]) == TEXT.replace(" ", "·").replace("\n", "↵")
+    numbers = " ".join(line[9:] for line in lines if line.startswith("forward")).split()
+    assert numbers == [str(number) for number in range(1, 9)]
+
+
+def test_colours_are_lanes_and_heads_are_reversed():
+    rows = lane_rows(seen(round=2), 80, True)
+    styles = [str(span.style) for span in rows.spans]
+    assert sum("reverse" in style for style in styles) == 3
+    assert sum("underline" in style for style in styles) == 16 - 6
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor", no_color=False)
+    show(seen(round=2), console)
+    told = console.file.getvalue()
+    assert "3 lanes, 16 tokens and BOS, forward 2 of 6" in told
+    assert "48;2;0;114;178" in told
+
+
+def test_a_live_stream_colours_lanes_and_marks_their_heads(monkeypatch):
+    network, tokenizer = model(), byte_tokenizer()
+    with _Stream(tokenizer, ["ab"], True, True) as on_event:
+        stream = on_event.__self__
+        shown = []
+
+        class Live:
+            def update(self, canvas, refresh):
+                shown.append(canvas)
+
+            def stop(self):
+                pass
+
+        stream.live = Live()
+        done = dcdm.generate(
+            network, ["ab"], tokenizer=tokenizer, max_new_tokens=6, lanes=2, eos_id=-1, on_event=on_event
+        )
+    assert len(shown) == len(done.history) == 3
+    assert [sum("reverse" in str(span.style) for span in canvas.spans) for canvas in shown] == [2, 2, 2]
+    assert shown[0].plain.count("░") == 2  # between the two heads
+    grounds = {str(span.style).split()[-1] for span in shown[-1].spans if "on" in str(span.style)}
+    assert len(grounds) == 2
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+ASK = """
+<pre id="answers"></pre><script>
+const answers = [];
+frames.forEach((_, number) => {
+  byId("slider").value = number;
+  byId("slider").dispatchEvent(new Event("input"));
+  const places = [...document.querySelectorAll("#tokens .token")];
+  answers.push({
+    lanes: places.map((place) => Number([...place.classList].find((name) => /^chunk-/.test(name)).slice(6))),
+    numbers: places.map((place) => place.dataset.chunk),
+    heads: places.map((place) => place.classList.contains("lane-head")),
+    masked: places.map((place) => place.classList.contains("masked")),
+    sizes: [...document.querySelectorAll(".size")].map((row) => row.getAttribute("aria-label")),
+    said: ["title", "subtitle", "slider-name", "token-name"].map((name) => byId(name).textContent),
+    wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  });
+});
+byId("answers").textContent = JSON.stringify(answers);
+</script></body>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_a_browser_shows_lanes_in_colour_with_their_heads(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(chunks_page(seen()).replace("</body>", ASK), encoding="utf-8")
+    told = re.search(r'<pre id="answers">(.*?)</pre>', dumped(page, tmp_path / "profile"), re.DOTALL)
+    assert told
+    answers = json.loads(told[1])
+    assert len(answers) == 6
+    for number, shown in enumerate(answers, start=1):
+        found = seen(round=number)
+        assert shown["lanes"] == found.lanes
+        assert shown["heads"] == found.heads
+        assert shown["masked"] == found.hidden
+        assert shown["numbers"] == ["·" if chunk < 0 else str(chunk) for chunk in found.frame.ids]
+        assert shown["sizes"] == [f"lane {lane}: {size} tokens" for lane, size in enumerate(found.sizes, start=1)]
+        assert shown["said"][:3] == ["Lanes of m", "Lanes · 16 tokens and BOS · 3 lanes · 6 forwards", "Forward"]
+        assert shown["wide"] == 0
+    assert "in lane 1, written by forward 6" in answers[-1]["said"][3]
+
+
+# --- pictures and replays ----------------------------------------------------------------------------------------
+
+
+def filling(prompt="ab", new=9, lanes=3, **more) -> Filling:
+    tokenizer = byte_tokenizer()
+    done = dcdm.generate(model(), [prompt], tokenizer=tokenizer, max_new_tokens=new, lanes=lanes, eos_id=-1, **more)
+    return filling_of(done, tokenizer)
+
+
+def test_a_filling_knows_its_lanes_and_others_have_none():
+    found = filling("a[[3]]b", 3)
+    assert found.lanes == [0, 0, 1, 1, 2, 0, 2, 3, 3]
+    done = dcdm.generate(tiny.model("bdlm", 257), ["a[[3]]"], tokenizer=byte_tokenizer())
+    assert filling_of(done, byte_tokenizer()).lanes == []
+
+
+@pytest.mark.parametrize("new", [2, 9, 90])
+def test_a_text_in_lanes_is_drawn_at_three_moments(new, tmp_path):
+    path = tmp_path / "lanes.svg"
+    draw_filling(filling("$a$", new), path)
+    said = re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+    last = -(-new // 3)
+    assert f"after {last} forward{'s' if last > 1 else ''}: {new} tokens (all)" in said
+    assert {"lane 1", "lane 2", "given"} <= set(said)
+    assert len([text for text in said if text.startswith("after")]) == min(3, last)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_a_replay_of_lanes_on_a_phone_in_the_dark(tmp_path):
+    pytest.importorskip("selenium")
+    found = filling("def f(", 60, 4)
+    (tmp_path / "replay.html").write_text(replay_page(found, "A text", "<b>four</b> lanes"), encoding="utf-8")
+    (tmp_path / "chunks.html").write_text(chunks_page(seen()), encoding="utf-8")
+    with chromium(tmp_path / "profile") as driver:
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        page.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        page.size(390, 844)
+        driver.get((tmp_path / "chunks.html").as_uri())
+        assert page.overflow() == 0
+        page.shot("chunks-of-lanes-390-dark")
+        driver.get((tmp_path / "replay.html").as_uri())
+        assert page.overflow() == 0
+        driver.execute_script(
+            "const s = document.querySelector('[type=range]'); s.value = 5; s.dispatchEvent(new Event('input'))"
+        )
+        page.shot("replay-of-lanes-390-dark")
+        heads = page.js(
+            "[...document.querySelectorAll('.token')].map((cell) => cell.classList.contains('lane-head'))"
+        )
+        assert [at for at, head in enumerate(heads) if head] == found.steps[4]
+        colours = page.js(
+            "[...document.querySelectorAll('.token')].map((c) => [...c.classList].find((n) => /^chunk/.test(n)))"
+        )
+        assert colours == [f"chunk-{lane}" for lane in found.lanes]
+        assert page.complaints() == []
+
+
+# --- the commands ------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys, monkeypatch):
+    folder = tiny.exported("mdlm", tmp_path / "model", kind="lanes", lanes=(1, 2, 4))
+    main(["chunks", str(folder), "x = 1", "--lanes", "2", "--round", "1"])
+    assert "2 lanes, 5 tokens and BOS, forward 1 of 3" in capsys.readouterr().out
+    page = tmp_path / "deep" / "replay.html"
+    main(["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2", "--picture", str(page)])
+    assert '"lanes":[0,0,0,1' in page.read_text(encoding="utf-8")
+    main(["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2", "--stream", "--no-stop-at-eos"])
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [event["lanes"] for event in told] == [[1, 2]] * 4
+    other = tiny.exported("causal", tmp_path / "other")
+    main(["sample", str(other), "--prompt", "a[[3]]", "--stream"])
+    assert "lanes" not in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit):
+        main(["chunks", str(other), "x = 1", "--lanes", "2"])
+    assert "--lanes 2 does not fit a dcdm model" in capsys.readouterr().err
