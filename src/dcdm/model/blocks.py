@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
 from dcdm.model.attention import AttentionInputs, at_least_fp32, attend, product_type, rotate
+from dcdm.model.linear import Linear
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -30,10 +31,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         d, self.head_dim = config.hidden_size, config.head_dim
         biased = config.attention_bias
-        self.q_proj = nn.Linear(d, config.num_heads * self.head_dim, bias=biased)
-        self.k_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
-        self.v_proj = nn.Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
-        self.o_proj = nn.Linear(config.num_heads * self.head_dim, d, bias=False)
+        self.q_proj = Linear(d, config.num_heads * self.head_dim, bias=biased)
+        self.k_proj = Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
+        self.v_proj = Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
+        self.o_proj = Linear(config.num_heads * self.head_dim, d, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
@@ -63,9 +64,9 @@ class SelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dcdm.config import ModelConfig
 from dcdm.model import explicit
 from dcdm.model.attention import AttentionPlan, KeysAndValues, at_least_fp32
+from dcdm.model.linear import Linear
 from dcdm.model.tiling import Tile
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
@@ -37,8 +38,8 @@ class ChunkingAttention(nn.Module):
         d = config.hidden_size
         self.eps = config.norm_eps
         self.mu = nn.Parameter(torch.empty(config.num_chunks, d, config.chunk_dim))
-        self.v_proj = nn.Linear(d, d, bias=False)
-        self.o_proj = nn.Linear(d, d, bias=False)
+        self.v_proj = Linear(d, d, bias=False)
+        self.o_proj = Linear(d, d, bias=False)
         self.register_buffer("balance_bias", torch.zeros(config.num_chunks))
 
     def normed(self, h_bsd: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import NUM_SPECIALS
+from dcdm.model.linear import Linear
 from dcdm.model.transformer import Model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 A, B, ROWS = "lora_a", "lora_b", "lora_rows"
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(Linear):
     """A frozen linear layer and its adapter."""
 
     def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:

@@ -19,6 +19,7 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
+from dcdm.model.linear import product
 from dcdm.model.masks import Slots
 from dcdm.model.rounds import Rounds
 
@@ -265,7 +266,7 @@ class Model(nn.Module):
 
     def token_logits(self, states: Tensor) -> Tensor:
         """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) where specials cannot be."""
-        return F.linear(states, self.head_weight())
+        return product(states, self.head_weight())
 
     def head_weight(self) -> Tensor:
         """The head's rows of the tokens that can be predicted."""

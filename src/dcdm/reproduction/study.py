@@ -29,11 +29,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError
 from dcdm.files import digest, read_json_object, read_yaml, stops_handled_by, write_whole
 from dcdm.reproduction.results import Interval, interval
+
+if TYPE_CHECKING:
+    from dcdm.likelihood.estimators import Score
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
@@ -267,20 +270,17 @@ def measure(folder: Path, windows: int, samples: int, lanes: list[int]) -> dict[
         found = score(model, tokens, samples=samples, prompt=prompt, index=chosen, **options)
         figures[name] = {
             "estimator": found.estimator, "nats_per_token": found.per_token, "monte_carlo": found.per_token_stderr,
-            "tokens": int(found.tokens.sum()), "forwards": _forwards(model, found, options, tokens),
+            "tokens": int(found.tokens.sum()), "forwards": _forwards(found, options.get("lanes", 1)),
             "nats": [round(value, 4) for value in found.nats.tolist()],
         }  # fmt: skip
     return figures
 
 
-def _forwards(model: Any, found: Any, options: Mapping[str, Any], tokens: Any) -> float | None:
+def _forwards(found: Score, lanes: int) -> float | None:
     """Forwards of the decoder per window, where the figure is the exact likelihood of one."""
     if found.estimator == "trajectory":
         return float(found.forwards.double().mean())
-    if found.estimator != "exact":
-        return None
-    longest = found.tokens.double()
-    return float((longest / options.get("lanes", 1)).ceil().mean())
+    return float((found.tokens / lanes).ceil().mean()) if found.estimator == "exact" else None
 
 
 def measure_into(text: str) -> None:

@@ -1,0 +1,79 @@
+"""Studies: runs by the ordinary command, figures on the same windows, comparison over seeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import corpora
+from dcdm.config import ConfigError
+from dcdm.reproduction import study
+from dcdm.reproduction.study import StudyRun, carry_out, compare, read_study, summary
+
+SMALL = {
+    "train.steps": 2, "train.batch_size": 2, "model.hidden_size": 16, "model.num_layers": 2, "model.num_heads": 2,
+    "model.num_kv_heads": 1, "model.head_dim": 8, "model.intermediate_size": 32, "model.context_length": 32,
+}  # fmt: skip
+
+
+def definition(**changes) -> dict:
+    variants = {"ar": {"preset": "ar-debug"}, "lanes": {"preset": "lanes-debug", "lanes": [1, 4], "init": "ar"}}
+    plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "variants": variants}
+    return {**plain, **changes}
+
+
+def write(folder: Path, content: dict) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "text.txt").write_text(corpora.prose(300))
+    settings = {**SMALL, "data.sources": [str(folder / "text.txt")]}
+    asked = read_study(write(folder, definition(settings=settings)))
+    said: list[str] = []
+    assert carry_out(asked, folder / "work", 2, said.append), said
+    return asked, folder / "work"
+
+
+def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
+    asked, work = finished
+    rows = {(row.variant, row.figure): row for row in compare(asked, work)}
+    assert set(rows) == {("ar", "valid"), ("lanes", "1 lanes"), ("lanes", "4 lanes")}
+    assert rows["ar", "valid"].forwards == 31
+    assert rows["lanes", "4 lanes"].forwards == 8
+    assert rows["ar", "valid"].difference is None
+    found = rows["lanes", "4 lanes"]
+    assert found.difference.mean == pytest.approx(found.mean.mean - rows["ar", "valid"].mean.mean)
+    assert f"init: {work / 'ar-s0'}" in (work / "lanes-s0" / "settings.yaml").read_text()
+
+
+def test_what_is_finished_is_not_done_again(finished, monkeypatch):
+    asked, work = finished
+    monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started again"))
+    assert carry_out(asked, work, 1)
+    assert "nats" not in json.dumps(summary(asked, work)["runs"]["ar-s0"]["valid"]).replace("nats_per_token", "")
+
+
+def test_other_windows_are_other_figures(finished):
+    asked, work = finished
+    other = study.Study(**{**vars(asked), "windows": 2})
+    assert study.figures_of(StudyRun(other, "ar", 0), work) is None
+
+
+def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
+    variants = definition()["variants"]
+    for changes, message in (
+        ({"against": "xx"}, "against='xx'"),
+        ({"variants": {**variants, "b": {"preset": "ar-debug", "init": "nobody"}}}, "variants.b.init"),
+        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "seed is not known"),
+        ({"settings": {"train.stepps": 3}}, "train.stepps"),
+        ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
+        ({"variants": {}}, "variants"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_study(write(tmp_path, definition(**changes)))
