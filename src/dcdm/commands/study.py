@@ -23,6 +23,7 @@ def study(
     file: Annotated[Path, Positional, arg(metavar="FILE")],
     work: Annotated[Path, arg(metavar="DIR")],
     jobs: int = 1,
+    only: tuple[str, ...] = (),
     report: bool = False,
     out: Annotated[Path | None, arg(metavar="FILE")] = None,
     json: JsonOption = False,
@@ -36,6 +37,7 @@ def study(
         file: The study: variants, seeds and settings (docs/studies.md).
         work: Where runs and their figures are kept; the same folder resumes.
         jobs: Runs at a time, one thread each.
+        only: The variants to carry out now; by default all.
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON.
     """
@@ -47,7 +49,7 @@ def study(
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
     asked = read_study(file)
-    complete = report or carry_out(asked, work, jobs, lambda line: print(line, file=sys.stderr, flush=True))
+    complete = report or carry_out(asked, work, jobs, lambda line: print(line, file=sys.stderr, flush=True), only)
     rows = compare(asked, work)
     if out is not None:
         write_whole(out, _as_text(summary(asked, work)))

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -70,13 +70,13 @@ class Study:
     against: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.variants or not self.seeds:
+            raise ConfigError("a study needs variants and seeds")
         for name, variant in self.variants.items():
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is no variant of this study")
         if self.against is not None and self.against not in self.variants:
             raise ConfigError(f"against={self.against!r} is no variant; choose one of {', '.join(self.variants)}")
-        if not self.variants or not self.seeds:
-            raise ConfigError("a study needs variants and seeds")
 
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant."""
@@ -156,10 +156,16 @@ def figures_of(run: StudyRun, work: Path) -> dict[str, Any] | None:
     return stored["figures"] if stored.get("measured_with") == run.measured_with() else None
 
 
-def carry_out(study: Study, work: Path, jobs: int, say: Callable[[str], None] = lambda line: None) -> bool:
+def carry_out(
+    study: Study,
+    work: Path,
+    jobs: int,
+    say: Callable[[str], None] = lambda line: None,
+    only: Collection[str] = (),
+) -> bool:
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
-    A stop is passed on to the runs, which save; the same call resumes them.
+    `only` names the variants to carry out, by default all; start weights that they need are made with them. A stop is passed on to the runs, which save; the same call resumes them.
     """
     waiting = [run for run in study.runs() if figures_of(run, work) is None]
     done = {run.name: threading.Event() for run in study.runs()}
