@@ -242,8 +242,8 @@ def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
                 1 / row.tokens_per_forward, row.nats_per_byte, marker=one.marker, color=one.colour, markersize=4,
                 fillstyle="none" if row.measure == "bound" else "full", alpha=0.4, linestyle="", zorder=2,
             )  # fmt: skip
-        for at, row in enumerate(one.best if len(one.best) > 1 else ()):
-            if at + 1 < len(x) and x[at + 1] < 1.15 * x[at]:
+        for at, row in enumerate(one.best):
+            if row.kind == "ar" or (at + 1 < len(x) and x[at + 1] < 1.15 * x[at]):
                 continue  # two names would lie on each other; the more exact decoder's stays
             axes.annotate(
                 row.commit, (x[at], y[at]), fontsize=7, color=one.colour, xytext=(5, 5 if number % 2 else -11),
