@@ -165,9 +165,14 @@ def carry_out(
 ) -> bool:
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
-    `only` names the variants to carry out, by default all; start weights that they need are made with them. A stop is passed on to the runs, which save; the same call resumes them.
+    `only` names the variants to carry out, by default all; start weights that they need are made with them. A stop
+    is passed on to the runs, which save; the same call resumes them.
     """
-    waiting = [run for run in study.runs() if figures_of(run, work) is None]
+    if unknown := sorted(set(only) - set(study.variants)):
+        raise ConfigError(f"{', '.join(unknown)}: no such variant; choose from {', '.join(study.variants)}")
+    wanted = set(only) or set(study.variants)
+    wanted |= {init for name in wanted if (init := study.variants[name].init) is not None}
+    waiting = [run for run in study.runs() if run.variant in wanted and figures_of(run, work) is None]
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
         if run not in waiting:
@@ -179,9 +184,8 @@ def carry_out(
         if run.parent is not None and run.parent in waiting:
             done[run.parent.name].wait()
         ok = not stopped.is_set() and _train_and_measure(run, work, running, stopped)
-        say(
-            f"{run.name}: {'done' if ok else 'stopped' if stopped.is_set() else f'failed, see {log_of(run, work)}'}"
-        )
+        why = "stopped" if stopped.is_set() else f"failed, see {log_of(run, work)}"
+        say(f"{run.name}: {'done' if ok else why}")
         done[run.name].set()
         return ok
 
