@@ -30,6 +30,12 @@ def _debug(**changes: object) -> ModelConfig:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+def _small(**changes: object) -> ModelConfig:
+    """Three million parameters: what an hour on a CPU teaches to write text that can be read."""
+    base = ModelConfig("mdlm", 2_048, 192, 6, 6, 2, 32, 576, context_length=256)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
 def _moe(hidden_size: int, num_chunks: int, chunk_dim: int) -> ModelConfig:
     experts = MoEConfig(num_experts=8, experts_per_token=2, expert_size=hidden_size, shared_size=hidden_size)
     return ModelConfig(
@@ -68,6 +74,10 @@ _TABLE: dict[str, Callable[[], ModelConfig]] = {
     "lanes-0.1b": partial(_at_0_1b, kind="lanes"),
     "lanes-0.5b": partial(_at_0_5b, kind="lanes"),
     "lanes-1.7b": partial(_at_1_7b, kind="lanes"),
+    "ar-small": partial(_small, kind="ar"),
+    "lanes-small": partial(_small, kind="lanes", lanes=(1, 2, 4, 8)),
+    "bdlm-small": partial(_small, kind="bdlm", block_size=8),
+    "dcdm-small": partial(_chunked, _small, 8, 24),
     "ar-debug": partial(_debug, kind="ar"),
     "mdlm-debug": _debug,
     "bdlm-debug": partial(_debug, kind="bdlm", block_size=8),
