@@ -9,7 +9,7 @@ import tiny
 import toy
 from dcdm.config import ConfigError
 from dcdm.distributed import World
-from dcdm.training.optimizers import Muon, make_optimizer, orthogonalised
+from dcdm.training.optimizers import Muon, kept_bytes, make_optimizer, orthogonalised
 from dcdm.training.settings import TrainConfig
 from ranks import on_ranks
 
@@ -83,3 +83,20 @@ def test_wrong_settings_are_refused():
         TrainConfig(muon_rate=0)
     with pytest.raises(ConfigError, match="muon_momentum=1"):
         TrainConfig(muon_momentum=1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_the_dry_run_counts_the_moments_that_the_optimizer_keeps(optimizer, ema_decay):
+    model = tiny.model("paper-moe").float()
+    settings = TrainConfig(optimizer=optimizer, ema_decay=ema_decay)
+    made = make_optimizer(model, settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    moments = [x for state in made.state.values() for x in state.values() if x.ndim]
+    weights = [*model.state_dict().values()]
+    averages = [*model.parameters()] if ema_decay else []
+    counted = 4 * sum(x.numel() for x in (*weights, *moments, *averages))
+    bias = 4 * 3 * model.chunking.balance_bias.numel()  # kept without moments
+    assert counted <= kept_bytes(model.config, settings) <= counted + bias

@@ -7,6 +7,7 @@ stay with AdamW.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw as adamw_step
 
-from dcdm.model.transformer import Model
+from dcdm.config import ModelConfig
+from dcdm.model.transformer import Model, state_shapes
 from dcdm.training.settings import TrainConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -51,7 +53,7 @@ def muon(model: Model, settings: TrainConfig) -> Muon:
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in trainable(model):
-        if parameter.ndim >= 2 and not name.startswith(("embed_tokens", "lm_head")):
+        if _is_matrix(name, parameter.ndim):
             matrices.append(parameter)
         else:
             (decayed if name.startswith("lm_head") else plain).append(parameter)
@@ -65,6 +67,20 @@ def muon(model: Model, settings: TrainConfig) -> Muon:
         {"params": plain, "weight_decay": 0.0, **shared},
     ]  # fmt: skip
     return Muon([group for group in groups if group["params"]], settings.learning_rate)
+
+
+def _is_matrix(name: str, dimensions: int) -> bool:
+    """Whether Muon moves a parameter: a matrix, or a stack of them, of the blocks or of the chunking attention."""
+    return dimensions >= 2 and not name.startswith(("embed_tokens", "lm_head"))
+
+
+def kept_bytes(config: ModelConfig, settings: TrainConfig) -> int:
+    """What a checkpoint holds of a model trained whole: weights, moments (of Muon one, of AdamW two), averages."""
+    numbers = 0
+    for name, shape in state_shapes(config).items():
+        moments = 1 if settings.optimizer == "muon" and _is_matrix(name, len(shape)) else 2
+        numbers += (1 + moments + (settings.ema_decay > 0)) * math.prod(shape)
+    return 4 * numbers
 
 
 class Muon(torch.optim.Optimizer):

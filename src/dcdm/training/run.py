@@ -25,7 +25,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
 from dcdm.model import lora
-from dcdm.model.costs import activation_bytes, bill, state_bytes
+from dcdm.model.costs import activation_bytes, bill
 from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
 from dcdm.training import settings as run_settings
@@ -33,6 +33,7 @@ from dcdm.training.checkpoint import Checkpointer, CheckpointError, load_record,
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
+from dcdm.training.optimizers import kept_bytes
 from dcdm.training.settings import RunConfig, TrainConfig
 from dcdm.training.validation import MAIN, evaluate
 from dcdm.training.vouching import (
@@ -340,7 +341,7 @@ def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
     costs, train_settings = bill(config.model, length), config.train
     tokens = train_settings.steps * train_settings.batch_size * length
     saves = train_settings.steps // config.checkpoint_every + (train_settings.steps % config.checkpoint_every > 0)
-    size = 12 * costs.total_parameters  # weights and two moments in fp32
+    size = kept_bytes(config.model, train_settings)
     lines = [
         f"model        {config.model.kind}, {costs.total_parameters / 1e6:.2f}M parameters"
         + (f", {costs.active_parameters / 1e6:.2f}M active" if config.model.moe else "")
@@ -354,7 +355,8 @@ def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
     for count in devices:
         share = max(1, train_settings.batch_size // count)
         rows = min(share, train_settings.micro_batch or share)
-        memory = state_bytes(config.model, count) + activation_bytes(config.model, rows, length)
+        state = (size + 4 * costs.total_parameters) / count  # what is kept, and gradients
+        memory = state + activation_bytes(config.model, rows, length)
         lines.append(
             f"{count:3d} device{'s' if count > 1 else ' '}  {memory / 1e9:.1f} GB each at {rows} windows a pass; "
             f"{costs.step_seconds(train_settings.batch_size, count, 0.4):.3g} s a step on H800 at 40 %"
