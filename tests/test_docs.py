@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrained
 from dcdm.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,7 @@ LEFT_OUT = {
 
 INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "start weights that readers bring"),
+    (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
     (r"--steps \d+", "--steps 2", "a model of two steps will do"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
@@ -143,6 +145,7 @@ def prepared(tmp_path_factory):
         patch.setenv("DCDM_CACHE", str(folder / "cache"))
         patch.chdir(folder)
         write_texts(folder)
+        pretrained.saved(folder / "tiny-llama")
         made: dict[str, str] = {}
         for name, preset in MODELS.items():
             if preset in made:
@@ -164,7 +167,8 @@ def write_texts(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text('{"prompt": "def main("}\n' * 2)
     for name in ("wikitext2", "data/wikitext2"):
         (folder / name).mkdir(parents=True)
-        (folder / name / "test.txt").write_text(text)
+        for split in ("train", "valid", "test"):
+            (folder / name / f"{split}.txt").write_text(text)
     for name in ("lambada", "pubmed", "arxiv"):
         (folder / "data" / f"{name}.jsonl").write_text('{"text": "so it goes on"}\n' * 40)
     (folder / "tasks").mkdir()

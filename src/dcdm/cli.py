@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from dcdm.commands import (
     adapt,
     bench,
+    chat,
     chunks,
     data,
     demo,
@@ -64,6 +65,7 @@ COMMANDS: dict[str, Command | Group] = {
     "report": Command(report.report, report.EXAMPLES),
     "chunks": Command(chunks.chunks, chunks.EXAMPLES),
     "sample": Command(sample.sample, sample.EXAMPLES, settings=sample.OPTION_OF),
+    "chat": Command(chat.chat, chat.EXAMPLES, settings=chat.OPTION_OF),
     "serve": Command(serve.serve, serve.EXAMPLES),
     "export": Command(export.export, export.EXAMPLES),
     "import": Command(import_model.import_model, import_model.EXAMPLES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import dcdm
 import pretrained
 from dcdm.cli import main
 from dcdm.commands.adapt import memory
-from dcdm.config import ModelConfig
+from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.loader import pack
+from dcdm.io.load import load_model
 from dcdm.io.pretrained import import_model
 from dcdm.io.verify import verify
 from dcdm.training import settings as run_settings
@@ -73,8 +76,6 @@ def test_figures_before_training_are_those_of_the_base_model_and_training_lowers
     assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3") == 0
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
-    from dcdm.data.loader import pack
-
     windows = pack([TEXT], tokenizer, 32)[:2]
     exact = dcdm.score(base, windows, "exact")
     nats = float(exact.nats.sum() / exact.tokens.sum())
@@ -156,3 +157,93 @@ def test_a_run_with_adapters_resumes_to_the_very_same_weights() -> None:
     assert adapt("runs/four", "--steps", "4", *more, quiet=flat) == 0
     one, other = (dcdm.load(run)[0].state_dict() for run in ("runs/two", "runs/four"))
     assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
+@pytest.fixture(scope="module")
+def adapters(place: Path) -> dict[str, Path]:
+    """Runs with adapters, and what is exported of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("DCDM_CACHE", str(place / "cache"))
+        for to in ("lanes", "ar", "dcdm-causal"):
+            more = ["--to", to, "--lora", "4", "--num-chunks", "3", "--chunk-dim", "8", "--learning-rate", "1e-2"]
+            assert adapt(f"runs/for-{to}", "--steps", "4", *more) == 0
+            main(["export", f"runs/for-{to}", f"adapter-{to}", "--adapter-only"])
+    return {to: place / f"adapter-{to}" for to in ("lanes", "ar", "dcdm-causal")}
+
+
+@pytest.mark.parametrize("to", ["lanes", "ar", "dcdm-causal"])
+def test_base_and_adapter_are_the_model_that_was_trained(adapters: dict[str, Path], to: str) -> None:
+    trained = dcdm.load(f"runs/for-{to}")[0]
+    folder = adapters[to]
+    assert (folder / "adapter_model.safetensors").stat().st_size < 0.5 * Path(
+        "base/model.safetensors"
+    ).stat().st_size
+    assert [check for check in verify(folder) if check.problems] == []
+    main(["export", "base", f"merged-{to}", "--adapter", str(folder)])
+    for found in (
+        load_model("base", adapter=folder)[0],
+        dcdm.load(folder)[0],  # its base stands where it stood
+        dcdm.load(f"merged-{to}")[0],
+    ):
+        assert found.config == trained.config
+        state = trained.state_dict()
+        for name, value in found.state_dict().items():
+            torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
+
+
+def test_peft_reads_the_adapter_and_gives_the_same_logits(adapters: dict[str, Path]) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    import dcdm.hub
+
+    wrapped = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained("base"), str(adapters["ar"])
+    ).eval()
+    ours, tokenizer = dcdm.load("runs/for-ar")
+    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(TEXT[:60])]])
+    with torch.no_grad():
+        expected = ours(tokens).logits[..., :-3]
+        base = dcdm.load("base")[0](tokens).logits[..., :-3]
+        torch.testing.assert_close(wrapped(tokens).logits[..., :-3], expected, atol=1e-4, rtol=0)
+    assert (base - expected).abs().max() > 0.01
+
+
+def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
+    adapters: dict[str, Path], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_model(str(pretrained.saved(place / "other-source", initializer_range=0.1)), place / "other")
+    with pytest.raises(ConfigError, match="holds other weights"):
+        load_model("other", adapter=adapters["lanes"])
+    with pytest.raises(ConfigError, match="is not an adapter folder"):
+        load_model("base", adapter="other")
+    with pytest.raises(ConfigError, match="is an adapter itself"):
+        load_model(adapters["lanes"], adapter=adapters["lanes"])
+    damaged = Path(shutil.copytree(adapters["lanes"], place / "damaged"))
+    settings = json.loads((damaged / "dcdm.json").read_text())
+    (damaged / "dcdm.json").write_text(json.dumps({**settings, "base": "nowhere"}))
+    with pytest.raises(ConfigError, match=r"dcdm\.json has changed"):
+        load_model("base", adapter=damaged)
+    (damaged / "checksums.json").unlink()
+    with pytest.raises(ConfigError, match="is an adapter of nowhere, which is not here; give MODEL and --adapter"):
+        dcdm.load(damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_model("base", adapter=damaged)
+    with pytest.raises(SystemExit) as left:
+        main(["export", "base", "none", "--adapter-only"])
+    assert left.value.code == 2
+    assert "has no adapter" in capsys.readouterr().err
+
+
+def test_sampling_and_scoring_take_a_base_with_its_adapter(
+    adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for model in (["base", "--adapter", str(adapters["lanes"])], [str(adapters["lanes"])], ["runs/for-lanes"]):
+        main(["sample", *model, "--prompt", "The cat", "--length", "12", "--lanes", "2", "--temperature", "0"])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    main(["eval", "ppl", str(adapters["lanes"]), "--data", "text.txt", "--limit", "2", "--length", "32", "--json"])
+    assert json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`dcdm export`: a trained model as a folder for Hugging Face tools."""
+"""`dcdm export`: a trained model as a folder for Hugging Face tools, or its adapters alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,39 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-EXAMPLES = ("dcdm export runs/first exported",)
+from dcdm.commands.options import AdapterOption
+from dcdm.config import ConfigError
+
+EXAMPLES = (
+    "dcdm export runs/first exported",
+    "dcdm export runs/lora adapters --adapter-only",
+    "dcdm export base merged --adapter adapters",
+)
 
 
-def export(source: Annotated[Path, Positional], folder: Annotated[Path, Positional], average: bool = True) -> None:
+def export(
+    source: Annotated[Path, Positional],
+    folder: Annotated[Path, Positional],
+    average: bool = True,
+    adapter: AdapterOption = None,
+    adapter_only: bool = False,
+) -> None:
     """Write a trained model as a folder that Hugging Face tools load.
 
     Args:
-        source: A run folder or a checkpoint in it.
+        source: A run folder or a checkpoint in it; with --adapter also an exported folder.
         folder: The folder to write; it must not exist.
         average: Take the averaged weights where the run kept any.
+        adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters
+            are merged into the weights.
     """
     from dcdm.io.export import export as write_export
+    from dcdm.io.export import export_adapter
 
-    write_export(source, folder, average=average)
+    if adapter_only and adapter is not None:
+        raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
+    if adapter_only:
+        export_adapter(source, folder)
+    else:
+        write_export(source, folder, average=average, adapter=adapter)
     print(f"{folder}: written; `dcdm verify {folder}` checks it")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEBUG: ContextVar[bool] = ContextVar("DEBUG", default=False)
 """Whether --debug was given: what developers want to know is shown then."""
-TEXTS = ("--prompt",)
+TEXTS = ("--prompt", "--system")
 """Options whose values are texts, which may begin like an option."""
 
 # --- options -----------------------------------------------------------------------------------------------------
@@ -57,6 +57,10 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     Dtype, NamesOfTypes, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")
 ]  # fmt: skip
+AdapterOption = Annotated[
+    Path | None,
+    arg(metavar="FOLDER", help="LoRA adapters of the model, written by `dcdm export --adapter-only`."),
+]
 JsonOption = Annotated[bool, arg(help="Print one JSON object instead of a table.")]
 
 
@@ -79,12 +83,14 @@ def compute_on(device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]
     return place, weights_dtype(dtype, place)
 
 
-def load_for(model: str | Path, device: Device, dtype: Dtype) -> tuple[Model, Tokenizer]:
+def load_for(
+    model: str | Path, device: Device, dtype: Dtype, adapter: Path | None = None
+) -> tuple[Model, Tokenizer]:
     """The model that a command was given, ready for evaluation, and its tokenizer."""
     from dcdm.io.load import load_model
 
     place, kind = compute_on(device, dtype)
-    return load_model(model, device=place, dtype=kind)
+    return load_model(model, device=place, dtype=kind, adapter=adapter)
 
 
 def at_least_one(**counts: int | None) -> None:

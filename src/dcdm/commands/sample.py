@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dcdm.commands.options import (
     DEBUG,
+    AdapterOption,
     DeviceOption,
     DtypeOption,
     ModelArgument,
@@ -34,6 +35,7 @@ OPTION_OF = {"max_new_tokens": "length"}
 
 def sample(
     model: ModelArgument,
+    adapter: AdapterOption = None,
     prompt: tuple[str, ...] = (),
     file: Path | None = None,
     jsonl: Path | None = None,
@@ -97,7 +99,7 @@ def sample(
     prompts = _prompts(prompt, file, jsonl, field)
     at_least_one(num=num, batch_size=batch_size)
     prompts = [text for text in prompts for _ in range(num)]
-    loaded, tokenizer = load_for(model, device, dtype)
+    loaded, tokenizer = load_for(model, device, dtype, adapter)
     _warn_of_window(window, loaded.config.context_length)
     adablock = None
     if routing == "adablock":

@@ -7,14 +7,19 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from dcdm.commands.options import DeviceOption, DtypeOption, compute_on
+from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, compute_on
 from dcdm.config import ConfigError
 
-EXAMPLES = ("dcdm serve runs/first", "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000")
+EXAMPLES = (
+    "dcdm serve runs/first",
+    "dcdm serve base --adapter adapters",
+    "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000",
+)
 
 
 def serve(
     model: Annotated[Path, Positional],
+    adapter: AdapterOption = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
@@ -84,7 +89,7 @@ def serve(
     if threads is not None:
         torch.set_num_threads(threads)
     place, weights = compute_on(device, dtype)
-    loaded, tokenizer = load_safetensors(model, device=place, dtype=weights)
+    loaded, tokenizer = load_safetensors(model, adapter=adapter, device=place, dtype=weights)
     folder = str(model.resolve()) if is_loopback(host) else str(model)  # others need not know where homes are
     app = create_app(loaded, tokenizer, settings, name or model.resolve().name, folder)
     start_logging()

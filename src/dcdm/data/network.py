@@ -14,15 +14,15 @@ PATIENCE = 3.0  # seconds
 
 
 @contextmanager
-def quick_hub() -> Iterator[bool]:
+def quick_hub(wanted: bool = True) -> Iterator[bool]:
     """Look into caches alone where the hub does not answer: its libraries would try again and again.
 
-    Gives whether it answers.
+    Gives whether it answers. If it is not `wanted`, since all is here, it is not even asked.
     """
     import datasets.config
     import huggingface_hub.constants
 
-    answers = not huggingface_hub.constants.HF_HUB_OFFLINE and hub_answers()
+    answers = wanted and not huggingface_hub.constants.HF_HUB_OFFLINE and hub_answers()
     if answers:
         yield True
         return

@@ -294,15 +294,15 @@ def ask_transformers(spec: str, **options: Any) -> Any:
 
     from dcdm.data.network import quick_hub
 
-    answers = True
+    answers, is_here = True, Path(spec).is_dir()
     try:
-        with quick_hub() as answers:
+        with quick_hub(wanted=not is_here) as answers:
             return AutoTokenizer.from_pretrained(spec, **options)
     except Exception as error:  # network, cache, repository and format errors have no common base
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         why = f"transformers cannot load it: {reason}"
-        if Path(spec).is_dir():
+        if is_here:
             raise DataError(f"the tokenizer in {spec}: {why}") from error
         why = why if answers else "the hub cannot be reached"
         raise DataError(f"tokenizer {spec!r} is neither bytes, bpe:N nor a folder here, and {why}") from error

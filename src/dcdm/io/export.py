@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -12,11 +14,15 @@ from safetensors.torch import save_file
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
-from dcdm.io.load import SUMS, load_model
+from dcdm.io import adapters
+from dcdm.io.load import SUMS, find_model, load_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
+from dcdm.training import settings as run_settings
+from dcdm.training.checkpoint import load_weights
 from dcdm.training.metrics import read_rows
+from dcdm.training.vouching import SETTINGS
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
 
@@ -26,29 +32,59 @@ __all__ = ["DCDMConfig", "DCDMForCausalLM", "DCDMForMaskedLM"]
 '''
 
 
-def export(source: Path, folder: Path, *, average: bool = True) -> None:
+def export(source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None) -> None:
     """Write the model in `source` to `folder`: safetensors, config.json, tokenizer, model card and checksums.
 
-    The folder appears whole or not at all.
+    The folder appears whole or not at all. Adapters, those of a run or in the folder `adapter`, are merged.
     """
     check_free(folder)
-    model, tokenizer = load_model(source, average=average)
+    model, tokenizer = load_model(source, average=average, adapter=adapter)
     write(model, tokenizer, folder, _card(model, source))
+
+
+def export_adapter(source: Path, folder: Path) -> None:
+    """Write the adapter that the run `source`, or the run of this checkpoint, has trained; without its base."""
+    check_free(folder)
+    found = find_model(source)
+    settings = None if found.run is None else run_settings.read(found.run / SETTINGS)
+    if settings is None or not settings.train.lora or settings.init is None:
+        raise ConfigError(f"{source} has no adapter: it is not a run of `dcdm adapt --lora RANK`")
+    base, train = find_model(settings.init), settings.train
+    state = load_weights(found.place) | (load_weights(found.place, "ema") if train.ema_decay else {})
+    sha256 = base.identity()["sha256"]
+    adapter = adapters.of_state(state, found.config, train.lora, train.lora_alpha, settings.init, sha256)
+    with _appearing(folder) as aside:
+        adapters.write(adapter, aside)
+        (aside / "README.md").write_text(_adapter_card(adapter, found.run or source), encoding="utf-8")
+
+
+def _adapter_card(adapter: adapters.Adapter, run: Path) -> str:
+    kind, base = adapter.config.kind, adapter.base
+    text = f"LoRA adapters of rank {adapter.rank} that make a model of kind `{kind}` of `{base}`."
+    return "\n".join(["---", "library_name: dcdm", f"base_model: {base}", "---", "", f"# {run.name}", "", text, ""])
 
 
 def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
     """A model in memory as an exported folder with this model card."""
-    check_free(folder)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        aside.mkdir(parents=True)
+    with _appearing(folder) as aside:
         weights = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(aside)
         (aside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n", encoding="utf-8")
         (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
         (aside / "README.md").write_text(card, encoding="utf-8")
-        shutil.copymode(aside / "config.json", aside / "model.safetensors")  # written as 0600, whatever the umask
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A place to write to, which becomes `folder` at the end, with checksums, or vanishes if anything fails."""
+    check_free(folder)
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for weights in aside.glob("*.safetensors"):  # written as 0600, whatever the umask
+            shutil.copymode(aside / "README.md", weights)
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
         aside.rename(folder)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
+from dcdm.io import adapters
 from dcdm.io.importing import is_transformers, load_transformers
 from dcdm.model import lora
 from dcdm.model.transformer import Model, build, state_shapes
@@ -45,9 +46,14 @@ class ModelSource:
     """The checkpoint, or the exported folder."""
     run: Path | None = None
     """The run folder that the checkpoint stands in."""
+    base: ModelSource | None = None
+    """What `place` is an adapter of."""
 
     def identity(self) -> dict[str, Any]:
         """Which weights these are: where they stand, their step, and a SHA-256 that covers all of them."""
+        if self.base is not None:
+            sha256 = file_digest(self.place / adapters.WEIGHTS)
+            return {"weights": str(self.place), "step": None, "sha256": sha256, "base": self.base.identity()}
         if self.run is None:
             return {"weights": str(self.place), "step": None, "sha256": file_digest(self.place / WEIGHTS)}
         manifest = self.place / MANIFEST  # it holds the SHA-256 of every file
@@ -89,20 +95,30 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     average: bool = True,
+    adapter: str | Path | None = None,
 ) -> tuple[Model, Tokenizer]:
     """The model, ready for evaluation, and its tokenizer.
 
     Of a run folder the newest whole checkpoint is taken; with `average`, its averaged weights where it has any.
+    `adapter` is a folder of LoRA adapters, which are merged into the model; such a folder can also stand for the
+    model, if its base is where it was in training.
     """
-    found = find_model(path, average=average)
+    found = find_model(path, average=average, adapter=adapter)
     return found.load(device, dtype), found.tokenizer
 
 
-def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
+def find_model(path: str | Path, *, average: bool = True, adapter: str | Path | None = None) -> ModelSource:
     """Configuration and tokenizer of what `load_model` would load."""
     path = Path(path)
+    if adapter is not None:
+        return _adapted(find_model(path, average=average), Path(adapter))
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run folder, a checkpoint in it, or an exported folder")
+    if adapters.is_adapter(path):
+        base = adapters.read(path).base
+        if not Path(base).is_dir():
+            raise ConfigError(f"{path} is an adapter of {base}, which is not here; give MODEL and --adapter {path}")
+        return _adapted(find_model(base), path)
     if (path / "config.json").exists():
         return _exported(path)
     run = path if (path / SETTINGS).exists() else path.parent.parent
@@ -126,6 +142,25 @@ def find_model(path: str | Path, *, average: bool = True) -> ModelSource:
 
     _check_vocabulary(config.model, tokenizer, run)
     return ModelSource(config.model, tokenizer, weights, shapes, checkpoint, run)
+
+
+def _adapted(base: ModelSource, folder: Path) -> ModelSource:
+    """A base model with an adapter merged into it."""
+    if base.base is not None:
+        raise ConfigError(f"{base.place} is an adapter itself; give the base model of {folder}")
+    if wrong := wrong_sums(folder, (adapters.SETTINGS, adapters.PEFT, adapters.WEIGHTS)):
+        raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
+    adapter = adapters.read(folder)
+    if (found := base.identity()["sha256"]) != adapter.base_sha256:
+        raise ConfigError(
+            f"{folder} is an adapter of {adapter.base}, and {base.place} holds other weights (SHA-256 "
+            f"{found[:12]}…, not {adapter.base_sha256[:12]}…); give the model that it was trained on"
+        )
+    _check_vocabulary(adapter.config, base.tokenizer, folder)
+    return ModelSource(
+        adapter.config, base.tokenizer, lambda: adapter.onto(base.weights()),
+        lambda: adapter.shapes(base.shapes()), folder, base=base,
+    )  # fmt: skip
 
 
 def _newest(run: Path) -> Path:

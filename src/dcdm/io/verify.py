@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.io.adapters import is_adapter
 from dcdm.io.load import CONFIG, PARSED, WEIGHTS, find_model, wrong_sums
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
@@ -41,6 +42,10 @@ def verify(path: Path) -> Iterator[Check]:
     if (path / CONFIG).exists():
         yield Check("checksums", wrong_sums(path))
         if wrong_sums(path, (*PARSED, WEIGHTS)):
+            return
+    elif is_adapter(path):
+        yield Check("checksums", wrong_sums(path))
+        if wrong_sums(path):
             return
     else:
         whole = True

@@ -30,13 +30,14 @@ from dcdm.serving.connections import SilentConnections, TimedProtocol, connectio
 
 
 def load_safetensors(
-    path: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Model, Tokenizer]:
+    path: Path, *, adapter: Path | None = None, device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Model, Tokenizer]:  # fmt: skip
     """The model in an exported folder, whose checksums are compared; a run folder is exported first."""
     if find_model(path).run is None:
-        return load_model(path, device=device, dtype=dtype)
+        return load_model(path, device=device, dtype=dtype, adapter=adapter)
     with tempfile.TemporaryDirectory(prefix="dcdm-serve-") as folder:
-        export(path, Path(folder) / "exported")
+        export(path, Path(folder) / "exported", adapter=adapter)
         print(f"dcdm: {path} is a run folder; serving what `dcdm export` makes of it", file=sys.stderr)
         return load_model(Path(folder) / "exported", device=device, dtype=dtype)
 

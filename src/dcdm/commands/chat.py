@@ -1,0 +1,166 @@
+"""`dcdm chat`: a conversation in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from dcdm.commands.options import (
+    AdapterOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    at_least_one,
+    harmless,
+    load_for,
+)
+from dcdm.config import ConfigError
+
+if TYPE_CHECKING:
+    from dcdm.data.chats import ChatTemplate
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.decoding.config import DecodingConfig
+    from dcdm.decoding.engine import Generation
+    from dcdm.model.transformer import Model
+
+EXAMPLES = (
+    "dcdm chat base",
+    "dcdm chat runs/lanes --lanes 4 --temperature 0.3",
+    'echo What is the capital of France? | dcdm chat runs/lanes --system "Answer briefly." --length 32',
+)
+OPTION_OF = {"max_new_tokens": "length"}
+FORGET = "/new"
+"""What a user writes to begin anew."""
+
+
+def chat(
+    model: ModelArgument,
+    adapter: AdapterOption = None,
+    system: str | None = None,
+    lanes: int | None = None,
+    length: int = 128,
+    temperature: float = 0.7,
+    top_p: float | None = None,
+    seed: int = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
+) -> None:
+    """Talk to a model whose tokenizer has a chat template.
+
+    Each line is a message; /new begins a new conversation, Ctrl-D ends it. Through a pipe, every line of the input
+    is answered in turn. Text appears as soon as all before it is written: of several lanes, the first streams and
+    the others follow at the end.
+
+    Args:
+        system: The system message.
+        lanes: For models that write in lanes: how many; an answer of --length tokens is cut into so many runs.
+        length: Most tokens of an answer.
+        temperature: 0 takes the most probable token.
+        top_p: Draw from the most probable tokens that together reach this probability.
+        seed: Seed of the draws; the answers of one conversation draw differently.
+    """
+    from dcdm.data.chats import ChatTemplate
+    from dcdm.decoding.config import DecodingConfig
+
+    at_least_one(length=length)
+    loaded, tokenizer = load_for(model, device, dtype, adapter)
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{model}: its tokenizer has no chat template; use `dcdm sample {model} --prompt TEXT`")
+    if length > loaded.config.context_length - 2:
+        raise ConfigError(f"--length {length} leaves no room in a context of {loaded.config.context_length} tokens")
+    options = DecodingConfig.of(lanes=lanes, temperature=temperature, top_p=top_p)
+    decoding = options.resolve(loaded.config, tokenizer)
+    conversation = Conversation(loaded, tokenizer, ChatTemplate(tokenizer), decoding, system, length, seed)
+    for message in _messages():
+        if message == FORGET:
+            conversation.forget()
+            continue
+        result = conversation.answer(message, _show)
+        print(flush=True)
+        if sys.stdin.isatty():
+            costs = result.statistics
+            tokens, forwards = int(costs.new_tokens.sum()), int(costs.forwards.sum())
+            print(f"({tokens} tokens in {forwards} forwards)", file=sys.stderr)
+
+
+class Conversation:
+    """Messages so far, and answers to the next."""
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, template: ChatTemplate, decoding: DecodingConfig,
+        system: str | None, length: int, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.template, self.decoding = model, tokenizer, template, decoding
+        self.length, self.seed = length, seed
+        self.turns: list[dict[str, str]] = []
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.turns = []
+
+    def answer(self, message: str, show: Callable[[str], None] = lambda text: None) -> Generation:
+        """The answer to a message; `show` gets its text piece by piece. Both are remembered."""
+        from dcdm.decoding.engine import Ended, Event, generate
+        from dcdm.serving.writing import Piece, Writer
+
+        self.turns.append({"role": "user", "content": message})
+        ids = self._prompt()
+        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
+        text: list[str] = []
+
+        def say(piece: Piece | None) -> None:
+            if piece is not None and piece.text:
+                text.append(piece.text)
+                show(piece.text)
+
+        def on_event(event: Event) -> None:
+            say(writer.event(event))
+
+        def on_end(row: int, ended: Ended) -> None:
+            say(writer.end(ended))
+
+        result = generate(
+            self.model, [ids], tokenizer=self.tokenizer, max_new_tokens=self.length, decoding=self.decoding,
+            seed=self.seed, index=[len(self.turns)], on_event=on_event, on_end=on_end, blanks=False,
+        )  # fmt: skip
+        self.turns.append({"role": "assistant", "content": "".join(text)})
+        return result
+
+    def _prompt(self) -> list[int]:
+        """Ids of the conversation; its oldest turns are left out where it has become too long."""
+        from dcdm.data.chats import ChatError
+
+        room = self.model.config.context_length - 1 - self.length
+        while True:
+            try:
+                text = self.template.render([*self._system, *self.turns], answering=True)
+            except ChatError as error:
+                raise ConfigError(str(error)) from error
+            ids = self.tokenizer.encode_chat(text)
+            if len(ids) <= room:
+                return ids
+            if len(self.turns) < 2:
+                raise ConfigError(
+                    f"the message has {len(ids)} tokens with its template, and there is room for {room}; shorten "
+                    "it, or lower --length"
+                )
+            self.turns = self.turns[2:]
+
+
+def _messages() -> Iterator[str]:
+    """Lines of the terminal, or of a pipe; empty ones are passed over."""
+    asking = sys.stdin.isatty()
+    while True:
+        if asking:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _show(text: str) -> None:
+    print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -1,0 +1,130 @@
+"""Adapter folders: what LoRA training added to a base model, in the file format of `peft`.
+
+`adapter_config.json` and `adapter_model.safetensors` are those that `peft` reads and writes; `dcdm.json` holds the
+settings of the adapted model and which base it belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
+from dcdm.files import UnreadableFile, listed_file, read_json_object
+from dcdm.model import lora
+
+SETTINGS, PEFT, WEIGHTS = "dcdm.json", "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model.model."
+"""Before our names: `peft`'s wrapper, its model, and the network in the class that `transformers` loads."""
+ROWS = "embed_tokens.token_adapter.trainable_tokens_delta"
+"""The values of the trained rows, in spite of the name."""
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter and what it belongs to."""
+
+    config: ModelConfig
+    """Of the adapted model."""
+    base: str
+    """The base model, as it was called in training."""
+    base_sha256: str
+    """That of the base's weights."""
+    rank: int
+    scale: float
+    tensors: dict[str, Tensor]
+    """By the names of the state dict; of the embedding, the values of the trained rows."""
+
+    def onto(self, base: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of the adapted model, given the base's."""
+        own = {name: value for name, value in self.tensors.items() if name != EMBEDDING}
+        state = lora.merged(base | own, self.scale)
+        if (rows := self.tensors.get(EMBEDDING)) is not None:
+            state[EMBEDDING] = state[EMBEDDING].clone()
+            state[EMBEDDING][-NUM_SPECIALS:] = rows
+        return state
+
+    def shapes(self, base: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Those of `onto`, given the base's."""
+        own = {name: tuple(value.shape) for name, value in self.tensors.items() if name != EMBEDDING}
+        return {name: shape for name, shape in (base | own).items() if not lora.is_adapter(name)}
+
+
+def of_state(
+    state: dict[str, Tensor], config: ModelConfig, rank: int, alpha: float | None, base: str, base_sha256: str
+) -> Adapter:
+    """The adapter in the state dict of a model that was trained with one."""
+    tensors = {
+        n: v for n, v in state.items() if n.rpartition(".")[2] in (lora.A, lora.B) or n.startswith("chunking.")
+    }
+    if (addend := state.get(f"embed_tokens.{lora.ROWS}")) is not None:
+        tensors[EMBEDDING] = state[EMBEDDING][-NUM_SPECIALS:] + addend
+    return Adapter(config, base, base_sha256, rank, lora.scale_of(rank, alpha), tensors)
+
+
+def write(adapter: Adapter, folder: Path) -> None:
+    """Write the three files into a folder that exists."""
+    vocab = adapter.config.vocab_size
+    rows = {"embed_tokens": [*range(vocab - NUM_SPECIALS, vocab)]} if EMBEDDING in adapter.tensors else None
+    peft = {
+        "peft_type": "LORA", "task_type": None, "inference_mode": True, "base_model_name_or_path": adapter.base,
+        "r": adapter.rank, "lora_alpha": adapter.scale * adapter.rank, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "target_modules": list(lora.TARGETS), "trainable_token_indices": rows,
+    }  # fmt: skip
+    ours = {"model": adapter.config.to_dict(), "base": adapter.base, "base_sha256": adapter.base_sha256}
+    for name, content in ((PEFT, peft), (SETTINGS, ours)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_file({_theirs(n): v.contiguous() for n, v in adapter.tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether this is an adapter folder that `write` made."""
+    return (folder / SETTINGS).is_file() and (folder / PEFT).is_file()
+
+
+def read(folder: Path) -> Adapter:
+    """What `write` wrote."""
+    if not is_adapter(folder):
+        raise ConfigError(
+            f"{folder} is not an adapter folder: it lacks {SETTINGS} or {PEFT}; "
+            "`dcdm export RUN FOLDER --adapter-only` writes one"
+        )
+    try:
+        ours, peft = (read_json_object(listed_file(folder, name)) for name in (SETTINGS, PEFT))
+        tensors = load_file(listed_file(folder, WEIGHTS))
+        config = ModelConfig.from_dict(_typed(ours, "model", dict))
+        base, sha256 = (_typed(ours, name, str) for name in ("base", "base_sha256"))
+        rank, alpha = _typed(peft, "r", int), float(_typed(peft, "lora_alpha", (int, float)))
+    except (UnreadableFile, SafetensorError, OSError, TypeError) as error:
+        raise ConfigError(f"{folder} cannot be read ({error}); export the adapter again") from error
+    if rank < 1 or peft.get("use_rslora") or peft.get("use_dora"):
+        raise ConfigError(f"{folder / PEFT} asks for another kind of adapter than plain LoRA; export it again")
+    return Adapter(
+        config, base, sha256, rank, alpha / rank, {_ours(name): value for name, value in tensors.items()}
+    )
+
+
+def _typed(values: dict[str, Any], name: str, kind: Any) -> Any:
+    if not isinstance(values.get(name), kind):
+        raise TypeError(f"its {name} is {values.get(name)!r}")
+    return values[name]
+
+
+def _theirs(name: str) -> str:
+    if name == EMBEDDING:
+        return PREFIX + ROWS
+    return PREFIX + name.replace(f".{lora.A}", ".lora_A.weight").replace(f".{lora.B}", ".lora_B.weight")
+
+
+def _ours(name: str) -> str:
+    name = name.removeprefix(PREFIX)
+    if name == ROWS:
+        return EMBEDDING
+    return name.replace(".lora_A.weight", f".{lora.A}").replace(".lora_B.weight", f".{lora.B}")
