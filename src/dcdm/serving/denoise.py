@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Ended, Event
 from dcdm.decoding.prompts import whole_text
+from dcdm.decoding.session import Ended, Event
 from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import DenoiseRequest, Refusal
 from dcdm.serving.served import Served

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Ended, Event
+from dcdm.decoding.session import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
 
