@@ -99,10 +99,14 @@ def test_requests_that_are_computed_together_get_what_each_gets_alone(server):
         body = {"prompt": prompt, "max_tokens": length, "seed": seed}
         return server.post("/v1/completions", body).json()["choices"][0]["text"]
 
-    before = server.figure("dcdm_batch_texts_count")
+    forwards, rows = (server.figure(f"dcdm_batch_texts_{kind}") for kind in ("count", "sum"))
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(ask, requests))
-    assert server.figure("dcdm_batch_texts_count") - before < len(requests), "some were computed together"
+    forwards, rows = (
+        server.figure("dcdm_batch_texts_count") - forwards,
+        server.figure("dcdm_batch_texts_sum") - rows,
+    )
+    assert rows > forwards, "some were computed together"
     for (prompt, length, seed), text in zip(requests, texts, strict=True):
         assert text == alone(server, [prompt], max_new_tokens=length, seed=seed).texts[0]
 

@@ -19,7 +19,7 @@ import dcdm
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.io.export import write
 from dcdm.io.load import load_model
-from live import live, tiny_model, until
+from live import figure_of, live, tiny_model, until
 
 CLIENTS = 32
 
@@ -90,8 +90,7 @@ def test_many_callers_at_once_get_their_own_answers(queue):
 
 
 def figure(url, name) -> float:
-    lines = httpx.get(f"{url}metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+    return figure_of(httpx.get(f"{url}metrics").text, name)
 
 
 @pytest.mark.slow

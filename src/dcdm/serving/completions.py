@@ -84,7 +84,6 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
 
 
 def _refuse_what_is_not_there(served: Served, request: CompletionRequest) -> None:
-    served.check_name(request.model)
     if request.best_of not in (None, 1, request.n):
         raise bad_request("best_of is not offered; ask for n texts and choose", "best_of")
     if request.logprobs:
@@ -116,7 +115,6 @@ def template_of(served: Served) -> ChatTemplate | None:
 
 def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
-    served.check_name(request.model)
     if template is None:
         raise Refusal(
             404, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"

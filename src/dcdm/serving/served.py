@@ -40,13 +40,6 @@ class Served:
         room = self.window - 2
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
 
-    def check_name(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise Refusal(
-                404, f"the model {name!r} is not served here; this is {self.name!r}", code="model_not_found",
-                param="model",
-            )  # fmt: skip
-
     def decoding(
         self, *, delimiters: Sequence[str] = ("\n",), delimiter_threshold: float = 0.3,
         **options: Unpack[DecodingOptions],
