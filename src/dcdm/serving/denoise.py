@@ -35,6 +35,7 @@ class EventReporter:
     """Makes the stream's objects of a row's events."""
 
     satisfied = False
+    score = 0.0
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool) -> None:
         self.tokenizer, self.prompt, self.blanks = tokenizer, prompt, blanks

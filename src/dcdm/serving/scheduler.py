@@ -29,6 +29,10 @@ class Reader(Protocol):
     satisfied: bool
     """Nothing more is needed; asked between forwards."""
 
+    @property
+    def score(self) -> float:
+        """How likely the text is, to compare it with others."""
+
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
 

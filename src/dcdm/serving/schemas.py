@@ -100,9 +100,14 @@ class CompletionRequest(Generating):
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     logprobs: int | None = Field(
         None, ge=0, le=5,
-        description="0: the log-probability of each token at its commit. Alternatives (1 to 5) are refused.",
+        description="Each token's log-probability at its commit, and those of so many most probable ones.",
     )  # fmt: skip
-    best_of: int | None = Field(None, ge=1, le=128, description="Only 1 or n, which do nothing.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="Texts to write, of which the n with the highest log-probability per token are kept.",
+    )
 
 
 class TextPart(Body):
@@ -124,7 +129,9 @@ class ChatRequest(Generating):
     max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = Field(None, description="The log-probability of each token at its commit.")
-    top_logprobs: int | None = Field(None, ge=0, le=0, description="Alternatives are not kept: only 0.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=5, description="The log-probabilities of so many most probable tokens beside each."
+    )
 
 
 class DenoiseRequest(Body):

@@ -13,6 +13,8 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.session import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
+Alternatives = list[tuple[int, float]]
+"""Tokens and their log-probabilities, the most probable first."""
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Piece:
     log_p: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where each token begins, in characters of the whole completion."""
+    alternatives: list[Alternatives] = field(default_factory=list)
+    """For each token the most probable ones in its place, if they were asked for."""
     finish: str | None = None
     """In the last piece: "stop" (EOS or a stop text) or "length"."""
 
@@ -39,9 +43,11 @@ class Writer:
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
         self.satisfied = False
-        self._waiting: dict[int, tuple[int, float]] = {}
+        self._waiting: dict[int, tuple[int, float, Alternatives]] = {}
         self._tokens: list[int] = []
         self._log_p: list[float] = []
+        self._end_log_p: list[float] = []
+        self._alternatives: list[Alternatives] = []
         self._offsets: list[int] = []
         self._ended = False
         self._text = ""
@@ -51,8 +57,9 @@ class Writer:
         self._group = 0  # where the last part of that text begins
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
-        for position, token, log_p in zip(event.positions, event.tokens, event.log_p, strict=True):
-            self._waiting[position] = (token, log_p)
+        others = event.alternatives or [[]] * len(event.tokens)
+        for position, *rest in zip(event.positions, event.tokens, event.log_p, others, strict=True):
+            self._waiting[position] = tuple(rest)  # type: ignore[assignment]
         while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
             self._add(*following)
         return self._piece(len(self._text) - self._held())
@@ -63,12 +70,22 @@ class Writer:
         piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
         return piece
 
-    def _add(self, token: int, log_p: float) -> None:
-        if token == self.eos_id or (self.last is not None and self.first + len(self._tokens) > self.last):
+    @property
+    def score(self) -> float:
+        """The mean log-probability of the text's tokens, an EOS included."""
+        log_p = self._log_p + self._end_log_p
+        return sum(log_p) / max(1, len(log_p))
+
+    def _add(self, token: int, log_p: float, alternatives: Alternatives) -> None:
+        if self.last is not None and self.first + len(self._tokens) > self.last:
             self._ended = True
+            return
+        if token == self.eos_id:
+            self._end_log_p, self._ended = [log_p], True
             return
         self._tokens.append(token)
         self._log_p.append(log_p)
+        self._alternatives.append(alternatives)
         self._offsets.append(len(self._text))
         self._settle()
 
@@ -104,4 +121,7 @@ class Writer:
         while at < len(self._tokens) and (everything or self._offsets[at] < self._sent):
             at += 1
         self._sent_tokens = at
-        return Piece(text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at])
+        return Piece(
+            text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at],
+            self._alternatives[start:at],
+        )  # fmt: skip
