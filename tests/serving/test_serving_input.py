@@ -74,6 +74,11 @@ BODIES = [
     b'{"prompt": "[[1' + b"0" * 5000 + b']]"}', b'{"prompt": "[[70]]"}', b'{"prompt": "a[[9]]", "max_tokens": 9}',
     b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": "a", "delimiters": []}', b'{"prompt": "a", "stream": 1}',
     b'{"prompt": ' + json.dumps([["x"] * 10] * 3000).encode() + b"}",
+    b'{"prompt": "a", "response_format": {"type": "regex", "regex": "\\ud800"}}',
+    b'{"prompt": "a", "response_format": {"type": "regex", "regex": "a{99}"}}',
+    b'{"prompt": "a", "response_format": {"type": "json_object"}}',
+    b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}',
+    b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}',
 ]  # fmt: skip
 
 
@@ -152,7 +157,8 @@ VALUES = st.recursive(
 FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
     "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
-    "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens", "other",
+    "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens",
+    "response_format", "other",
 )  # fmt: skip
 POLICY = st.builds(
     "{}{}{}".format,
@@ -162,6 +168,17 @@ POLICY = st.builds(
     st.sampled_from(["", ":"]),
     st.one_of(NUMBERS.map(str), st.sampled_from(["", "1", "2", "inf", "nan", "1_0", "²", "1e5"])),
 )
+
+
+FORMAT = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "regex", "json_schema", "json_object"])},
+    optional={
+        "regex": st.text(alphabet="ab|*+?()[]{}^$.\\\\,19", max_size=8),
+        "json_schema": st.fixed_dictionaries({"schema": st.dictionaries(
+            st.sampled_from(["type", "enum", "items", "properties", "required", "$ref", "anyOf", "minimum"]), VALUES
+        )}),
+    },
+)  # fmt: skip
 
 
 @st.composite
@@ -174,6 +191,8 @@ def bodies(draw) -> bytes:
     body |= draw(named)
     if kind % 2:
         body |= {"commit": draw(POLICY), "max_tokens": draw(st.integers(-1, 9))}
+    if kind == 4:
+        body["response_format"] = draw(FORMAT)
     text = json.dumps(body)
     if kind == 3:
         at = draw(st.integers(0, len(text)))

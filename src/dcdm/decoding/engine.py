@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig, DecodingOptions
+from dcdm.decoding.constraints import Constraint, guides_of
 from dcdm.decoding.prompts import read_prompts
 from dcdm.decoding.session import COSTS, Ended, Event, Text, write
 from dcdm.model.transformer import Model
@@ -136,6 +137,8 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     on_end: Callable[[int, Ended], None] | None = None,
     batch_size: int = 16,
+    regex: str | Sequence[str] | None = None,
+    schema: Mapping[str, Any] | None = None,
     **options: Unpack[DecodingOptions],
 ) -> Generation:
     """Complete prompts, or fill their blanks.
@@ -150,6 +153,9 @@ def generate(
     `cache`, `adablock` and `lanes`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
     its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
     the padding changes it.
+
+    A `regex` or a JSON `schema` is matched by what is written behind each prompt, or by each of its blanks (several
+    expressions are for the blanks in turn), in whatever order they are filled.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
     the others of its batch continue. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
@@ -173,6 +179,7 @@ def generate(
         raise ConfigError(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
         )
+    constraints = _constraints(tokenizer, regex, schema)
     history: list[Event] = []
 
     def record(event: Event) -> None:
@@ -185,6 +192,8 @@ def generate(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,
+            guides=guides_of(constraints, ids, given.new_tokens[row], window, eos_id, config.mask_id)
+            if constraints else (),
             on_end=None if on_end is None else partial(on_end, row),
         )
         for row, ids in enumerate(given.rows)
@@ -204,3 +213,17 @@ def generate(
         result.texts = [tokenizer.decode(ids) for ids in result.completions]
         result.tokenizer = tokenizer
     return result
+
+
+def _constraints(
+    tokenizer: Tokenizer | None, regex: str | Sequence[str] | None, schema: Mapping[str, Any] | None
+) -> list[Constraint]:
+    if regex is None and schema is None:
+        return []
+    if tokenizer is None:
+        raise ConfigError("regex and schema are about text; give tokenizer=")
+    if regex is not None and schema is not None:
+        raise ConfigError("give a regex or a schema, one of them")
+    if schema is not None:
+        return [Constraint.of(tokenizer, schema=schema)]
+    return [Constraint.of(tokenizer, regex=one) for one in ([regex] if isinstance(regex, str) else regex or [])]

@@ -28,6 +28,16 @@ class Prompts:
     overlap: int
 
 
+def blank_runs(row: Sequence[int], mask_id: int) -> list[tuple[int, int]]:
+    """Where the blanks of a row begin, and how long each is."""
+    runs: list[tuple[int, int]] = []
+    for at, token in enumerate(row):
+        if token == mask_id:
+            start, length = runs[-1] if runs and sum(runs[-1]) == at else (at, 0)
+            runs[len(runs) - bool(length) :] = [(start, length + 1)]
+    return runs
+
+
 def blank_tokens(text: str) -> float:
     """How many tokens the blanks of a text are long together; inf if a number is beyond reason."""
     numbers = BLANK.findall(text)

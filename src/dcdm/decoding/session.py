@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dcdm.decoding.commits import View, commit_policy, mixed_commit
 from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.constraints import Guide
 from dcdm.decoding.loop import Committed, Filling
 from dcdm.decoding.predictors import MixedPredictor
 from dcdm.decoding.prefixes import PrefixStore, beginning_of
@@ -79,6 +80,8 @@ class Text:
     """Its number in events."""
     alternatives: int = 0
     """How many of the most probable tokens events name beside each."""
+    guides: Sequence[Guide] = ()
+    """What runs of its positions must match; such a text is written in one window."""
     cancel: Callable[[], bool] | None = None
     """Asked between forwards."""
     stop: Callable[[list[int]], bool] | None = None
@@ -280,7 +283,39 @@ class Decoding:
 
             mine = torch.tensor([each == sampling for each in samplings], device=fill.device)[:, None]
             tokens = torch.where(mine, view.predicted.measure(draw, fill & mine, 0), tokens)
+        for row, text in enumerate(self.texts):
+            for guide in text.guides:
+                self._guided(view, fill, row, guide, tokens)
         return tokens
+
+    def _guided(self, view: View, fill: Tensor, row: int, guide: Guide, tokens: Tensor) -> None:
+        """Draw once more what a row fills within a guide, from what the guide allows."""
+        inside = (view.position[row] >= guide.start) & (view.position[row] < guide.start + guide.length)
+        asked = torch.zeros_like(fill)
+        asked[row] = fill[row] & inside
+        if not bool(asked.any()):
+            return
+        parts: list[Tensor] = []
+
+        def keep(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+            parts.append(log_p)
+            return at
+
+        view.predicted.measure(keep, asked, 0)
+        log_p, columns = torch.cat(parts), asked[row].nonzero().squeeze(-1)
+        places = view.position[row, columns]
+        order = places.argsort()
+        log_p, columns, places = log_p[order], columns[order], places[order]
+        sampling, chances = self.texts[row].decoding.sampling, self._chances[row, places]
+
+        def draw(number: int, allowed: Tensor) -> int:
+            own = log_p[number].masked_fill(~allowed.to(log_p.device), -torch.inf)[None]
+            return int(sampling.draw(sampling.log_p(own), chances[number : number + 1]))
+
+        line = self._filling.z[row, guide.start : guide.start + guide.length].tolist()
+        known: list[int | None] = [None if token == self.model.config.mask_id else token for token in line]
+        drawn = guide.constraint.fill(known, guide.ends, (places - guide.start).tolist(), draw)
+        tokens[row, columns] = torch.tensor(drawn, device=tokens.device)
 
     def _record(self, committed: Committed) -> None:
         log_p = committed.log_p()

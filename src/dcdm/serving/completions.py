@@ -61,6 +61,7 @@ class PreparedRequest:
 def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
     _refuse_what_is_not_there(served, request)
+    check_stops(request)
     given = _prompts(served, request)
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
@@ -70,14 +71,17 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
             writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
-            return TextRow(ids, served.check_lengths(ids, new_tokens), seed, index, decoding, eos_id, writer)
+            length = served.check_lengths(ids, new_tokens)
+            guides = served.guides(request.response_format, ids, length, eos_id)
+            return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
         first = 1 + len(ids)
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, stops=request.stops())
-        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer)
+        guides = served.guides(request.response_format, canvas, 0, eos_id)
+        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
 
     n = texts_of(served, request, len(given), request.best_of)
     rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
@@ -152,15 +156,23 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
+    check_stops(request)
+    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+
     def row(index: int) -> TextRow:
         writer = Writer(served.tokenizer, 1 + len(ids), stops=request.stops(), eos_id=eos_id)
-        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer)
+        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer, guides=guides)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]
     for each in rows:
         each.alternatives = request.top_logprobs or 0
     form = Messages(served.tokenizer, bool(request.logprobs))
     return PreparedRequest(rows, form, len(ids), seed, *streaming_of(request), [text])
+
+
+def check_stops(request: Generating) -> None:
+    if request.stops() and request.response_format is not None and request.response_format.type != "text":
+        raise bad_request("stop would cut what response_format completes; give one of them", "stop")
 
 
 def seed_of(request: Generating) -> int:

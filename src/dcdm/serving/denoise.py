@@ -27,8 +27,12 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
     new_tokens = served.check_lengths(ids, request.max_tokens)
-    reader = EventReporter(served.tokenizer, request.prompt, request.blanks)
-    return TextRow(ids, new_tokens, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
+    reader, eos_id = (
+        EventReporter(served.tokenizer, request.prompt, request.blanks),
+        served.eos_id(request.stop_at_eos),
+    )
+    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, guides=guides)
 
 
 class EventReporter:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.constraints import Guide
 from dcdm.decoding.prefixes import PrefixStore
 from dcdm.decoding.session import Decoding, Ended, Event, Text
 from dcdm.serving.fairness import FairQueue
@@ -53,6 +54,8 @@ class TextRow:
     reader: Reader
     alternatives: int = 0
     """How many of the most probable tokens to name beside each."""
+    guides: Sequence[Guide] = ()
+    """What runs of its positions must match."""
     number: int = 0
     """Its place in the request."""
     forwards: int = 0
@@ -290,8 +293,8 @@ class Scheduler:
 
         return Text(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
-            row.seed, row.index, row.eos_id, row.number, row.alternatives, cancel=lambda: ticket.over(row),
-            on_event=event, on_end=lambda ended: self._end(job, ended),
+            row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
+            cancel=lambda: ticket.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
         )  # fmt: skip
 
     def _end(self, job: _Job, ended: Ended) -> None:

@@ -47,6 +47,36 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Body):
+    name: Short | None = None
+    description: Text | None = None
+    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+    json_schema: dict[str, Any] = Field(alias="schema", description="docs/serving.md says which keywords.")
+
+
+class ResponseFormat(Body):
+    """What a text must match."""
+
+    type: Literal["text", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: Annotated[Text, Field(max_length=4096)] | None = Field(
+        None, description="Matched as a whole; in the syntax of Rust's regex."
+    )
+
+    def expression(self) -> dict[str, Any] | None:
+        """What `Constraint.of` takes; None if anything matches."""
+        for name, value in (("json_schema", self.json_schema), ("regex", self.regex)):
+            if (value is not None) != (name == self.type):
+                raise bad_request(f"response_format: {name} goes with type {name!r}, and only with it", FORMAT)
+        if self.type == "json_schema":
+            assert self.json_schema is not None
+            return {"schema": self.json_schema.json_schema}
+        return None if self.regex is None else {"regex": self.regex}
+
+
+FORMAT = "response_format"
+
+
 class Generating(Body):
     """What completions and chats share."""
 
@@ -70,6 +100,7 @@ class Generating(Body):
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
     stop_at_eos: bool | None = Field(None, description="False writes on behind an EOS. Default true.")
+    response_format: ResponseFormat | None = Field(None, description="What the text must match.")
     user: Text | None = Field(None, description="Accepted and ignored.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
@@ -151,6 +182,9 @@ class DenoiseRequest(Body):
     seed: Seed = 0
     blanks: bool = Field(True, description="False takes `[[8]]` literally.")
     stop_at_eos: bool = True
+    response_format: ResponseFormat | None = Field(
+        None, description="What each blank, or what is written behind the prompt, must match."
+    )
     delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
 
