@@ -77,6 +77,7 @@ BODIES = [
     b'{"prompt": "a", "response_format": {"type": "regex", "regex": "\\ud800"}}',
     b'{"prompt": "a", "response_format": {"type": "regex", "regex": "a{99}"}}',
     b'{"prompt": "a", "response_format": {"type": "json_object"}}',
+    b'{"prompt": "a", "revise": {"share": 0}}', b'{"prompt": "a", "revise": {"share": 0.5, "rounds": 1000000}}',
     b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}',
     b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}',
 ]  # fmt: skip
@@ -158,7 +159,7 @@ FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
     "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
     "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens",
-    "response_format", "other",
+    "response_format", "revise", "lanes", "other",
 )  # fmt: skip
 POLICY = st.builds(
     "{}{}{}".format,
@@ -193,6 +194,8 @@ def bodies(draw) -> bytes:
         body |= {"commit": draw(POLICY), "max_tokens": draw(st.integers(-1, 9))}
     if kind == 4:
         body["response_format"] = draw(FORMAT)
+    if kind == 6:
+        body["revise"] = draw(st.dictionaries(st.sampled_from(["share", "threshold", "rounds", "groups"]), NUMBERS))
     text = json.dumps(body)
     if kind == 3:
         at = draw(st.integers(0, len(text)))

@@ -17,7 +17,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig, DecodingOptions
 from dcdm.decoding.constraints import Constraint, guides_of
 from dcdm.decoding.prompts import read_prompts
-from dcdm.decoding.session import COSTS, Ended, Event, Text, write
+from dcdm.decoding.session import COSTS, Ended, Event, Revision, Text, write
 from dcdm.model.transformer import Model
 
 
@@ -150,9 +150,9 @@ def generate(
     being the prompt of the next one.
 
     The decoder (docs/decoding.md) is chosen by keywords, `routing`, `commit`, `temperature`, `top_k`, `top_p`,
-    `cache`, `adablock` and `lanes`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
-    its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
-    the padding changes it.
+    `cache`, `adablock`, `lanes` and `revise` (prompts are drafts then), or by a `DecodingConfig` as `decoding`. A
+    row's result follows from its prompt, its `seed` (one for all, or one for each) and its `index` (by default its
+    place) alone: neither the batch nor the padding changes it.
 
     A `regex` or a JSON `schema` is matched by what is written behind each prompt, or by each of its blanks (several
     expressions are for the blanks in turn), in whatever order they are filled.
@@ -170,7 +170,8 @@ def generate(
     if eos_id is None and tokenizer is not None:
         eos_id = tokenizer.eos_id
     window = config.context_length if window is None else window
-    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks)
+    revises = decoding.revise is not None
+    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks, revises)
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
@@ -187,8 +188,12 @@ def generate(
         if on_event is not None:
             on_event(event)
 
+    if revises and constraints:
+        raise ConfigError(
+            "revise writes single tokens again, which regex and schema cannot constrain; leave one out"
+        )
     texts = [
-        Text(
+        (Revision if revises else Text)(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,

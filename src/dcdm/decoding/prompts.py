@@ -75,8 +75,9 @@ def read_prompts(
     window: int,
     overlap: int | None,
     blanks: bool = True,
+    drafts: bool = False,
 ) -> Prompts:
-    """Rows of token ids, and what is to be written behind each."""
+    """Rows of token ids, and what is to be written behind each; nothing if they are `drafts`."""
     config = model.config
     rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id, blanks)]
     if not rows:
@@ -100,6 +101,15 @@ def read_prompts(
     new_tokens = []
     for number, (row, blank, wanted) in enumerate(zip(rows, has_blanks, limits, strict=True)):
         room = window - len(row)
+        if drafts:
+            if blank or wanted:
+                raise ConfigError(
+                    f"revise takes whole drafts: prompts[{number}] may have neither blanks nor max_new_tokens"
+                )
+            if len(row) < 2 or room < 0:
+                raise ConfigError(f"revise: prompts[{number}] must have at least 1 and at most {window - 1} tokens")
+            new_tokens.append(0)
+            continue
         if wanted is None:
             wanted = 0 if blank else max(room, 1)
         if room < (1 if wanted else 0):

@@ -8,6 +8,7 @@ its own, the end of what is there being its prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -136,6 +137,19 @@ class Text:
         if self.finished and self.on_end is not None:
             self.on_end(Ended(self.completion(mask_id), self.finished, self.costs))
 
+    @property
+    def commit(self) -> str:
+        """The commit policy of the window that is being filled."""
+        return self.decoding.commit
+
+    def forced(self) -> list[int] | None:
+        """The tokens to place instead of drawn ones, for the whole canvas; None draws."""
+        return None
+
+    def committed(self, event: Event) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
     def completion(self, mask_id: int) -> list[int]:
         """What follows the prompt, without EOS; of a prompt with blanks its own text with the blanks filled."""
         ids = self.tokens[1 if mask_id in self.prompt else len(self.prompt) :]
@@ -144,6 +158,74 @@ class Text:
         if self.finished == "cancelled" and mask_id in ids:
             ids = ids[: ids.index(mask_id)]
         return ids
+
+
+class Revision(Text):
+    """A draft of which the least sure tokens are written again (`Revise`); its `prompt` is the draft.
+
+    First every group of tokens is hidden once and put back as it was, which tells how probable each is given the
+    others; then the least probable are masked and filled like blanks.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.decoding.revise is not None
+        self.settings = self.decoding.revise
+        self._sure: dict[int, float] = {}
+        self._group = self._round = 0
+
+    @property
+    def _looking(self) -> bool:
+        return self._group < self.settings.groups
+
+    @property
+    def commit(self) -> str:
+        return "chunk" if self._looking else self.decoding.commit
+
+    def canvas(self, bos_id: int, mask_id: int) -> list[int]:
+        """The draft with one group hidden, or with what is to be written again."""
+        places = range(1, len(self.tokens))
+        hidden = places[self._group :: self.settings.groups] if self._looking else self._least_sure()
+        masked = set(hidden)
+        self.context = [mask_id if at in masked else token for at, token in enumerate(self.tokens)]
+        self.size = self.offset = 0
+        return self.context
+
+    def _least_sure(self) -> list[int]:
+        order = sorted(self._sure, key=lambda at: (self._sure[at], at))
+        if self.settings.share is not None:
+            return order[: math.ceil(self.settings.share * len(order))]
+        assert self.settings.threshold is not None
+        least = math.log(self.settings.threshold)
+        return [at for at in order if self._sure[at] < least]
+
+    def forced(self) -> list[int] | None:
+        return self.tokens if self._looking else None
+
+    def committed(self, event: Event) -> None:
+        if self._looking:
+            self._sure.update(zip(event.positions, event.log_p, strict=True))
+        else:
+            super().committed(event)
+
+    def accept(self, line: list[int], mask_id: int) -> None:
+        if self._looking:
+            self._group += 1
+        elif not self.finished:
+            written = [at for at, token in enumerate(self.context) if token == mask_id]
+            self.costs["new_tokens"] += len(written)
+            self.tokens = line[: len(self.context)]
+            self._round += 1
+            self._group = 0
+        self.number += 1
+        if self._round == self.settings.rounds:
+            self.finished = self.finished or "length"
+        if self.finished and self.on_end is not None:
+            self.on_end(Ended(self.completion(mask_id), self.finished, self.costs))
+
+    def completion(self, mask_id: int) -> list[int]:
+        """The whole text."""
+        return self.tokens[1:]
 
 
 class Decoding:
@@ -228,7 +310,7 @@ class Decoding:
         """What depends on which rows there are, and not on how far they have come."""
         device = self._filling.z.device
         if self.texts:
-            self._commit = mixed_commit([commit_policy(text.decoding.commit) for text in self.texts])
+            self._commit = mixed_commit([commit_policy(text.commit) for text in self.texts])
         self._chances = self._uniform.to(device)
         self._eos = torch.tensor([-1 if t.eos_id is None else t.eos_id for t in self.texts], device=device)[:, None]
         self._start = torch.tensor([len(t.context) for t in self.texts], device=device)[:, None]
@@ -286,6 +368,10 @@ class Decoding:
         for row, text in enumerate(self.texts):
             for guide in text.guides:
                 self._guided(view, fill, row, guide, tokens)
+            if (forced := text.forced()) is not None:
+                tokens[row] = torch.tensor(forced, device=tokens.device)[
+                    view.position[row].clamp(max=len(forced) - 1)
+                ]
         return tokens
 
     def _guided(self, view: View, fill: Tensor, row: int, guide: Guide, tokens: Tensor) -> None:
@@ -324,14 +410,14 @@ class Decoding:
         alternatives = committed.predicted.most(committed.fill & asked[:, None], most) if most else ()
         for row, text in enumerate(self.texts):
             fill = committed.fill[row]
-            if text.on_event is None or not bool(fill.any()):
+            if not bool(fill.any()):
                 continue
             positions = (committed.position[row][fill] + text.offset).tolist()
             others = []
             if text.alternatives:
                 ids, values = (x[row][fill, : text.alternatives].tolist() for x in alternatives)
                 others = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
-            text.on_event(
+            text.committed(
                 Event(
                     text.row, text.number, int(committed.forward[row]), int(committed.chunk[row]), positions,
                     committed.tokens[row][fill].tolist(), log_p[row][fill].tolist(), others,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.prompts import whole_text
+from dcdm.decoding.config import DecodingConfig, Revise
+from dcdm.decoding.prompts import read_prompts, whole_text
 from dcdm.decoding.session import Ended, Event
 from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import DenoiseRequest, Refusal
+from dcdm.serving.schemas import DenoiseRequest, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 
@@ -26,6 +29,8 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
         )
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
+    if request.revise is not None:
+        return _revision(served, request, decoding, ids)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     reader, eos_id = (
         EventReporter(served.tokenizer, request.prompt, request.blanks),
@@ -33,6 +38,23 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     )
     guides = served.guides(request.response_format, ids, new_tokens, eos_id)
     return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, guides=guides)
+
+
+def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig, ids: list[int]) -> TextRow:
+    """A draft whose least sure tokens are written again."""
+    assert request.revise is not None
+    if request.response_format is not None:
+        raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
+    try:
+        revise = Revise(**request.revise.model_dump())
+        decoding = replace(decoding, revise=revise).resolve(served.model.config)
+        read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
+    except ConfigError as error:
+        raise bad_request(str(error), "revise") from error
+    if len(ids) > served.settings.max_tokens:
+        raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
+    reader = EventReporter(served.tokenizer, "", False)
+    return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
 class EventReporter:

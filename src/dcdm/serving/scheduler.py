@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Guide
 from dcdm.decoding.prefixes import PrefixStore
-from dcdm.decoding.session import Decoding, Ended, Event, Text
+from dcdm.decoding.session import Decoding, Ended, Event, Revision, Text
 from dcdm.serving.fairness import FairQueue
 from dcdm.serving.monitoring import ModelMetrics, logger
 from dcdm.serving.schemas import Refusal, closing, queue_full, too_long, too_many_forwards
@@ -291,7 +291,7 @@ class Scheduler:
             if row.heard and not heard:
                 self.metrics.first.observe(time.monotonic() - ticket.arrived)
 
-        return Text(
+        return (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
             row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
             cancel=lambda: ticket.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),

@@ -165,6 +165,17 @@ class ChatRequest(Generating):
     )
 
 
+class ReviseRequest(Body):
+    """Which tokens of the draft to write again; a share or a threshold."""
+
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="So much of it, least sure first.")
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Tokens less probable than this."
+    )
+    rounds: Annotated[int, Field(ge=1, le=64)] = 1
+    groups: Annotated[int, Field(ge=1, le=64)] = 4
+
+
 class DenoiseRequest(Body):
     prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
     model: Short | None = None
@@ -184,6 +195,9 @@ class DenoiseRequest(Body):
     stop_at_eos: bool = True
     response_format: ResponseFormat | None = Field(
         None, description="What each blank, or what is written behind the prompt, must match."
+    )
+    revise: ReviseRequest | None = Field(
+        None, description="The prompt is a draft; its least sure tokens are replaced."
     )
     delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
