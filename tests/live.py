@@ -42,10 +42,17 @@ class Live(BackgroundServer):
         return self._client.get(path, **more)
 
     def figure(self, name: str) -> float:
-        """A value of /metrics, 0 if it has none yet."""
+        """A value of /metrics, summed over the labels that are not named; 0 if it has none yet."""
         headers = {"Authorization": f"Bearer {self.app.state.served.settings.api_key}"}
-        lines = self.get("/metrics", headers=headers).text.splitlines()
-        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+        return figure_of(self.get("/metrics", headers=headers).text, name)
+
+
+def figure_of(metrics: str, name: str) -> float:
+    """The sum of a figure's samples that have the labels in `name`."""
+    name, _, labels = name.partition("{")
+    wanted = [label for label in labels.rstrip("}").split(",") if label]
+    lines = [line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.split()[-1]) for line in lines if all(label in line for label in wanted))
 
 
 @contextlib.contextmanager
@@ -67,16 +74,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 def slow_down(monkeypatch: Any, seconds: float = 0.02) -> None:
     """Every forward of a served model takes this much longer."""
-    fast = scheduler.generate
+    fast = scheduler.Decoding.step
 
-    def slow(*args: Any, cancel: Any, **more: Any) -> Any:
-        def asked(row: int) -> bool:
-            time.sleep(seconds)
-            return cancel(row)
+    def slow(decoding: Any) -> int:
+        time.sleep(seconds)
+        return fast(decoding)
 
-        return fast(*args, cancel=asked, **more)
-
-    monkeypatch.setattr(scheduler, "generate", slow)
+    monkeypatch.setattr(scheduler.Decoding, "step", slow)
 
 
 def events(text: str) -> list[tuple[str, dict]]:

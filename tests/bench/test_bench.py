@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -137,16 +138,31 @@ def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
 
 
 def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
-    from dcdm.bench import serving
+    from dcdm.bench import arrivals, serving
 
     monkeypatch.setattr(serving, "CLIENTS", 2)
     monkeypatch.setattr(serving, "REQUESTS", 1)
     monkeypatch.setattr(serving, "TOKENS", 2)
-    main(["bench", "serving", "--repeats", "1", "--threads", "1", "--json"])
+    monkeypatch.setattr(arrivals, "LENGTHS", (2, 5))
+    main(["bench", "serving", "--quick", "--threads", "1", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert [row["path"] for row in told["rows"]] == ["batched", "one at a time"] * 2
     assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
     assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])
+    assert [row["schedule"] for row in told["open_loop"]] == ["step", "batch"] * 3
+    assert all(row["lost"] == 0 < row["first_p95"] <= row["last_p95"] for row in told["open_loop"])
+
+
+def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
+    from dcdm.bench.arrivals import Answered, poisson, summary
+
+    arrivals = poisson(5.0, 4000, seed=1)
+    gaps = [b.at - a.at for a, b in itertools.pairwise(arrivals)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 5, rel=0.05)
+    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
+    assert poisson(5.0, 9, seed=1)[:9] == arrivals[:9], "the same for every schedule"
+    row = summary(5.0, "step", [Answered(0.1, 0.2, 4), Answered(0.3, 0.4, 4), Answered(None, None, 0)], 2.0)
+    assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
 
 
 # --- the frontier of decoders ------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import torch
 
 import dcdm
 from dcdm.data.tokenizers import Tokenizer
@@ -99,10 +101,14 @@ def test_requests_that_are_computed_together_get_what_each_gets_alone(server):
         body = {"prompt": prompt, "max_tokens": length, "seed": seed}
         return server.post("/v1/completions", body).json()["choices"][0]["text"]
 
-    before = server.figure("dcdm_batch_texts_count")
+    forwards, rows = (server.figure(f"dcdm_batch_texts_{kind}") for kind in ("count", "sum"))
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(ask, requests))
-    assert server.figure("dcdm_batch_texts_count") - before < len(requests), "some were computed together"
+    forwards, rows = (
+        server.figure("dcdm_batch_texts_count") - forwards,
+        server.figure("dcdm_batch_texts_sum") - rows,
+    )
+    assert rows > forwards, "some were computed together"
     for (prompt, length, seed), text in zip(requests, texts, strict=True):
         assert text == alone(server, [prompt], max_new_tokens=length, seed=seed).texts[0]
 
@@ -146,6 +152,45 @@ def test_log_probabilities_are_the_model_s_own_at_the_commit(server, client):
     assert told.token_logprobs == pytest.approx([found[2 + i] for i in range(len(told.tokens))])
     assert told.top_logprobs is None
     assert told.text_offset == sorted(told.text_offset)
+
+
+def test_alternatives_are_the_most_probable_tokens_of_the_forward_that_committed_each():
+    with live("ar") as server:
+        served = server.app.state.served
+        body = {"prompt": "ab", "max_tokens": 6, "seed": 0, "logprobs": 3, "stop_at_eos": False}
+        told = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+        ids = dcdm.generate(served.model, [[97, 98]], max_new_tokens=6).tokens
+        with torch.no_grad():
+            log_p = served.model(ids).logits[0, 2:-1, :-3].log_softmax(dim=-1)
+        for at, (row, top) in enumerate(zip(log_p, told["top_logprobs"], strict=True)):
+            own = int(ids[0, 3 + at])
+            wanted = {*row.topk(3).indices.tolist(), own}
+            assert sorted(top.values()) == pytest.approx(sorted(row[list(wanted)].tolist()))
+            assert told["token_logprobs"][at] == pytest.approx(float(row[own]))
+            assert all(len(name) == 1 or name.startswith(("bytes:\\x", "token:")) for name in top)
+        stream = server.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
+        chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in stream if line.startswith("data: {")]
+        assert [top for chunk in chunks for top in chunk["top_logprobs"] or []] == told["top_logprobs"]
+
+
+def test_best_of_keeps_the_likeliest_texts_of_each_prompt(server):
+    prompts, body = ["a", "def "], {"max_tokens": 10, "seed": 5, "n": 2, "best_of": 5, "echo": True}
+    answer = server.post("/v1/completions", {**body, "prompt": prompts}).json()
+    result = alone(server, [prompt for prompt in prompts for _ in range(5)], max_new_tokens=10, seed=5)
+    score = [[] for _ in range(10)]
+    for event in result.history:
+        end = len(result.tokens[event.row][result.tokens[event.row] != served_pad(server)])
+        score[event.row] += [p for at, p in zip(event.positions, event.log_p, strict=True) if at < end]
+    means = [sum(each) / len(each) for each in score]
+    best = [sorted(range(first, first + 5), key=lambda row: -means[row])[:2] for first in (0, 5)]
+    expected = [prompts[number] + result.texts[row] for number, rows in enumerate(best) for row in rows]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == int(result.statistics.new_tokens.sum()), "all that was written"
+
+
+def served_pad(server):
+    return server.app.state.served.model.config.pad_id
 
 
 def test_denoise_streams_every_commit_and_ends_with_the_text(server):
@@ -211,9 +256,12 @@ def test_a_chat_goes_through_the_tokenizer_s_template():
         messages = [{"role": "user", "content": "hi"}]
         expected = alone(server, ["user: hi\nassistant: "], max_new_tokens=10, seed=6).texts[0]
         asked = {"model": NAME, "messages": messages, "max_tokens": 10, "seed": 6}
-        answer = client.chat.completions.create(**asked, logprobs=True)
+        answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
         assert answer.choices[0].message.content == expected
         assert len(answer.choices[0].logprobs.content) >= 1
+        for token in answer.choices[0].logprobs.content:
+            assert len(token.top_logprobs) == 2
+            assert token.top_logprobs[0].logprob >= max(token.top_logprobs[1].logprob, token.logprob)
         parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         assert client.chat.completions.create(**{**asked, "messages": parts}).choices[0].message.content == expected
         chunks = list(client.chat.completions.create(**asked, stream=True))

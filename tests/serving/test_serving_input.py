@@ -61,8 +61,10 @@ BODIES = [
     b'{"prompt": "a", "commit": "steps:nan"}', b'{"prompt": "a", "commit": "ancestral:1e18"}',
     b'{"prompt": "a", "commit": ":"}', b'{"prompt": "a", "routing": "blocks:\xc2\xb2"}',
     b'{"prompt": "a", "routing": "blocks:99999999999999999999"}', b'{"prompt": "a", "routing": "adablock"}',
-    b'{"prompt": "a", "cache": "frozen"}', b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "best_of": 2}',
-    b'{"prompt": "a", "stop": ["a","b","c","d","e"]}', b'{"prompt": "a", "logprobs": 2}',
+    b'{"prompt": "a", "cache": "frozen"}', b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "best_of": 4}',
+    b'{"prompt": "a", "stop": ["a","b","c","d","e"]}', b'{"prompt": "a", "logprobs": 6}',
+    b'{"prompt": "a", "best_of": 2, "stream": true}', b'{"prompt": "a", "best_of": 1, "n": 2}',
+    b'{"prompt": "a", "best_of": 2, "commit": "first-hitting"}',
     b'{"prompt": "a", "logprobs": 0, "echo": true}', b'{"prompt": "a", "stream_options": {"include_usage": true}}',
     b'{"prompt": "a", "presence_penalty": 1}', b'{"prompt": "a", "logit_bias": {"5": 1}}',
     b'{"prompt": "a", "nonsense": 1}', b'{"prompt": "' + b"a" * 63 + b'"}', b'{"prompt": "a", "model": "other"}',
@@ -72,6 +74,12 @@ BODIES = [
     b'{"prompt": "[[1' + b"0" * 5000 + b']]"}', b'{"prompt": "[[70]]"}', b'{"prompt": "a[[9]]", "max_tokens": 9}',
     b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": "a", "delimiters": []}', b'{"prompt": "a", "stream": 1}',
     b'{"prompt": ' + json.dumps([["x"] * 10] * 3000).encode() + b"}",
+    b'{"prompt": "a", "response_format": {"type": "regex", "regex": "\\ud800"}}',
+    b'{"prompt": "a", "response_format": {"type": "regex", "regex": "a{99}"}}',
+    b'{"prompt": "a", "response_format": {"type": "json_object"}}',
+    b'{"prompt": "a", "revise": {"share": 0}}', b'{"prompt": "a", "revise": {"share": 0.5, "rounds": 1000000}}',
+    b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}',
+    b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}',
 ]  # fmt: skip
 
 
@@ -100,8 +108,8 @@ def test_completions_refuse_every_known_bad_body(http):
         ({"prompt": "a", "commit": "steps:0"}, "commit", "invalid_value"),
         ({"prompt": "a", "temperature": -1}, "temperature", "invalid_value"),
         ({"prompt": "a", "max_tokens": 9}, "max_tokens", "invalid_value"),
-        ({"prompt": "a", "best_of": 3}, "best_of", "invalid_value"),
-        ({"prompt": "a", "logprobs": 5}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "best_of": 9}, "best_of", "invalid_value"),
+        ({"prompt": "a", "logprobs": 6}, "logprobs", "invalid_value"),
     ],
 )
 def test_an_error_names_what_is_wrong(http, body, param, code):
@@ -150,7 +158,8 @@ VALUES = st.recursive(
 FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
     "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
-    "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens", "other",
+    "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens",
+    "response_format", "revise", "lanes", "other",
 )  # fmt: skip
 POLICY = st.builds(
     "{}{}{}".format,
@@ -160,6 +169,17 @@ POLICY = st.builds(
     st.sampled_from(["", ":"]),
     st.one_of(NUMBERS.map(str), st.sampled_from(["", "1", "2", "inf", "nan", "1_0", "²", "1e5"])),
 )
+
+
+FORMAT = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "regex", "json_schema", "json_object"])},
+    optional={
+        "regex": st.text(alphabet="ab|*+?()[]{}^$.\\\\,19", max_size=8),
+        "json_schema": st.fixed_dictionaries({"schema": st.dictionaries(
+            st.sampled_from(["type", "enum", "items", "properties", "required", "$ref", "anyOf", "minimum"]), VALUES
+        )}),
+    },
+)  # fmt: skip
 
 
 @st.composite
@@ -172,6 +192,10 @@ def bodies(draw) -> bytes:
     body |= draw(named)
     if kind % 2:
         body |= {"commit": draw(POLICY), "max_tokens": draw(st.integers(-1, 9))}
+    if kind == 4:
+        body["response_format"] = draw(FORMAT)
+    if kind == 6:
+        body["revise"] = draw(st.dictionaries(st.sampled_from(["share", "threshold", "rounds", "groups"]), NUMBERS))
     text = json.dumps(body)
     if kind == 3:
         at = draw(st.integers(0, len(text)))

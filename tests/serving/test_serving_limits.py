@@ -24,7 +24,7 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.io.export import SUMS
-from dcdm.serving import monitoring
+from dcdm.serving import monitoring, scheduler
 from dcdm.serving.server import load_safetensors
 from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
@@ -132,7 +132,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys, monk
     "wrong",
     [
         {"max_tokens": 0}, {"timeout_seconds": float("nan")}, {"api_key": ""}, {"api_key": "with blank"},
-        {"api_key": "schlüssel"}, {"max_queued": 4},
+        {"api_key": "schlüssel"}, {"max_queued": 4}, {"schedule": "later"}, {"prefix_tokens": -1},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused_by_name(wrong):
@@ -209,23 +209,68 @@ def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
         until(lambda: server.figure('dcdm_texts_total{ended="given up"}') == 1)
 
 
-def test_different_decoders_are_computed_one_after_the_other_and_equal_ones_together(monkeypatch):
+def watched(monkeypatch):
+    """How many texts joined at once, and how many ran in each forward."""
+    joined, running = [], []
+    step = scheduler.Decoding.step
+
+    def spy(decoding):
+        joined.append(len(decoding.running) - len(decoding.texts))
+        running.append(len(decoding.running))
+        return step(decoding)
+
+    monkeypatch.setattr(scheduler.Decoding, "step", spy)
+    return joined, running
+
+
+def test_with_the_schedule_batch_equal_decoders_are_computed_to_their_end_and_others_after_them(monkeypatch):
     slow_down(monkeypatch, 0.002)
-    with live(batch_wait_ms=3000, max_batch=6) as server, ThreadPoolExecutor(6) as pool:
+    joined, _ = watched(monkeypatch)
+    settings = {"schedule": "batch", "batch_wait_ms": 3000, "max_batch": 6}
+    with live(**settings) as server, ThreadPoolExecutor(6) as pool:
         asked = [{**BODY, "commit": commit, "seed": i} for i in range(3) for commit in ("chunk", "position")]
         assert all(a.status_code == 200 for a in pool.map(lambda b: server.post("/v1/completions", b), asked))
-        assert server.figure("dcdm_batch_texts_count") == 2
-    with live(batch_wait_ms=1500, max_batch=4, max_batch_tokens=20) as server, ThreadPoolExecutor(4) as pool:
+    assert [count for count in joined if count] == [3, 3]
+    joined.clear()
+    settings = {"schedule": "batch", "batch_wait_ms": 1500, "max_batch": 4, "max_batch_tokens": 20}
+    with live(**settings) as server, ThreadPoolExecutor(4) as pool:
         assert all(a.status_code == 200 for a in pool.map(lambda _: server.post("/v1/completions", BODY), range(4)))
-        assert server.figure("dcdm_batch_texts_count") >= 2, "three canvases of 6 positions fit into 20"
+    assert [count for count in joined if count] == [3, 1], "three canvases of 6 positions fit into 20"
+
+
+def test_texts_with_any_decoder_join_those_that_run_as_far_as_there_is_room(monkeypatch):
+    slow_down(monkeypatch, 0.01)
+    joined, running = watched(monkeypatch)
+    long = {**BODY, "max_tokens": 40, "commit": "position"}
+    with live(max_batch_tokens=42 * 3) as server, ThreadPoolExecutor(6) as pool:
+        first = pool.submit(server.post, "/v1/completions", long)
+        until(lambda: server.figure("dcdm_running_texts") == 1)
+        asked = [{**BODY, "commit": "steps:3", "cache": "none"}, {**BODY, "n": 2, "temperature": 0}, BODY]
+        assert [a.status_code for a in pool.map(lambda b: server.post("/v1/completions", b), asked)] == [200] * 3
+        assert not first.done(), "short texts do not wait for a long one"
+        assert first.result().status_code == 200
+        assert server.figure("dcdm_first_text_seconds_count") == 5
+        assert server.figure("dcdm_cache_positions") == 0
+    assert max(running) == 3, "three rows of 42 positions"
+    assert sum(joined) == 5
+
+
+def test_a_caller_who_asks_for_much_does_not_delay_the_others(monkeypatch):
+    slow_down(monkeypatch, 0.01)
+    much = {**BODY, "max_tokens": 6, "commit": "position", "n": 16, "user": "much"}
+    with live(max_batch=2) as server, ThreadPoolExecutor(3) as pool:
+        greedy = [pool.submit(server.post, "/v1/completions", much) for _ in range(2)]
+        until(lambda: server.figure("dcdm_queued_texts") >= 28)
+        assert server.post("/v1/completions", {**BODY, "user": "little"}).status_code == 200
+        assert not any(answer.done() for answer in greedy)
+        assert server.figure("dcdm_queued_texts") > 20
+        assert [answer.result().status_code for answer in greedy] == [200, 200]
 
 
 def test_a_defect_in_one_batch_does_not_end_the_service(monkeypatch):
-    from dcdm.serving import scheduler
-
     with live() as server:
         with monkeypatch.context() as broken:
-            broken.setattr(scheduler, "generate", lambda *_, **__: 1 / 0)
+            broken.setattr(scheduler.Decoding, "step", lambda _: 1 / 0)
             answer = server.post("/v1/completions", BODY)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"

@@ -19,24 +19,28 @@ import dcdm
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.io.export import write
 from dcdm.io.load import load_model
-from live import live, tiny_model, until
+from live import figure_of, live, tiny_model, until
 
 CLIENTS = 32
 
 
-def requests_and_answers(model, tokenizer, commit):
-    """Requests that differ in prompt, seed and length, and the only right answer to each."""
-    asked = [
-        {"prompt": f"def f{i}(x", "seed": i, "max_tokens": 6 + 5 * (i % 4), "commit": commit} for i in range(12)
-    ]
-    right = [
-        dcdm.generate(
+DECODERS = ({}, {"cache": "none"}, {"commit": "steps:2", "temperature": 0.5}, {"regex": "[a-z]+( [a-z]+)*"})
+
+
+def requests_and_answers(model, tokenizer, commit, decoders=({},)):
+    """Requests that differ in prompt, seed, length and decoder, and the only right answer to each."""
+    pairs = []
+    for i in range(12):
+        body = {"prompt": f"def f{i}(x", "seed": i, "max_tokens": 6 + 5 * (i % 4)}
+        decoder = {"commit": commit, **decoders[i % len(decoders)]}
+        right = dcdm.generate(
             model, [body["prompt"]], tokenizer=tokenizer, max_new_tokens=body["max_tokens"], seed=body["seed"],
-            commit=commit, blanks=False,
-        ).texts[0]
-        for body in asked
-    ]  # fmt: skip
-    return list(zip(asked, right, strict=True))
+            blanks=False, **decoder,
+        )  # fmt: skip
+        if wanted := decoder.pop("regex", None):
+            body |= {"response_format": {"type": "regex", "regex": wanted}, "logprobs": 2}
+        pairs.append(({**body, **decoder}, right.texts[0]))
+    return pairs
 
 
 async def one(client, body) -> tuple[int, str]:
@@ -81,7 +85,7 @@ async def hammer(url, pairs, seconds) -> Counter:
 def test_many_callers_at_once_get_their_own_answers(queue):
     made = tiny_model()
     with live(model=made, max_queued=queue, max_texts=1) as server:
-        found = asyncio.run(hammer(server.url, requests_and_answers(*made, "chunk"), 1.5))
+        found = asyncio.run(hammer(server.url, requests_and_answers(*made, "chunk", DECODERS), 1.5))
         assert set(found) <= {200, 429}
         assert found[200] >= CLIENTS / 2
         assert queue < CLIENTS or 429 not in found
@@ -90,8 +94,7 @@ def test_many_callers_at_once_get_their_own_answers(queue):
 
 
 def figure(url, name) -> float:
-    lines = httpx.get(f"{url}metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+    return figure_of(httpx.get(f"{url}metrics").text, name)
 
 
 @pytest.mark.slow

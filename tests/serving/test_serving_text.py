@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.decoding.engine import Ended, Event
+from dcdm.decoding.session import Ended, Event
 from dcdm.serving.writing import Provisional, Writer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "bpe": train_bpe(["größer, 日本語 und 🙂 größer 日本 " * 20], 280)}

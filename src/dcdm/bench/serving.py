@@ -1,6 +1,8 @@
-"""`dcdm bench serving`: eight callers of one server, with batching and without.
+"""`dcdm bench serving`: eight callers of one server, with batching and without; and requests that come unasked.
 
-Both servers run in this process and take turns. Every caller asks again as soon as it has its answer.
+Servers run in this process and take turns. First every caller asks again as soon as it has its answer; then
+requests arrive at three rates (`arrivals`), at a server whose texts join between forwards and at one whose batches
+run to their end.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 
+from dcdm.bench.arrivals import OpenLoop, measure
 from dcdm.bench.harness import Case, PathTiming, Run, environment, measure_case, print_table
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
+from dcdm.viewing.tables import Table
 
 CLIENTS, REQUESTS, TOKENS = 8, 3, 64
+ARRIVALS = 120
+"""Requests of each rate."""
 ALONE = "one at a time"
 COMMITS = {"auto": 2.0, "chunk": None}
 """Policies, and the least ratio that batching is meant to reach."""
@@ -61,13 +67,14 @@ def _load(model: Path | None) -> tuple[Model, Tokenizer]:
     return load_safetensors(model)
 
 
-def _start(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
+def _start(model: Model, tokenizer: Tokenizer, max_batch: int, schedule: str = "step") -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
     from dcdm.serving.server import BackgroundServer
     from dcdm.serving.settings import Settings
 
-    app = create_app(model, tokenizer, Settings(max_batch=max_batch, timeout_seconds=3600))
+    settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096, schedule=schedule)
+    app = create_app(model, tokenizer, settings)
     return BackgroundServer(app, drain_seconds=1).port
 
 
@@ -89,7 +96,27 @@ def _caller(port: int, number: int, commit: str) -> int:
     return written
 
 
-def measure_serving(model: Path | None, repeats: int, json: bool, out: str | None) -> None:
+def measure_open_loop(model: Path | None, count: int) -> list[OpenLoop]:
+    """Poisson arrivals at a server of each schedule, in one run."""
+    from dcdm.serving.settings import SCHEDULES
+
+    loaded = _load(model)
+    return measure({schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}, count)
+
+
+def _print_open_loop(rows: list[OpenLoop]) -> None:
+    columns = ["requests/s", "schedule", "first p50", "first p95", "last p95", "tokens/s", "requests", "lost"]
+    lines = [
+        [
+            f"{row.rate:.2g}", row.schedule, f"{row.first_p50:.3f} s", f"{row.first_p95:.3f} s",
+            f"{row.last_p95:.3f} s", f"{row.tokens_per_second:.0f}", str(row.requests), str(row.lost),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    Table(columns, lines, text=("schedule",)).print()
+
+
+def measure_serving(model: Path | None, repeats: int, json: bool, out: str | None, quick: bool = False) -> None:
     """Measure, and print a table or JSON."""
     from dcdm.serving.settings import require_packages
 
@@ -102,12 +129,19 @@ def measure_serving(model: Path | None, repeats: int, json: bool, out: str | Non
         {"case": row.case, "path": row.path, "tokens_per_second": written[row.case, row.path] / row.median}
         for row in rows
     ]
-    line = encoder.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows], "speeds": speeds})
+    arrived = measure_open_loop(model, ARRIVALS if not quick else CLIENTS)
+    line = encoder.dumps(
+        {
+            "environment": environment(), "rows": [row.__dict__ for row in rows], "speeds": speeds,
+            "open_loop": [row.__dict__ for row in arrived],
+        }
+    )  # fmt: skip
     if json:
         print(line)
     else:
         print_table(rows, {})
         for speed in speeds:
             print(f"{speed['case']}, {speed['path']}: {speed['tokens_per_second']:.0f} tokens/s")
+        _print_open_loop(arrived)
     if out:
         Path(out).write_text(line + "\n")

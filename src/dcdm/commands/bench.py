@@ -26,7 +26,7 @@ OTHER_SUBJECTS = {
     "targets": "all subjects that have a goal",
     "estimator": "the Monte-Carlo error of likelihoods",
     "generate": "the decoders of trained models, speed beside quality",
-    "serving": "eight callers of one server, batched and one at a time",
+    "serving": "eight callers of one server, batched and one at a time; Poisson arrivals at both schedules",
     "arithmetic": "nothing is measured: what the presets cost on GPUs",
 }
 """What can be asked for beside the subjects of `dcdm.bench.subjects`."""
@@ -93,7 +93,7 @@ def bench(
     elif subject == "serving":
         from dcdm.bench import serving
 
-        serving.measure_serving(models[0] if models else None, repeats, json, out)
+        serving.measure_serving(models[0] if models else None, repeats, json, out, quick)
     elif subject == "estimator":
         from dcdm.bench import estimator
 

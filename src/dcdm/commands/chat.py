@@ -102,7 +102,8 @@ class Conversation:
 
     def answer(self, message: str, show: Callable[[str], None] = lambda text: None) -> Generation:
         """The answer to a message; `show` gets its text piece by piece. Both are remembered."""
-        from dcdm.decoding.engine import Ended, Event, generate
+        from dcdm.decoding.engine import generate
+        from dcdm.decoding.session import Ended, Event
         from dcdm.serving.writing import Piece, Writer
 
         self.turns.append({"role": "user", "content": message})

@@ -23,7 +23,8 @@ from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
-    from dcdm.decoding.engine import Event, Generation
+    from dcdm.decoding.engine import Generation
+    from dcdm.decoding.session import Event
 
 EXAMPLES = (
     'dcdm sample runs/first --prompt "def main(" --length 64',

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional
 
@@ -13,12 +13,13 @@ from dcdm.config import ConfigError
 EXAMPLES = (
     "dcdm serve runs/first",
     "dcdm serve base --adapter adapters",
+    "dcdm serve exported/small exported/large",
     "DCDM_API_KEY=secret dcdm serve exported --host 0.0.0.0 --port 8000",
 )
 
 
 def serve(
-    model: Annotated[Path, Positional],
+    model: Annotated[tuple[Path, ...], Positional],
     adapter: AdapterOption = None,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -31,6 +32,8 @@ def serve(
     max_queued: int = 64,
     max_batch: int = 16,
     max_batch_tokens: int = 16_384,
+    prefix_tokens: int = 4096,
+    schedule: Literal["step", "batch"] = "step",
     batch_wait_ms: float = 5.0,
     timeout_seconds: float = 120.0,
     drain_seconds: float = 30.0,
@@ -40,15 +43,17 @@ def serve(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
 ) -> None:
-    """Serve a model: a page to watch it in a browser, and an API that OpenAI's clients understand.
+    """Serve models: a page to watch them in a browser, and an API that OpenAI's clients understand.
 
     Ctrl-C, SIGTERM or SIGHUP stops it: no new requests are taken, running ones may finish.
 
     Args:
-        model: An exported folder; a run folder or a checkpoint in it is exported to a temporary folder first.
+        model: Exported folders; a run folder or a checkpoint in it is exported to a temporary folder first.
+            Requests that name no model get the first.
         host: Address to listen on; beyond this machine a key is required.
         port: Port; 0 takes a free one.
-        name: The name by which callers ask for the model; by default that of the folder.
+        name: The name by which callers ask for the model, by default that of its folder; of several models their
+            names with commas between.
         api_key: Key that callers must send; better given in the environment as DCDM_API_KEY.
         max_tokens: New tokens of one text.
         max_prompt_tokens: Tokens of one prompt; by default what the context has room for.
@@ -56,8 +61,10 @@ def serve(
         max_texts: Texts of one request (prompts times n).
         max_queued: Texts that may wait; more get 429.
         max_batch: Texts that are computed together.
-        max_batch_tokens: Positions that are computed together.
-        batch_wait_ms: How long a batch that is not full waits for more.
+        max_batch_tokens: Positions whose keys and values there is memory for.
+        prefix_tokens: Tokens of beginnings that are remembered for later texts, where running ones leave room.
+        schedule: When texts join: "step" between any two forwards, "batch" when all that ran before have ended.
+        batch_wait_ms: With --schedule batch, how long a batch that is not full waits for more.
         timeout_seconds: From a request's arrival to its last token.
         drain_seconds: How long running requests may take once the server is asked to stop.
         max_body_bytes: Size of a request.
@@ -72,28 +79,43 @@ def serve(
     import torch
 
     from dcdm.serving.access import is_loopback
-    from dcdm.serving.app import create_app
+    from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
+    from dcdm.serving.served import Served
     from dcdm.serving.server import listen, load_safetensors, serve_app
 
     settings = Settings(
         api_key=api_key if api_key is not None else os.environ.get("DCDM_API_KEY") or None,
         max_tokens=max_tokens, max_prompt_tokens=max_prompt_tokens, max_forwards=max_forwards,
         max_texts=max_texts, max_queued=max_queued, max_batch=max_batch, max_batch_tokens=max_batch_tokens,
-        batch_wait_ms=batch_wait_ms, timeout_seconds=timeout_seconds, max_body_bytes=max_body_bytes,
+        prefix_tokens=prefix_tokens, schedule=schedule, batch_wait_ms=batch_wait_ms,
+        timeout_seconds=timeout_seconds, max_body_bytes=max_body_bytes,
         log_prompts=log_prompts,
     )  # fmt: skip
     if settings.api_key is None and not is_loopback(host):
         raise ConfigError(f"--host {host} can be reached by others: set DCDM_API_KEY, or give --api-key KEY")
+    if not model:
+        raise ConfigError("name a folder to serve, or several: dcdm serve runs/first")
+    names = [path.resolve().name for path in model] if name is None else name.split(",")
+    if len(names) != len(model) or len({*names}) < len(names):
+        raise ConfigError(
+            f"--name must give each of the {len(model)} models a name of its own, with commas between"
+        )
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
     place, weights = compute_on(device, dtype)
-    loaded, tokenizer = load_safetensors(model, adapter=adapter, device=place, dtype=weights)
-    folder = str(model.resolve()) if is_loopback(host) else str(model)  # others need not know where homes are
-    app = create_app(loaded, tokenizer, settings, name or model.resolve().name, folder)
+    if adapter is not None and len(model) > 1:
+        raise ConfigError("--adapter belongs to one model; serve adapted models by their own folders")
+    served = []
+    for path, called in zip(model, names, strict=True):
+        loaded, tokenizer = load_safetensors(path, adapter=adapter, device=place, dtype=weights)
+        folder = str(path.resolve()) if is_loopback(host) else str(path)  # others need not know where homes are
+        served.append(Served(loaded, tokenizer, called, settings, folder))
+    app = create_app_for(served)
     start_logging()
     address, bound_port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    print(f"dcdm: serving {app.state.served.name!r} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
+    shown_names = ", ".join(map(repr, names))
+    print(f"dcdm: serving {shown_names} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
     serve_app(app, listening, drain_seconds)

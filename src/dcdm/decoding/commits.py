@@ -13,7 +13,7 @@ To add one: write a `Rule` and enter it in `POLICIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,6 +70,20 @@ class Distributions:
             return value
 
         return self.measure(most, self.valid, -torch.inf), tokens
+
+    def most(self, where: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities (B, A, count) of the most probable tokens at the places in `where` (B, A)."""
+        tokens = torch.zeros(*where.shape, count, dtype=torch.long, device=where.device)
+        values = torch.zeros(tokens.shape, dtype=torch.float64, device=where.device)
+
+        def largest(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+            found = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
+            size = found.values.shape[-1]
+            tokens[row, at, :size], values[row, at, :size] = found.indices, found.values.double()
+            return at
+
+        self.measure(largest, where, 0)
+        return tokens, values
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -274,3 +288,19 @@ def commit_policy(text: str) -> Commit:
         limits = f"of at least {policy.least:g}" + (f", at most {policy.most:g}" if policy.most < 1e9 else "")
         raise ConfigError(f"commit={text!r}: {name} takes {kind} {limits}")
     return Commit(f"{name}:{value!r}".removesuffix(".0"), policy.make(value), policy.random)
+
+
+def mixed_commit(policies: Sequence[Commit]) -> Commit:
+    """Each row (B,) by a policy of its own."""
+    distinct = {policy.name: policy for policy in policies}
+    if len(distinct) == 1:
+        return policies[0]
+
+    def rule(view: View) -> Tensor:
+        fill = torch.zeros_like(view.candidates)
+        for name, policy in distinct.items():
+            mine = torch.tensor([each.name == name for each in policies], device=fill.device)
+            fill |= policy(view) & mine[:, None]
+        return fill
+
+    return Commit("|".join(distinct), rule, any(policy.random for policy in policies))

@@ -13,7 +13,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.predictors import resolve_cache
-from dcdm.decoding.routes import AdaBlock, check_routing
+from dcdm.decoding.routes import AdaBlock, check_routing, described
 from dcdm.decoding.sampling import Sampling
 from dcdm.model.routing import default_lanes
 
@@ -29,6 +29,37 @@ class DecodingOptions(TypedDict, total=False):
     cache: str
     adablock: AdaBlock | None
     lanes: int | None
+    revise: Revise | float | None
+
+
+@dataclass(frozen=True)
+class Revise:
+    """Which tokens of a draft are masked again: those the model is least sure of, given the others.
+
+    A token's probability is the model's with every `groups`-th token hidden beside it.
+    """
+
+    share: float | None = None
+    """This part of the tokens, the least probable first."""
+    threshold: float | None = None
+    """All tokens with a smaller probability."""
+    rounds: int = 1
+    """How often: each round looks at what the one before it has written."""
+    groups: int = 4
+
+    def __post_init__(self) -> None:
+        if (self.share is None) == (self.threshold is None):
+            raise ConfigError("revise: give a share or a threshold, one of them")
+        for name, value in (("share", self.share), ("threshold", self.threshold)):
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"revise: {name}={value} must lie in (0, 1]")
+        if self.rounds < 1 or self.groups < 1:
+            raise ConfigError(f"revise: rounds={self.rounds} and groups={self.groups} must be at least 1")
+
+    @classmethod
+    def of(cls, given: Revise | float | None) -> Revise | None:
+        """As it is; a number is a share."""
+        return cls(share=given) if isinstance(given, int | float) else given
 
 
 @dataclass(frozen=True)
@@ -46,6 +77,8 @@ class DecodingConfig:
     """"exact", "none", or "frozen" (an approximation for the paper's routing)."""
     lanes: int | None = None
     """For models that write in lanes: how many, so many tokens a forward; None is the model's default."""
+    revise: Revise | None = None
+    """Prompts are drafts, of which the least sure tokens are written again."""
 
     @classmethod
     def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
@@ -58,6 +91,7 @@ class DecodingConfig:
             sampling,
             options.get("cache", "auto"),
             options.get("lanes"),
+            Revise.of(options.get("revise")),
         )
 
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
@@ -74,12 +108,20 @@ class DecodingConfig:
                 f"commit={self.commit!r} fills part of a chunk, which a model that predicts from the left cannot; "
                 "use commit='chunk'" + (", and lanes to choose the speed" if config.kind == "lanes" else "")
             )
+        if self.revise is not None and (config.kind == "ar" or config.predicts_from_left):
+            raise ConfigError(
+                f"revise does not fit {described(config)}, which sees nothing behind a token; use MDLM, BDLM, DCDM"
+            )
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
         return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes)
 
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
+        if self.revise is not None:
+            raise ConfigError(
+                "revise writes tokens again, so the likelihood of its texts is a sum over all drafts; leave it out"
+            )
         if commit_policy(self.commit).random:
             raise ConfigError(
                 f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "

@@ -1,60 +1,24 @@
-"""`dcdm.generate`: prompts in, completed text out, for every kind.
-
-A canvas is BOS, the prompt and MASKs. Text that does not fit into one canvas is written window by window: the
-end of what is there is the prompt of the next canvas.
-"""
+"""`dcdm.generate`: prompts in, completed text out, for every kind."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig, DecodingOptions
-from dcdm.decoding.loop import Committed, Counts, fill_canvas
-from dcdm.decoding.predictors import predictor_of
-from dcdm.decoding.prompts import Prompts, read_prompts
-from dcdm.decoding.routes import router_of
-from dcdm.keys import Key
+from dcdm.decoding.constraints import Constraint, guides_of
+from dcdm.decoding.prompts import read_prompts
+from dcdm.decoding.session import COSTS, Ended, Event, Revision, Text, write
 from dcdm.model.transformer import Model
-
-_COUNTED = ("new_tokens", "forwards", "rounds", "computed", "reused", "reencoded")
-
-
-@dataclass(frozen=True)
-class Event:
-    """Tokens that one forward committed in one row; those behind an EOS turn out void."""
-
-    row: int
-    window: int
-    forward: int
-    """Number of the row's forward within its window, from 1."""
-    chunk: int
-    """Number of the chunk within its window, from 1 in the order of filling."""
-    positions: list[int]
-    """In the row's whole text, BOS at 0."""
-    tokens: list[int]
-    log_p: list[float]
-    """What the model itself gave each token, before temperature and truncation."""
-    lanes: list[int] = field(default_factory=list)
-    """The lane of each position, from 1; [] where the model does not write in lanes."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How one row ended, for those who do not wait for the whole batch."""
-
-    completion: list[int]
-    finished: str
-    costs: dict[str, int]
 
 
 @dataclass
@@ -73,19 +37,15 @@ class Statistics:
     """Positions of earlier text that later windows had to encode again."""
     new_tokens: Tensor
     """Tokens that the model wrote and that stayed, EOS included; neither prompts nor what lay behind an EOS."""
+    prefix: Tensor
+    """Positions of the prompt that an earlier text with the same beginning had encoded (on a server)."""
     seconds: float = 0.0
 
     @classmethod
-    def zero(cls, rows: int) -> Statistics:
-        return cls(*torch.zeros(6, rows, dtype=torch.long))
-
-    def add(self, row: int, counts: Counts, at: int) -> None:
-        """What row `at` of a filling cost."""
-        for name in ("forwards", "rounds", "computed", "reused"):
-            getattr(self, name)[row] += getattr(counts, name)[at]
-
-    def of(self, row: int) -> dict[str, int]:
-        return {name: int(getattr(self, name)[row]) for name in _COUNTED}
+    def of(cls, costs: Sequence[dict[str, int]]) -> Statistics:
+        """From the costs of each row."""
+        columns = {name: torch.tensor([row[name] for row in costs]) for name in COSTS}
+        return cls(**columns)  # type: ignore[arg-type]
 
     @property
     def tokens_per_forward(self) -> float:
@@ -97,7 +57,7 @@ class Statistics:
 
     def summary(self) -> dict[str, float]:
         """Totals over the rows, for printing."""
-        totals: dict[str, float] = {name: int(getattr(self, name).sum()) for name in _COUNTED}
+        totals: dict[str, float] = {name: int(getattr(self, name).sum()) for name in COSTS}
         per_token = self.seconds / max(1, totals["new_tokens"])
         more = {
             "seconds": self.seconds,
@@ -177,6 +137,8 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     on_end: Callable[[int, Ended], None] | None = None,
     batch_size: int = 16,
+    regex: str | Sequence[str] | None = None,
+    schema: Mapping[str, Any] | None = None,
     **options: Unpack[DecodingOptions],
 ) -> Generation:
     """Complete prompts, or fill their blanks.
@@ -188,9 +150,12 @@ def generate(
     being the prompt of the next one.
 
     The decoder (docs/decoding.md) is chosen by keywords, `routing`, `commit`, `temperature`, `top_k`, `top_p`,
-    `cache`, `adablock` and `lanes`, or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
-    its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
-    the padding changes it.
+    `cache`, `adablock`, `lanes` and `revise` (prompts are drafts then), or by a `DecodingConfig` as `decoding`. A
+    row's result follows from its prompt, its `seed` (one for all, or one for each) and its `index` (by default its
+    place) alone: neither the batch nor the padding changes it.
+
+    A `regex` or a JSON `schema` is matched by what is written behind each prompt, or by each of its blanks (several
+    expressions are for the blanks in turn), in whatever order they are filled.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
     the others of its batch continue. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
@@ -205,7 +170,8 @@ def generate(
     if eos_id is None and tokenizer is not None:
         eos_id = tokenizer.eos_id
     window = config.context_length if window is None else window
-    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks)
+    revises = decoding.revise is not None
+    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks, revises)
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
@@ -214,12 +180,39 @@ def generate(
         raise ConfigError(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
         )
-    keys = [Key(each).fold("generate") for each in seeds]
-    run = _Run(model, given, decoding, keys, numbers, eos_id, stop, cancel, on_event, on_end)
+    constraints = _constraints(tokenizer, regex, schema)
+    history: list[Event] = []
+
+    def record(event: Event) -> None:
+        history.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    if revises and constraints:
+        raise ConfigError(
+            "revise writes single tokens again, which regex and schema cannot constrain; leave one out"
+        )
+    texts = [
+        (Revision if revises else Text)(
+            ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
+            cancel=None if cancel is None else partial(cancel, row),
+            stop=None if stop is None else partial(stop, row), on_event=record,
+            guides=guides_of(constraints, ids, given.new_tokens[row], window, eos_id, config.mask_id)
+            if constraints else (),
+            on_end=None if on_end is None else partial(on_end, row),
+        )
+        for row, ids in enumerate(given.rows)
+    ]  # fmt: skip
     started = time.perf_counter()
-    for at in range(0, len(given.rows), batch_size):
-        run.fill(list(range(at, min(at + batch_size, len(given.rows)))))
-    result = run.result()
+    write(model, texts, batch_size)
+    length = max(len(text.tokens) for text in texts)
+    result = Generation(
+        torch.tensor([text.tokens + [config.pad_id] * (length - len(text.tokens)) for text in texts]),
+        [text.completion(config.mask_id) for text in texts],
+        [text.finished for text in texts],
+        Statistics.of([text.costs for text in texts]),
+        history,
+    )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
         result.texts = [tokenizer.decode(ids) for ids in result.completions]
@@ -227,177 +220,15 @@ def generate(
     return result
 
 
-@dataclass
-class _Run:
-    """The state of one call: rows grow window by window."""
-
-    model: Model
-    given: Prompts
-    decoding: DecodingConfig
-    keys: list[Key]
-    numbers: list[int]
-    eos_id: int | None
-    stop: Callable[[int, list[int]], bool] | None
-    cancel: Callable[[int], bool] | None
-    on_event: Callable[[Event], None] | None
-    on_end: Callable[[int, Ended], None] | None
-    history: list[Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.texts = [list(row) for row in self.given.rows]
-        self.left = list(self.given.new_tokens)
-        self.finished = [""] * len(self.texts)
-        self.statistics = Statistics.zero(len(self.texts))
-
-    def fill(self, rows: list[int]) -> None:
-        """Windows until every one of these rows has ended."""
-        number = 0
-        while rows:
-            self._window(rows, number)
-            rows = [row for row in rows if not self.finished[row]]
-            number += 1
-
-    def _window(self, rows: list[int], number: int) -> None:
-        contexts = [self._context(row, number) for row in rows]
-        sizes = [min(self.left[row], self.given.window - len(c)) for row, c in zip(rows, contexts, strict=True)]
-        canvas = self._canvas(contexts, sizes)
-        sets = self.model.sets(canvas, canvas != self.model.config.mask_id)
-        offsets = [len(self.texts[row]) - len(c) for row, c in zip(rows, contexts, strict=True)]
-        if number:
-            self.statistics.reencoded[rows] += torch.tensor([len(c) for c in contexts])
-        numbers, decoding = torch.tensor([self.numbers[row] for row in rows]), self.decoding
-        router = router_of(self.model, sets, numbers, decoding.routing, decoding.adablock, decoding.lanes)
-        fill_canvas(
-            canvas,
-            sets,
-            router,
-            predictor_of(self.model, sets, decoding.cache),
-            commit_policy(decoding.commit),
-            self._reveal(self._noise("token", rows, number, canvas.shape[1]).to(canvas.device)),
-            order=self._noise("order", rows, number, canvas.shape[1]),
-            settled=self._settled(rows, contexts, sizes, sets.real),
-            on_commit=self._recorder(rows, offsets, number, router.lanes),
-        )
-
-    def _context(self, row: int, number: int) -> list[int]:
-        if number == 0:
-            return self.texts[row]
-        text = self.texts[row]
-        return [self.model.config.bos_id, *text[max(1, len(text) - self.given.overlap) :]]
-
-    def _canvas(self, contexts: list[list[int]], sizes: list[int]) -> Tensor:
-        config = self.model.config
-        length = max(len(c) + size for c, size in zip(contexts, sizes, strict=True))
-        rows = [
-            c + [config.mask_id] * size + [config.pad_id] * (length - len(c) - size)
-            for c, size in zip(contexts, sizes, strict=True)
-        ]
-        return torch.tensor(rows, device=self.model.embed_tokens.weight.device)
-
-    def _noise(self, use: str, rows: list[int], number: int, length: int) -> Tensor:
-        """(B, L) uniform: one number per position, whatever the batch and its padding."""
-        drawn = torch.zeros(len(rows), length, dtype=torch.float64)
-        for at, row in enumerate(rows):
-            drawn[at] = self.keys[row].fold(use, self.numbers[row], number).uniform(self.given.window)[:length]
-        return drawn
-
-    def _reveal(self, uniform: Tensor) -> Callable[[View, Tensor], Tensor]:
-        sampling = self.decoding.sampling
-
-        def reveal(view: View, fill: Tensor) -> Tensor:
-            chances = uniform.gather(1, view.position)
-
-            def draw(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
-                return sampling.draw(sampling.log_p(log_p), chances[row, at])
-
-            return view.predicted.measure(draw, fill, 0)
-
-        return reveal
-
-    def _settled(
-        self, rows: list[int], contexts: list[list[int]], sizes: list[int], real: Tensor
-    ) -> Callable[[Tensor, Tensor, Counts], Tensor]:
-        """What needs no token any more: rows that are full, complete up to an EOS, or cancelled, each taken over at
-        once; and what lies behind an EOS, where chunks can stay unfinished.
-        """
-        place = torch.arange(real.shape[1], device=real.device)
-        behind = place >= torch.tensor([len(c) for c in contexts], device=real.device)[:, None]
-        taken = [False] * len(rows)
-
-        def settled(z: Tensor, revealed: Tensor, counts: Counts) -> Tensor:
-            behind_end = torch.zeros_like(real)
-            done = ~(real & ~revealed).any(dim=-1)
-            if self.eos_id is not None:
-                ends = (z == self.eos_id) & revealed & behind
-                first = torch.where(ends, place, real.shape[1]).amin(dim=-1, keepdim=True)
-                if self.model.config.kind == "lanes":  # their chunks do not depend on what is written
-                    behind_end = place > first
-                done |= ends.any(dim=-1) & ~(real & ~revealed & (place < first)).any(dim=-1)
-            over = done.tolist()
-            for at, row in enumerate(rows):
-                if not over[at] and self.cancel is not None and not taken[at] and self.cancel(row):
-                    self.finished[row], over[at] = "cancelled", True
-                if over[at] and not taken[at]:
-                    taken[at] = True
-                    self.statistics.add(row, counts, at)
-                    self._accept(row, contexts[at], sizes[at], z[at].tolist())
-            return behind_end | torch.tensor(taken, device=z.device)[:, None]
-
-        return settled
-
-    def _recorder(
-        self, rows: list[int], offsets: list[int], number: int, lanes: Tensor | None
-    ) -> Callable[[Committed], None]:
-        def record(committed: Committed) -> None:
-            for at, row in enumerate(rows):
-                fill = committed.fill[at]
-                if not bool(fill.any()):
-                    continue
-                position = committed.position[at][fill]
-                event = Event(
-                    row, number, int(committed.forward[at]), int(committed.chunk[at]),
-                    (position + offsets[at]).tolist(), committed.tokens[at][fill].tolist(),
-                    committed.log_p[at][fill].tolist(), [] if lanes is None else lanes[at][position].tolist(),
-                )  # fmt: skip
-                self.history.append(event)
-                if self.on_event is not None:
-                    self.on_event(event)
-
-        return record
-
-    def _accept(self, row: int, context: list[int], size: int, line: list[int]) -> None:
-        """Take over what a window wrote."""
-        start, masked = len(context), self.model.config.mask_id
-        new = line[start : start + size]
-        blanks = sum(a == masked != b for a, b in zip(context, line, strict=False))
-        if context is self.texts[row]:  # the first window, whose prompt may have had blanks
-            self.texts[row] = line[:start]
-        self.texts[row] = self.texts[row] + new
-        self.left[row] -= size
-        kept = new.index(self.eos_id) + 1 if self.eos_id in new else size
-        self.statistics.new_tokens[row] += blanks + sum(token != masked for token in new[:kept])
-        if not self.finished[row]:  # not cancelled
-            if self.eos_id is not None and self.eos_id in new:
-                self.texts[row] = self.texts[row][: len(self.texts[row]) - size + kept]
-                self.finished[row] = "eos"
-            elif self.stop is not None and self.stop(row, self._completion(row)):
-                self.finished[row] = "stop"
-            elif self.left[row] <= 0:
-                self.finished[row] = "length"
-        if self.finished[row] and self.on_end is not None:
-            self.on_end(row, Ended(self._completion(row), self.finished[row], self.statistics.of(row)))
-
-    def _completion(self, row: int) -> list[int]:
-        start = 1 if self.given.has_blanks[row] else len(self.given.rows[row])
-        ids = self.texts[row][start:]
-        if self.finished[row] == "eos":
-            ids = ids[:-1]
-        if self.finished[row] == "cancelled" and self.model.config.mask_id in ids:
-            ids = ids[: ids.index(self.model.config.mask_id)]
-        return ids
-
-    def result(self) -> Generation:
-        pad, length = self.model.config.pad_id, max(len(text) for text in self.texts)
-        tokens = torch.tensor([text + [pad] * (length - len(text)) for text in self.texts])
-        completions = [self._completion(row) for row in range(len(self.texts))]
-        return Generation(tokens, completions, self.finished, self.statistics, self.history)
+def _constraints(
+    tokenizer: Tokenizer | None, regex: str | Sequence[str] | None, schema: Mapping[str, Any] | None
+) -> list[Constraint]:
+    if regex is None and schema is None:
+        return []
+    if tokenizer is None:
+        raise ConfigError("regex and schema are about text; give tokenizer=")
+    if regex is not None and schema is not None:
+        raise ConfigError("give a regex or a schema, one of them")
+    if schema is not None:
+        return [Constraint.of(tokenizer, schema=schema)]
+    return [Constraint.of(tokenizer, regex=one) for one in ([regex] if isinstance(regex, str) else regex or [])]

@@ -8,16 +8,16 @@ Likelihoods run it with the true tokens, generation with drawn ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dcdm.decoding import routes
-from dcdm.decoding.commits import Commit, View
+from dcdm.decoding.commits import Commit, Distributions, View
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Router
-from dcdm.model.layout import RaggedIndex
+from dcdm.model.layout import RaggedIndex, stack_rows
 from dcdm.model.transformer import Sets
 
 
@@ -38,6 +38,15 @@ class Counts:
     def zero(cls, rows: int) -> Counts:
         return cls(*torch.zeros(4, rows, dtype=torch.long))
 
+    def stack(self, other: Counts) -> Counts:
+        return Counts(*(torch.cat(both) for both in zip(self._all(), other._all(), strict=True)))
+
+    def of(self, rows: Tensor) -> Counts:
+        return Counts(*(count[rows] for count in self._all()))
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.forwards, self.rounds, self.computed, self.reused
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -49,16 +58,101 @@ class Committed:
     """(B, A)."""
     fill: Tensor
     """(B, A) bool: which of them were filled."""
-    log_p: Tensor
-    """(B, A): the model's own log-probability of the token; 0 where nothing was filled."""
+    predicted: Distributions
+    """The model's own distributions at the asked positions."""
     chunk: Tensor
     """(B,): the number of the row's chunk, from 1 in the order of filling."""
     forward: Tensor
     """(B,): the number of the row's forward, from 1."""
 
+    def log_p(self) -> Tensor:
+        """(B, A): the model's own log-probability of the token; 0 where nothing was filled."""
+        return self.predicted.log_p(self.tokens, self.fill)
+
 
 Reveal = Callable[[View, Tensor], Tensor]
 """(what was predicted, what will be filled (B, A)) → the tokens (B, A) to place there."""
+
+
+class Filling:
+    """Canvases (B, L) on their way from MASKs to text: `step` is one forward for all of them.
+
+    Rows may join and leave between two steps, if router and predictor are of the mixed kinds. What a row becomes
+    does not depend on the others.
+    """
+
+    def __init__(
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None
+    ) -> None:
+        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies."""
+        self.z, self.real, self.router, self.predict = z.clone(), sets.real, router, predict
+        self.order = (
+            torch.zeros(z.shape, dtype=torch.float64, device=z.device) if order is None else order.to(z.device)
+        )
+        self.revealed, self.route = sets.real & ~sets.free, routes.start(sets)
+        self.counts = Counts.zero(len(z))
+        self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
+        """(B,): forwards that the active chunk has had, and its number from 1."""
+
+    def join(self, z: Tensor, sets: Sets, router: Router, order: Tensor) -> None:
+        """Rows behind those that are there; the predictor is told by the caller."""
+        pad = self.predict.model.config.pad_id
+        new = Filling(z, sets, router, self.predict, order)
+        for name, filler in (("z", pad), ("real", False), ("revealed", False), ("order", 0.0)):
+            setattr(self, name, stack_rows(getattr(self, name), getattr(new, name), filler))
+        self.route = routes.Route(
+            stack_rows(self.route.ids, new.route.ids, -1), stack_rows(self.route.active, new.route.active, False)
+        )
+        self.counts = self.counts.stack(new.counts)
+        self.steps, self.chunk = torch.cat([self.steps, new.steps]), torch.cat([self.chunk, new.chunk])
+        self.router.join(router)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """All rows leave but these, which are in ascending order; positions that nobody has any more go too."""
+        length = max(1, int(self.real[rows].sum(dim=-1).max())) if len(rows) else 1
+        for name in ("z", "real", "revealed", "order"):
+            setattr(self, name, getattr(self, name)[rows, :length])
+        self.route = routes.Route(self.route.ids[rows, :length], self.route.active[rows, :length])
+        self.counts = self.counts.of(rows.cpu())
+        self.steps, self.chunk = self.steps[rows], self.chunk[rows]
+        self.router.keep_rows(rows, length)
+
+    def step(self, commit: Commit, reveal: Reveal, closed: Tensor | None = None) -> Committed | None:
+        """One forward; None if nothing is left to fill. `closed` (B, L): positions that need no token any more."""
+        router, revealed, z = self.router, self.revealed, self.z
+        closed = revealed if closed is None else revealed | closed
+        pending = self.real & ~closed
+        busy = pending.any(dim=-1)
+        if not bool(busy.any()):
+            return None
+        spent = ~(self.route.active & pending).any(dim=-1)
+        asking = busy & (spent | router.every_step)
+        stage_one = None
+        if bool(asking.any()):
+            found = router.next(z, torch.where(asking[:, None], closed, revealed), self.route, asking)
+            self.route = found.where(asking, self.route)
+            stage_one = found.stage_one if torch.equal(asking, busy) else None
+            self.counts.rounds += (asking & router.counted).cpu()
+        self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
+        asked = self.route.active & pending
+        predicted = self.predict(z, revealed, routes.Route(self.route.ids, asked, stage_one))
+        where = RaggedIndex(asked)
+        distributions = self.predict.distributions(where.valid, predicted.states)
+        view = View(distributions, where.valid, where.index, self.steps, where.pick(self.order))
+        if router.narrows:
+            self.route = router.narrow(self.route, view, spent & busy)
+            view = replace(view, candidates=where.valid & where.pick(self.route.active))
+        fill = commit(view)
+        tokens = reveal(view, fill)
+        row, at = fill.nonzero(as_tuple=True)
+        z[row, view.position[row, at]] = tokens[row, at]
+        revealed[row, view.position[row, at]] = True
+        self.steps = self.steps + 1
+        counts = self.counts
+        counts.forwards += busy.cpu()
+        counts.computed += torch.where(busy, predicted.computed, 0).cpu()
+        counts.reused += torch.where(busy, predicted.reused, 0).cpu()
+        return Committed(view.position, tokens, fill, distributions, self.chunk, counts.forwards)
 
 
 @torch.no_grad()
@@ -71,54 +165,12 @@ def fill_canvas(
     reveal: Reveal,
     *,
     order: Tensor | None = None,
-    settled: Callable[[Tensor, Tensor, Counts], Tensor] | None = None,
-    on_commit: Callable[[Committed], None] | None = None,
 ) -> tuple[Tensor, Counts]:
     """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk.
 
-    `order` (B, L) is the noise of random commit policies. `settled(z, revealed, counts)` names positions (B, L)
-    that need no token any more; it is asked between forwards and once more at the end. Returns the filled canvas
-    and what it cost.
+    `order` (B, L) is the noise of random commit policies. Returns the filled canvas and what it cost.
     """
-    order = torch.zeros(z.shape, device=z.device) if order is None else order.to(z.device)
-    revealed, route = sets.real & ~sets.free, routes.start(sets)
-    counts = Counts.zero(len(z))
-    step = chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
-    z = z.clone()
-    while True:
-        closed = revealed if settled is None else revealed | settled(z, revealed, counts)
-        pending = sets.real & ~closed
-        busy = pending.any(dim=-1)
-        if not bool(busy.any()):
-            return z, counts
-        spent = ~(route.active & pending).any(dim=-1)
-        asking = busy & (spent | router.every_step)
-        stage_one = None
-        if bool(asking.any()):
-            route = router.next(z, torch.where(asking[:, None], closed, revealed), route, asking).where(
-                asking, route
-            )
-            stage_one = route.stage_one if torch.equal(asking, busy) else None
-            counts.rounds += (asking & router.counted).cpu()
-        step, chunk = torch.where(spent, 0, step), chunk + (spent & busy)
-        asked = route.active & pending
-        predicted = predict(z, revealed, routes.Route(route.ids, asked, stage_one))
-        where = RaggedIndex(asked)
-        distributions = predict.distributions(where.valid, predicted.states)
-        view = View(distributions, where.valid, where.index, step, where.pick(order))
-        if router.narrow is not None:
-            route = router.narrow(route, view, spent & busy)
-            view = View(distributions, where.valid & where.pick(route.active), view.position, step, view.order)
-        fill = commit(view)
-        tokens = reveal(view, fill)
-        row, at = fill.nonzero(as_tuple=True)
-        z[row, view.position[row, at]] = tokens[row, at]
-        revealed[row, view.position[row, at]] = True
-        step = step + 1
-        counts.forwards += busy.cpu()
-        counts.computed += torch.where(busy, predicted.computed, 0).cpu()
-        counts.reused += torch.where(busy, predicted.reused, 0).cpu()
-        if on_commit is not None:
-            on_commit(
-                Committed(view.position, tokens, fill, distributions.log_p(tokens, fill), chunk, counts.forwards)
-            )
+    filling = Filling(z, sets, router, predict, order)
+    while filling.step(commit, reveal) is not None:
+        pass
+    return filling.z, filling.counts

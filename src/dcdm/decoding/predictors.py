@@ -6,6 +6,7 @@ B batch   L positions   A asked positions   N those of all rows   V the tokens t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.decoding.commits import Distributions
+from dcdm.decoding.prefixes import Beginning, PrefixStore
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.attention import at_least_fp32
-from dcdm.model.layout import RaggedIndex
+from dcdm.model.layout import RaggedIndex, stack_rows, widen
 from dcdm.model.masks import CLEAN, NOISY, Slots, led_positions
 from dcdm.model.transformer import Model, Sets
 
@@ -94,66 +96,119 @@ class Uncached(Predictor):
 
 
 class Cached(Predictor):
-    """A forward computes the active chunk, and beside it writes what has been finished since the last one."""
+    """A forward computes the active chunk, and beside it writes what has been finished since the last one.
 
-    def __init__(self, model: Model, sets: Sets) -> None:
+    Rows may join between two forwards; one that has ended is forgotten and does not come back.
+    """
+
+    def __init__(self, model: Model, sets: Sets | None = None, prefixes: PrefixStore | None = None) -> None:
+        """Empty, or with the rows of `sets`; `prefixes` remembers beginnings for later rows."""
         super().__init__(model)
-        self.cache = model.new_cache(*sets.real.shape)
-        self.written = torch.zeros_like(sets.real)
-        self.rows = torch.arange(len(sets.real), device=sets.real.device)
-        """(R,): the rows that are remembered; one that has ended does not come back."""
+        self.cache = model.new_cache()
+        self.prefixes = prefixes
+        device = model.embed_tokens.weight.device
+        self.written = torch.zeros(0, 1, dtype=torch.bool, device=device)
+        self.rows = torch.zeros(0, dtype=torch.long, device=device)
+        """(R,): the rows of the batch that are remembered, ascending."""
+        self.beginnings: list[Beginning | None] = []
+        """What of each row may serve others, until it has been written."""
+        if sets is not None:
+            self.add_rows(sets.real)
+
+    def add_rows(self, real: Tensor, first: int = 0, beginnings: Sequence[Beginning | None] = ()) -> list[int]:
+        """Rows `first`… of the batch, whose real positions (n, L) are these; how many positions of each are
+        remembered from another."""
+        start, device = len(self.rows), self.rows.device
+        self.cache.add_rows(len(real), int(real.sum(dim=-1).max()))
+        self.rows = torch.cat([self.rows, torch.arange(first, first + len(real), device=device)])
+        self.written = stack_rows(self.written, torch.zeros_like(real), False)
+        self.beginnings += [None] * len(real)
+        known = [0] * len(real)
+        if self.prefixes is not None:
+            for at, beginning in enumerate(beginnings):
+                if beginning is None:
+                    continue
+                self.beginnings[start + at] = beginning
+                if (prefix := self.prefixes.find(beginning)) is not None:
+                    self.cache.load(start + at, prefix)
+                    self.written[start + at, prefix.slots[0]] = True
+                    known[at] = len(prefix)
+        return known
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        """Of the batch all rows leave but these (ascending), and positions from `length` on."""
+        self._drop(~torch.isin(self.rows, rows))
+        self.rows, self.written = torch.searchsorted(rows, self.rows), self.written[:, :length]
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         self._drop(~route.active.any(dim=-1)[self.rows])
-        if self.model.config.predicts_from_left:
-            return self._from_left(z, revealed, route)
-        count, rows, is_ar = len(z), self.rows, self.model.config.kind == "ar"
-        z, route = z[rows], Route(route.ids[rows], route.active[rows])
-        level, real = route.level(), route.ids >= 0
-        own = real & (route.ids == (level - 1 if is_ar else level))  # AR asks the token before
-        finished = real & (route.ids < level) & ~own & ~self.written
-        first, second = RaggedIndex(own), RaggedIndex(finished)
-        slots = Slots.cat(self._slots(z, route, first), self._slots(z, route, second))
-        keep = torch.cat([first.valid & is_ar, second.valid], dim=1)
-        tokens = torch.cat([first.pick(z), second.pick(z)], dim=1)
-        states = self.model.extend(tokens, slots, keep, self.cache, first.index.shape[1])
-        self.written |= finished | (own & is_ar)
-        row, position = route.active.nonzero(as_tuple=True)
-        home = torch.zeros_like(z)
-        first.put(home, torch.arange(first.index.shape[1], device=z.device).expand_as(first.index))
-        at = torch.zeros_like(row) if is_ar else home[row, position]
-        computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
-        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.cache.length
-        return Predicted(states[row, at], computed, reused)
-
-    def _from_left(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
-        """The tokens committed since the last forward come in, and predict what stands on their right.
-
-        Beside them go the seed slots of the active chunk, which nobody reads later.
-        """
         count, rows = len(z), self.rows
-        z, ids, active = z[rows], route.ids[rows], route.active[rows]
-        route = Route(ids, active)
-        new = (ids < route.level()) & revealed[rows] & ~self.written
-        led = led_positions(ids) & active
-        asked = F.pad(led[:, 1:], (0, 1))  # the slots on the left of what is led
-        leaders, seeds, rest = RaggedIndex(asked & new), RaggedIndex(active & ~led), RaggedIndex(new & ~asked)
+        self.written = widen(self.written, z.shape[1], False)  # a row without a cache may be the longest
+        z, revealed, route = z[rows], revealed[rows], Route(route.ids[rows], route.active[rows])
+        need = self._needed(revealed, route)
+        row, position = route.active.nonzero(as_tuple=True)
+        slot = torch.where(need.led[row, position], position - 1, position).clamp(min=0)
+        sizes = need.size()
+        computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
+        states: Tensor | None = None
+        for together in sharing(sizes.tolist()):
+            part = torch.tensor(together, device=z.device)
+            found, home = self._pass(z, route, need, part)
+            local = torch.full((len(z),), -1, device=z.device)
+            local[part] = torch.arange(len(part), device=z.device)
+            mine = local[row] >= 0
+            answers = found[local[row[mine]], home[local[row[mine]], slot[mine]]]
+            if states is None:
+                states = answers.new_empty(len(row), answers.shape[-1])
+            states[mine] = answers
+        self.written |= need.leaders | need.rest
+        computed[rows], reused[rows] = sizes, self.cache.length
+        self._remember()
+        assert states is not None
+        return Predicted(states, computed, reused)
+
+    def _needed(self, revealed: Tensor, route: Route) -> _Needed:
+        """The slots of the next pass.
+
+        Where the model predicts from the left, and in AR, the tokens that were committed last come in and predict
+        what stands on their right; elsewhere the active chunk predicts itself.
+        """
+        level, real, ids = route.level(), route.ids >= 0, route.ids
+        nothing = torch.zeros_like(real)
+        if self.model.config.predicts_from_left:
+            new = real & (ids < level) & revealed & ~self.written
+            led = led_positions(ids) & route.active
+            asked = F.pad(led[:, 1:], (0, 1))  # the slots on the left of what is led
+            return _Needed(asked & new, route.active & ~led, new & ~asked, led)
+        earlier = real & (ids < level) & ~self.written
+        if self.model.config.kind == "ar":
+            last = real & (ids == level - 1)
+            return _Needed(last, nothing, earlier & ~last, route.active)
+        return _Needed(nothing, real & (ids == level), earlier, nothing)
+
+    def _pass(self, z: Tensor, route: Route, need: _Needed, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The states (n, Q, d) of some rows' leaders and seeds, and the place of each position (n, L) in them."""
+        clean = CLEAN if self.model.config.predicts_from_left else NOISY
+        z, route = z[rows], Route(route.ids[rows], route.active[rows])
+        leaders, seeds, rest = (RaggedIndex(part[rows]) for part in (need.leaders, need.seeds, need.rest))
         slots = Slots.cat(
-            self._slots(z, route, leaders, CLEAN), self._slots(z, route, seeds), self._slots(z, route, rest, CLEAN)
+            self._slots(z, route, leaders, clean), self._slots(z, route, seeds), self._slots(z, route, rest, clean)
         )
         keep = torch.cat([leaders.valid, torch.zeros_like(seeds.valid), rest.valid], dim=1)
         tokens = torch.cat([part.pick(z) for part in (leaders, seeds, rest)], dim=1)
         first_seed = leaders.index.shape[1]
-        states = self.model.extend(tokens, slots, keep, self.cache, first_seed + seeds.index.shape[1])
-        self.written |= new
+        states = self.model.extend(tokens, slots, keep, self.cache, first_seed + seeds.index.shape[1], rows)
         home = torch.zeros_like(z)
         for part, first in ((leaders, 0), (seeds, first_seed)):
             part.put(home, first + torch.arange(part.index.shape[1], device=z.device).expand_as(part.index))
-        row, position = active.nonzero(as_tuple=True)
-        at = torch.where(led[row, position], home[row, (position - 1).clamp(min=0)], home[row, position])
-        computed, reused = torch.zeros(2, count, dtype=torch.long, device=z.device)
-        computed[rows], reused[rows] = (slots.chunk >= 0).sum(dim=-1), self.cache.length
-        return Predicted(states[row, at], computed, reused)
+        return states, home
+
+    def _remember(self) -> None:
+        """Give beginnings that have just been written to those who may come later."""
+        for row, beginning in enumerate(self.beginnings):
+            if beginning is not None and self.prefixes is not None:
+                self.prefixes.add(beginning, self.cache, row)
+                self.beginnings[row] = None
 
     def _drop(self, ended: Tensor) -> None:
         """Forget rows (R,) bool."""
@@ -161,10 +216,80 @@ class Cached(Predictor):
             kept = (~ended).nonzero().squeeze(-1)
             self.cache.keep_rows(kept)
             self.rows, self.written = self.rows[kept], self.written[kept]
+            self.beginnings = [self.beginnings[row] for row in kept.tolist()]
 
     def _slots(self, z: Tensor, route: Route, where: RaggedIndex, stream: int = NOISY) -> Slots:
         chunk = torch.where(where.valid, where.pick(route.ids), -1)
         return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, stream, position=where.index)
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """The positions (R, L) whose slots a pass brings in."""
+
+    leaders: Tensor
+    """Tokens that predict what stands on their right; they stay."""
+    seeds: Tensor
+    """Slots that predict themselves; they pass."""
+    rest: Tensor
+    """Tokens that are only written; they stay."""
+    led: Tensor
+    """Of the active positions those that the slot on their left predicts."""
+
+    def size(self) -> Tensor:
+        return sum(part.sum(dim=-1) for part in (self.leaders, self.seeds, self.rest))  # type: ignore[return-value]
+
+
+FILLERS = 64
+"""Slots that a pass may compute for nothing so that rows of different sizes share it."""
+
+
+def sharing(sizes: Sequence[int]) -> list[list[int]]:
+    """Rows that share a pass, by how many slots each brings in: shorter ones are filled up to the longest.
+
+    A prompt that is read beside texts that are being written would cost each of them its own length: such rows go
+    apart. Rows of a pass are in ascending order.
+    """
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    groups: list[list[int]] = []
+    wasted = 0
+    for row in order:
+        if groups:
+            more = sizes[groups[-1][0]] - sizes[row]
+            if wasted + more <= FILLERS or 4 * more <= sizes[groups[-1][0]]:
+                groups[-1].append(row)
+                wasted += more
+                continue
+        groups.append([row])
+        wasted = 0
+    return [sorted(group) for group in groups]
+
+
+class MixedPredictor(Predictor):
+    """Rows with and without a cache in one batch; it begins without any."""
+
+    def __init__(self, model: Model, prefixes: PrefixStore | None = None) -> None:
+        super().__init__(model)
+        self.cached, self.uncached = Cached(model, prefixes=prefixes), Uncached(model)
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        self.cached.keep_rows(rows, length)
+
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        busy = route.active.any(dim=-1)
+        remembered = torch.zeros_like(busy)
+        remembered[self.cached.rows] = True
+        if not bool((busy & remembered).any()):
+            return self.uncached(z, revealed, route)
+        if not bool((busy & ~remembered).any()):
+            return self.cached(z, revealed, route)
+        parts = []
+        for predict, rows in ((self.cached, remembered), (self.uncached, ~remembered)):
+            parts.append(predict(z, revealed, Route(route.ids, route.active & rows[:, None])))
+        mine = remembered[route.active.nonzero()[:, 0]]
+        states = parts[0].states.new_empty(len(mine), parts[0].states.shape[-1])
+        states[mine], states[~mine] = parts[0].states, parts[1].states
+        return Predicted(states, parts[0].computed + parts[1].computed, parts[0].reused)
 
 
 def predictable(model: Model, states: Tensor) -> Tensor:

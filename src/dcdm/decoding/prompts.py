@@ -28,6 +28,16 @@ class Prompts:
     overlap: int
 
 
+def blank_runs(row: Sequence[int], mask_id: int) -> list[tuple[int, int]]:
+    """Where the blanks of a row begin, and how long each is."""
+    runs: list[tuple[int, int]] = []
+    for at, token in enumerate(row):
+        if token == mask_id:
+            start, length = runs[-1] if runs and sum(runs[-1]) == at else (at, 0)
+            runs[len(runs) - bool(length) :] = [(start, length + 1)]
+    return runs
+
+
 def blank_tokens(text: str) -> float:
     """How many tokens the blanks of a text are long together; inf if a number is beyond reason."""
     numbers = BLANK.findall(text)
@@ -65,8 +75,9 @@ def read_prompts(
     window: int,
     overlap: int | None,
     blanks: bool = True,
+    drafts: bool = False,
 ) -> Prompts:
-    """Rows of token ids, and what is to be written behind each."""
+    """Rows of token ids, and what is to be written behind each; nothing if they are `drafts`."""
     config = model.config
     rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id, blanks)]
     if not rows:
@@ -90,6 +101,15 @@ def read_prompts(
     new_tokens = []
     for number, (row, blank, wanted) in enumerate(zip(rows, has_blanks, limits, strict=True)):
         room = window - len(row)
+        if drafts:
+            if blank or wanted:
+                raise ConfigError(
+                    f"revise takes whole drafts: prompts[{number}] may have neither blanks nor max_new_tokens"
+                )
+            if len(row) < 2 or room < 0:
+                raise ConfigError(f"revise: prompts[{number}] must have at least 1 and at most {window - 1} tokens")
+            new_tokens.append(0)
+            continue
         if wanted is None:
             wanted = 0 if blank else max(room, 1)
         if room < (1 if wanted else 0):

@@ -10,8 +10,9 @@ To add one: write a function that makes a `Router` and enter it in `router_of`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
+from dcdm.model.layout import stack_rows
 from dcdm.model.transformer import Model, Sets, StageOne
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
@@ -47,19 +49,46 @@ class Route:
         return Route(ids, active, self.stage_one)
 
 
-@dataclass(frozen=True)
 class Router:
-    next: Callable[[Tensor, Tensor, Route, Tensor], Route]
-    """(z, revealed, the route so far, the rows (B,) that ask) → the route of their next chunk; what it says of
-    other rows is void."""
-    narrow: Callable[[Route, View, Tensor], Route] | None = None
-    """(route, predictions of a chunk's first forward, rows it concerns) → the chunk, cut by what was predicted."""
-    every_step: bool = False
-    """Ask again after every forward, not only when a chunk is full."""
-    counted: bool = False
-    """A call of `next` costs a pass through block 0."""
+    """A routing policy on the rows of a batch, which may come and go between two forwards."""
+
+    real: Tensor
+    """(B, L): False at padding."""
+    policy: Hashable = None
+    """Routers of one policy can be joined."""
     lanes: Tensor | None = None
-    """(B, L): the lane of each position, from 1, for models that write in lanes."""
+    """(B, L): the lane of each position, from 1, for models that write in lanes; of the rows it began with."""
+    narrows = False
+    """Cut a chunk by what its first forward predicts; see `narrow`."""
+
+    def __init__(self, *, every_step: bool = False, counted: bool = False) -> None:
+        self.every_step: bool | Tensor = every_step
+        """Ask again after every forward, not only when a chunk is full; for all rows, or each (B,)."""
+        self.counted: bool | Tensor = counted
+        """A call of `next` costs a pass through block 0."""
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        """From the canvas, what is revealed, the route so far and the rows (B,) that ask: the route of their next
+        chunk. What it says of other rows is void."""
+        raise NotImplementedError
+
+    def narrow(self, route: Route, view: View, rows: Tensor) -> Route:
+        """The route with the chunks of `rows` (B,) cut, from what their first forward predicts."""
+        return route
+
+    def state(self) -> tuple[str, ...]:
+        """The names of the tensors (B, L) that are about rows, which are 0 (False) behind a row's end."""
+        return ()
+
+    def join(self, other: Self) -> None:
+        """The rows of a router of the same policy behind the own."""
+        for name in self.state():
+            setattr(self, name, stack_rows(getattr(self, name), getattr(other, name), 0))
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        """Forget all rows but these (ascending), and positions from `length` on."""
+        for name in self.state():
+            setattr(self, name, getattr(self, name)[rows, :length])
 
 
 @dataclass(frozen=True)
@@ -135,99 +164,128 @@ def router_of(
     check_routing(config, name)
     if name == "adablock":
         assert adablock is not None
-        return _adablock(config, sets, adablock)
-    if config.kind == "ar":
-        return _next_position(sets)
+        return _Adaptive(config, sets, adablock)
+    if config.kind == "ar":  # the first position that is open; a position sees what stands before it
+        place = torch.arange(sets.real.shape[1], device=sets.real.device).expand_as(sets.real)
+        return _Fixed(sets, place, place)
     if config.routes_from_noise:
-        return _from_noise(model, sets, name)
+        return _FromNoise(model, sets, name)
     if config.kind == "dcdm" and config.routing == "causal" and not config.prior_decides:
-        return _causal_rounds(model, sets)
-    if name.startswith("blocks"):
-        return _blocks(config, sets, name)
-    lane = None
+        return _CausalRounds(model, sets)
     if config.kind == "lanes":
-        fixed, lane = routing.lane_partition(config, sets.free, sets.real, lanes)
-    else:
-        fixed = routing.fixed_partition(config, sets.free, sets.real, index)
-    return Router(lambda z, revealed, *_: Route(fixed, lowest(fixed, sets.real & ~revealed)), lanes=lane)
-
-
-def _next_position(sets: Sets) -> Router:
-    """AR: the first position that is open; a position sees what stands before it."""
-    place = torch.arange(sets.real.shape[1], device=sets.real.device)
-    ids = torch.where(sets.real, place, -1)
-    return Router(lambda z, revealed, *_: Route(ids, _first(sets.real & ~revealed, 1)))
-
-
-def _from_noise(model: Model, sets: Sets, name: str) -> Router:
-    """The paper's routing on the tokens as they stand: the lowest chunk with open positions is next.
-
-    Revealed tokens count as earlier than it, unless the mask of the paper's appendix is asked for.
-    """
-    assert model.chunking is not None
-    assert model.config.num_chunks is not None
-    chunking, last = model.chunking, model.config.num_chunks + 1
-
-    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        stage_one = model.run_stage_one(z[asking], sets.real[asking])
-        own = torch.zeros_like(z)
-        own[asking] = chunking.assign(stage_one.scores)
-        active = lowest(own, sets.real & ~revealed)
-        now = own if name == "appendix-b" else torch.full_like(own, last)
-        unrevealed = torch.where(active, now, LATER)
-        return Route(torch.where(sets.real, torch.where(revealed, own, unrevealed), -1), active, stage_one)
-
-    return Router(route_next, every_step=name == "paper-step", counted=True)
-
-
-def _causal_rounds(model: Model, sets: Sets) -> Router:
-    """Chunk k from the tokens of the chunks before it."""
-    config, rounds = model.config, model.rounds(sets.free)
-    assert config.num_chunks is not None
-    most = config.num_chunks
-    unseen = sets.real
-
-    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        nonlocal unseen
-        new = revealed & unseen & asking[:, None]
-        rounds.reveal(new, z)
-        unseen = unseen & ~new
-        assigned = torch.where(revealed, route.ids, 0)
-        k = (assigned.amax(dim=-1) + 1).clamp(max=most)
-        active = routing.causal_round(rounds.scores(asking), revealed, sets.free, k, config)
-        ids = torch.where(active, k[:, None], torch.where(revealed, assigned, LATER))
-        return Route(torch.where(sets.real, ids, -1), active)
-
-    return Router(route_next, counted=True)
-
-
-def _blocks(config: ModelConfig, sets: Sets, name: str) -> Router:
-    """Blocks in order. For BDLM they are what a position may see; MDLM sees everything and only fills in order."""
+        ids, lane = routing.lane_partition(config, sets.free, sets.real, lanes)
+        return _Fixed(sets, ids, ids, lane)
+    fixed = routing.fixed_partition(config, sets.free, sets.real, index)
+    if not name.startswith("blocks"):
+        return _Fixed(sets, fixed, fixed)
     number = name.partition(":")[2]
     size = int(number) if number else config.block_size
     assert size is not None
     block = routing.label(sets.free, sets.real, (routing.free_rank(sets.free) + size - 1) // size)
-    ids = block if config.kind == "bdlm" else routing.fixed_partition(config, sets.free, sets.real)
-    return Router(lambda z, revealed, *_: Route(ids, lowest(block, sets.real & ~revealed)))
+    # for BDLM blocks are what a position may see; MDLM sees everything and only fills in order
+    return _Fixed(sets, block if config.kind == "bdlm" else fixed, block)
 
 
-def _adablock(config: ModelConfig, sets: Sets, settings: AdaBlock) -> Router:
+class _Fixed(Router):
+    """An order that depends on no token: `ids` say who sees whom, `turn` which positions come next."""
+
+    policy = "fixed"
+
+    def __init__(self, sets: Sets, ids: Tensor, turn: Tensor, lanes: Tensor | None = None) -> None:
+        super().__init__()
+        self.real, self.ids, self.turn, self.lanes = sets.real, ids, turn, lanes
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        return Route(torch.where(self.real, self.ids, -1), lowest(self.turn, self.real & ~revealed))
+
+    def state(self) -> tuple[str, ...]:
+        return ("real", "ids", "turn")
+
+
+class _FromNoise(Router):
+    """The paper's routing on the tokens as they stand: the lowest chunk with open positions is next.
+
+    Revealed tokens count as earlier than it, unless the mask of the paper's appendix is asked for.
+    """
+
+    def __init__(self, model: Model, sets: Sets, name: str) -> None:
+        super().__init__(every_step=name == "paper-step", counted=True)
+        assert model.chunking is not None
+        assert model.config.num_chunks is not None
+        self.model, self.chunking, self.last = model, model.chunking, model.config.num_chunks + 1
+        self.policy, self.hides_later, self.real = ("noise", name), name == "appendix-b", sets.real
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        stage_one = self.model.run_stage_one(z[asking], self.real[asking])
+        own = torch.zeros_like(z)
+        own[asking] = self.chunking.assign(stage_one.scores)
+        active = lowest(own, self.real & ~revealed)
+        now = own if self.hides_later else torch.full_like(own, self.last)
+        unrevealed = torch.where(active, now, LATER)
+        return Route(torch.where(self.real, torch.where(revealed, own, unrevealed), -1), active, stage_one)
+
+    def state(self) -> tuple[str, ...]:
+        return ("real",)
+
+
+class _CausalRounds(Router):
+    """Chunk k from the tokens of the chunks before it."""
+
+    policy = "rounds"
+
+    def __init__(self, model: Model, sets: Sets) -> None:
+        super().__init__(counted=True)
+        assert model.config.num_chunks is not None
+        self.config, self.most = model.config, model.config.num_chunks
+        self.rounds = model.rounds(sets.free)
+        self.real, self.free, self.unseen = sets.real, sets.free, sets.real
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        new = revealed & self.unseen & asking[:, None]
+        self.rounds.reveal(new, z)
+        self.unseen = self.unseen & ~new
+        assigned = torch.where(revealed, route.ids, 0)
+        k = (assigned.amax(dim=-1) + 1).clamp(max=self.most)
+        active = routing.causal_round(self.rounds.scores(asking), revealed, self.free, k, self.config)
+        ids = torch.where(active, k[:, None], torch.where(revealed, assigned, LATER))
+        return Route(torch.where(self.real, ids, -1), active)
+
+    def state(self) -> tuple[str, ...]:
+        return ("real", "free", "unseen")
+
+    def join(self, other: Self) -> None:
+        super().join(other)
+        self.rounds.join(other.rounds)
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        super().keep_rows(rows, length)
+        self.rounds.keep_rows(rows, length)
+
+
+class _Adaptive(Router):
     """A window is predicted; the block ends at its surest delimiter, and that forward serves the first commit."""
-    grows = config.kind == "bdlm"
-    quarter = (sets.free.sum(dim=-1) + 3) // 4
-    window = quarter if settings.window is None else torch.full_like(quarter, settings.window)
-    window = window.clamp(min=settings.block_size)
 
-    def route_next(z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        active = _first(sets.real & ~revealed, window[:, None])
-        if not grows:
-            return Route(routing.fixed_partition(config, sets.free, sets.real), active)
+    narrows = True
+
+    def __init__(self, config: ModelConfig, sets: Sets, settings: AdaBlock) -> None:
+        super().__init__()
+        self.policy, self.settings, self.grows = ("adablock", settings), settings, config.kind == "bdlm"
+        self.real, self.fixed = sets.real, routing.fixed_partition(config, sets.free, sets.real)
+        quarter = (sets.free.sum(dim=-1, keepdim=True) + 3) // 4
+        window = quarter if settings.window is None else torch.full_like(quarter, settings.window)
+        self.window = window.clamp(min=settings.block_size).expand_as(sets.real)
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        active = _first(self.real & ~revealed, self.window[:, :1])
+        if not self.grows:
+            return Route(torch.where(self.real, self.fixed, -1), active)
         assigned = torch.where(revealed, route.ids, 0)
         k = assigned.amax(dim=-1, keepdim=True) + 1
         ids = torch.where(active, k, torch.where(revealed, assigned, LATER))
-        return Route(torch.where(sets.real, ids, -1), active)
+        return Route(torch.where(self.real, ids, -1), active)
 
-    def narrow(route: Route, view: View, rows: Tensor) -> Route:
+    def narrow(self, route: Route, view: View, rows: Tensor) -> Route:
+        settings = self.settings
         confidence, token = view.predicted.best
         ends = torch.isin(token, torch.tensor(settings.delimiters).to(token)) & view.candidates
         sure = confidence.exp().masked_fill(~ends, -1.0)
@@ -239,10 +297,83 @@ def _adablock(config: ModelConfig, sets: Sets, settings: AdaBlock) -> Router:
         last = torch.where((value >= settings.least)[:, None], chosen, default)
         place = torch.arange(route.ids.shape[1], device=last.device)
         dropped = route.active & (place > last)
-        ids = torch.where(dropped, LATER, route.ids) if grows else route.ids
+        ids = torch.where(dropped, LATER, route.ids) if self.grows else route.ids
         return Route(ids, route.active & ~dropped).where(rows, route)
 
-    return Router(route_next, narrow)
+    def state(self) -> tuple[str, ...]:
+        return ("real", "fixed", "window")
+
+
+@dataclass
+class _Part:
+    """The rows (n,) of a batch, ascending, that one router guides."""
+
+    rows: Tensor
+    router: Router
+
+
+class MixedRouter(Router):
+    """Rows under different policies in one batch; it begins without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[_Part] = []
+        self.count = 0
+
+    def join(self, other: Router) -> None:
+        """The rows of any router that is not mixed itself."""
+        added = len(other.real)
+        rows = torch.arange(self.count, self.count + added)
+        self.count += added
+        for part in self.parts:
+            if part.router.policy == other.policy:
+                part.router.join(other)
+                part.rows = torch.cat([part.rows, rows])
+                break
+        else:
+            self.parts.append(_Part(rows, other))
+        self._look()
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        rows, kept = rows.cpu(), []
+        for part in self.parts:
+            stays = torch.isin(part.rows, rows)
+            if bool(stays.any()):
+                part.router.keep_rows(stays.nonzero().squeeze(-1), length)
+                kept.append(_Part(torch.searchsorted(rows, part.rows[stays]), part.router))
+        self.parts, self.count = kept, len(rows)
+        self._look()
+
+    def _look(self) -> None:
+        self.narrows = any(part.router.narrows for part in self.parts)
+        if len(self.parts) == 1:
+            self.every_step, self.counted = self.parts[0].router.every_step, self.parts[0].router.counted
+            return
+        device = self.parts[0].router.real.device if self.parts else None
+        every_step, counted = torch.zeros(2, self.count, dtype=torch.bool, device=device)
+        for part in self.parts:
+            every_step[part.rows], counted[part.rows] = part.router.every_step, part.router.counted
+        self.every_step, self.counted = every_step, counted
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        if len(self.parts) == 1:
+            return self.parts[0].router.next(z, revealed, route, asking)
+        ids, active = route.ids.clone(), route.active.clone()
+        for part in self.parts:
+            rows, length = part.rows.to(z.device), part.router.real.shape[1]
+            if bool(asking[rows].any()):
+                own = Route(route.ids[rows, :length], route.active[rows, :length])
+                found = part.router.next(z[rows, :length], revealed[rows, :length], own, asking[rows])
+                ids[rows, :length], active[rows, :length] = found.ids, found.active
+        return Route(ids, active)
+
+    def narrow(self, route: Route, view: View, rows: Tensor) -> Route:
+        for part in self.parts:
+            if part.router.narrows:
+                mine = torch.zeros_like(rows)
+                mine[part.rows.to(rows.device)] = True
+                route = part.router.narrow(route, view, rows & mine)
+        return route
 
 
 def _first(pending: Tensor, count: Tensor | int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dcdm.config import ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.config import DecodingConfig, Revise
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import AdaBlock, router_of
@@ -101,6 +101,7 @@ def score(
     sampling: Sampling | None = None,
     cache: str = "auto",
     lanes: int | None = None,
+    revise: Revise | float | None = None,
     index: Tensor | None = None,
     batch_size: int = 16,
 ) -> Score:
@@ -110,11 +111,11 @@ def score(
     drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
     `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `lanes` is the number of lanes, for models
     of that kind. `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a
-    split over processes changes a score.
+    split over processes changes a score. `revise` is refused: what is written again has no likelihood.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
-    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache, lanes)
+    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise))
     decoder.check_likelihood()
     decoder = decoder.resolve(model.config)
     if index is None:

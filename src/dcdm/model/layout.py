@@ -163,3 +163,17 @@ class RaggedIndex:
         """Write (B, X, …) back into (B, L, …), fillers left out."""
         row, place = self.valid.nonzero(as_tuple=True)
         whole_bl[self.rows[row, 0], self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)
+
+
+def stack_rows(first: Tensor, second: Tensor, filler: float) -> Tensor:
+    """Rows (B, L, …) of both, one below the other; the shorter ones are filled up behind."""
+    length = max(first.shape[1], second.shape[1])
+    return torch.cat([widen(first, length, filler), widen(second, length, filler)])
+
+
+def widen(x_bl: Tensor, length: int, filler: float) -> Tensor:
+    """Rows (B, L, …) filled up behind."""
+    if x_bl.shape[1] == length:
+        return x_bl
+    more = x_bl.new_full((len(x_bl), length - x_bl.shape[1], *x_bl.shape[2:]), filler)
+    return torch.cat([x_bl, more], dim=1)

@@ -20,7 +20,7 @@ from dcdm.config import ModelConfig
 from dcdm.model.attention import at_least_fp32, product_type, rotary_tables, rotate
 from dcdm.model.blocks import Block
 from dcdm.model.chunking import ChunkingAttention
-from dcdm.model.layout import RaggedIndex
+from dcdm.model.layout import RaggedIndex, stack_rows
 
 
 class Rounds:
@@ -94,3 +94,16 @@ class Rounds:
         h_bxd = h_bxd + self.block.mlp(self.block.post_attention_layernorm(h_bxd))[0]
         places.put(out, self.chunking.scores(h_bxd))
         return out
+
+    def join(self, other: Rounds) -> None:
+        """The rows of `other`, rounds of the same model, behind the own."""
+        self.hidden = stack_rows(self.hidden, other.hidden, False)
+        for name in ("peak_blh", "sum_blh", "mean_blhd"):
+            setattr(self, name, stack_rows(getattr(self, name), getattr(other, name), 1.0))
+        self.q_1lhd = max(self.q_1lhd, other.q_1lhd, key=lambda x: x.shape[1])
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        """Forget all rows but these, and positions from `length` on."""
+        for name in ("hidden", "peak_blh", "sum_blh", "mean_blhd"):
+            setattr(self, name, getattr(self, name)[rows, :length])
+        self.q_1lhd = self.q_1lhd[:, :length]

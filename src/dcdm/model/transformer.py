@@ -230,14 +230,18 @@ class Model(nn.Module):
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
         return place.restore(self.norm(h_bld))
 
-    def extend(self, tokens: Tensor, slots: Slots, keep: Tensor, cache: KVCache, num_out: int) -> Tensor:
+    def extend(
+        self, tokens: Tensor, slots: Slots, keep: Tensor, cache: KVCache, num_out: int, rows: Tensor | None = None
+    ) -> Tensor:
         """New slots (B, Q) against what `cache` holds of earlier ones: final states of the first `num_out`.
+
+        They belong to the `rows` (B,) of the cache, ascending; by default to all of them.
 
         Where the ids of `slots` order the positions as in `denoise`, so do the states equal those of `denoise`.
         Slots in `keep` stay in the cache: only such belong there whose states cannot change any more. (With the
         paper's routing there are none; keeping them anyway is the approximation named "frozen".)
         """
-        cache.place(slots, keep)
+        cache.place(slots, keep, rows)
         routed = cache.allowed(masks.left if self.config.predicts_from_left else masks.chunk_causal)
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
@@ -253,8 +257,8 @@ class Model(nn.Module):
                 h_bqd = self.chunking.extend(h_bqd, cache.chunking, None if first is None else first.allowed)
         return self.norm(h_bqd[:, :num_out])
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache for `extend`."""
+    def new_cache(self, rows: int = 0, capacity: int = 0) -> KVCache:
+        """An empty cache for `extend`, to which rows can be added."""
         return KVCache(self.config, self.embed_tokens.weight, rows, capacity)
 
     def head(self, states: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
@@ -19,10 +19,18 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import denoise
 from dcdm.serving.access import Gate
-from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prepare_completion, template_of
+from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prepare_completion
+from dcdm.serving.models import Entry, Models
 from dcdm.serving.monitoring import Metrics
-from dcdm.serving.scheduler import Scheduler
-from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, ErrorBody, Refusal, refused_body
+from dcdm.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DenoiseRequest,
+    ErrorBody,
+    Generating,
+    Refusal,
+    refused_body,
+)
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
@@ -76,21 +84,26 @@ def create_app(
     folder: str | None = None,
 ) -> FastAPI:  # fmt: skip
     """The whole server for a model; `app.state.scheduler` is its queue. Callers are told its `folder`, if any."""
-    settings = settings or Settings()
-    served, metrics = Served(model, tokenizer, name, settings, folder), Metrics()
-    scheduler = Scheduler(served, metrics)
+    return create_app_for([Served(model, tokenizer, name, settings or Settings(), folder)])
+
+
+def create_app_for(several: Sequence[Served]) -> FastAPI:
+    """The whole server for models with equal settings."""
+    metrics, settings = Metrics(), several[0].settings
+    models = Models(several, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        scheduler.start()
+        models.start()
         yield
-        await run_in_threadpool(scheduler.close)
+        await run_in_threadpool(models.close)
 
     app = FastAPI(
         title="dcdm", version=version("dcdm"), description="A block diffusion language model behind HTTP.",
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
-    app.state.served, app.state.scheduler, app.state.metrics = served, scheduler, metrics
+    app.state.models, app.state.metrics = models, metrics
+    app.state.served, app.state.scheduler = models.first.served, models.first.scheduler
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     _errors(app)
     _pages(app)
@@ -157,15 +170,15 @@ def load_assets() -> dict[str, tuple[bytes, str]]:
 
 
 def _watching(app: FastAPI) -> None:
-    scheduler: Scheduler = app.state.scheduler
+    models: Models = app.state.models
 
     @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
     async def healthz() -> Response:
-        return Json({"status": "ok"}) if scheduler.alive else Json({"status": "the model's thread is gone"}, 503)
+        return Json({"status": "ok"}) if models.alive else Json({"status": "a model's thread is gone"}, 503)
 
     @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
     async def readyz() -> Response:
-        return Json({"status": "shutting down"}, 503) if scheduler.draining else Json({"status": "ready"})
+        return Json({"status": "shutting down"}, 503) if models.draining else Json({"status": "ready"})
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -173,26 +186,25 @@ def _watching(app: FastAPI) -> None:
 
 
 def _models(app: FastAPI) -> None:
-    served: Served = app.state.served
+    served: Models = app.state.models
 
-    @app.get("/v1/models", summary="The served model", responses=CARD)
+    @app.get("/v1/models", summary="The served models", responses=CARD)
     async def models() -> Response:
-        return Json({"object": "list", "data": [served.card()]})
+        return Json({"object": "list", "data": [entry.served.card() for entry in served.entries.values()]})
 
-    @app.get("/v1/models/{name}", summary="The served model by its name", responses=CARD)
+    @app.get("/v1/models/{name}", summary="A served model by its name", responses=CARD)
     async def one(name: str) -> Response:
-        served.check_name(name)
-        return Json(served.card())
+        return Json(served.get(name).served.card())
 
 
 def _generation(app: FastAPI) -> None:
-    served: Served = app.state.served
-    scheduler: Scheduler = app.state.scheduler
-    template = template_of(served)
+    models: Models = app.state.models
 
-    async def answer(request: Request, prepared: PreparedRequest) -> Response:
-        ticket = scheduler.submit(prepared.rows)
-        answer = Answer(served, prepared, ticket, request.state.notes)
+    async def answer(request: Request, body: Generating, prepare: Callable[[Entry], PreparedRequest]) -> Response:
+        entry = models.get(body.model)
+        prepared = await run_in_threadpool(prepare, entry)
+        ticket = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))
+        answer = Answer(entry.served, prepared, ticket, request.state.notes)
         if prepared.stream:
             return EventStream(answer.stream(), ticket)
         with ticket:
@@ -200,17 +212,23 @@ def _generation(app: FastAPI) -> None:
 
     @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
     async def completing(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, await run_in_threadpool(prepare_completion, served, body))
+        return await answer(request, body, lambda entry: prepare_completion(entry.served, body))
 
     @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
     async def chatting(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, await run_in_threadpool(prepare_chat, served, template, body))
+        return await answer(request, body, lambda entry: prepare_chat(entry.served, entry.template, body))
 
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
-        row = await run_in_threadpool(denoise.prepare_denoising, served, body)
-        ticket = scheduler.submit([row])
-        return EventStream(denoise.stream(served, ticket, request.state.notes), ticket)
+        entry = models.get(body.model)
+        row = await run_in_threadpool(denoise.prepare_denoising, entry.served, body)
+        ticket = entry.scheduler.submit([row], caller_of(request))
+        return EventStream(denoise.stream(entry.served, ticket, request.state.notes), ticket)
+
+
+def caller_of(request: Request, user: str | None = None) -> str:
+    """Among whom the model is shared: addresses, and the users that one address names."""
+    return f"{request.client.host if request.client else ''} {user or ''}"
 
 
 def _without_422(app: FastAPI) -> None:

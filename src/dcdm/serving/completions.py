@@ -14,11 +14,13 @@ from uuid import uuid4
 
 from dcdm.data.chats import ChatError, ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.config import DecodingConfig
 from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
-from dcdm.serving.writing import Piece, Writer
+from dcdm.serving.writing import UNFINISHED, Piece, Writer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -52,11 +54,14 @@ class PreparedRequest:
     include_usage: bool
     prompts: list[str] = field(default_factory=list)
     """For the log, if the operator wants them there."""
+    best: int | None = None
+    """Texts to keep of each prompt, the likeliest; None keeps all."""
 
 
 def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
     _refuse_what_is_not_there(served, request)
+    check_stops(request)
     given = _prompts(served, request)
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
@@ -66,31 +71,47 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
             writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
-            return TextRow(ids, served.check_lengths(ids, new_tokens), seed, index, decoding, eos_id, writer)
+            length = served.check_lengths(ids, new_tokens)
+            guides = served.guides(request.response_format, ids, length, eos_id)
+            return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
         first = 1 + len(ids)
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, **reading_of(request))
-        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer)
+        guides = served.guides(request.response_format, canvas, 0, eos_id)
+        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
 
-    n = texts_of(served, request, len(given))
+    n = texts_of(served, request, len(given), request.best_of)
     rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
+    for each in rows:
+        each.alternatives = request.logprobs or 0
     echoes = [text for _, text in given for _ in range(n)] if request.echo else [""] * len(rows)
     form = Texts(served.tokenizer, echoes, request.logprobs is not None)
     tokens = sum(len(ids) + len(behind or ()) for ids, _ in given)
-    return PreparedRequest(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given])
+    kept = check_best_of(request, decoding)
+    return PreparedRequest(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given], kept)
+
+
+def check_best_of(request: CompletionRequest, decoding: DecodingConfig) -> int | None:
+    """How many texts of each prompt to keep; None if all."""
+    n, best_of = request.n or 1, request.best_of or request.n or 1
+    if best_of == n:
+        return None
+    if best_of < n:
+        raise bad_request(f"best_of={best_of} must be at least n={n}", "best_of")
+    if request.stream:
+        raise bad_request("best_of cannot be streamed: the best is known when all are written", "best_of")
+    if commit_policy(decoding.commit).random:
+        raise bad_request(
+            f"best_of needs likelihoods, and commit={decoding.commit!r} fills in a random order, of which there is "
+            "none; choose another commit", "best_of",
+        )  # fmt: skip
+    return n
 
 
 def _refuse_what_is_not_there(served: Served, request: CompletionRequest) -> None:
-    served.check_name(request.model)
-    if request.best_of not in (None, 1, request.n):
-        raise bad_request("best_of is not offered; ask for n texts and choose", "best_of")
-    if request.logprobs:
-        raise bad_request(
-            "alternatives are not kept: logprobs=0 gives the log-probability of each token", "logprobs"
-        )
     if request.logprobs is not None and request.echo:
         raise bad_request(
             "log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs"
@@ -116,7 +137,6 @@ def template_of(served: Served) -> ChatTemplate | None:
 
 def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
-    served.check_name(request.model)
     if template is None:
         raise Refusal(
             404, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
@@ -136,13 +156,23 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
+    check_stops(request)
+    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+
     def row(index: int) -> TextRow:
         writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
-        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer)
+        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer, guides=guides)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]
+    for each in rows:
+        each.alternatives = request.top_logprobs or 0
     form = Messages(served.tokenizer, bool(request.logprobs))
     return PreparedRequest(rows, form, len(ids), seed, *streaming_of(request), [text])
+
+
+def check_stops(request: Generating) -> None:
+    if request.stops() and request.response_format is not None and request.response_format.type != "text":
+        raise bad_request("stop would cut what response_format completes; give one of them", "stop")
 
 
 def seed_of(request: Generating) -> int:
@@ -156,11 +186,12 @@ def reading_of(request: Generating) -> dict[str, Any]:
     return {"stops": request.stops(), "provisional": bool(request.provisional)}
 
 
-def texts_of(served: Served, request: Generating, prompts: int) -> int:
+def texts_of(served: Served, request: Generating, prompts: int, best_of: int | None = None) -> int:
     """Texts of each prompt, if all of them together are not too many."""
-    n, most = request.n or 1, served.settings.max_texts
+    n, most = max(request.n or 1, best_of or 1), served.settings.max_texts
     if n * prompts > most:
-        raise bad_request(f"{n * prompts} texts in one request are more than {most}, the limit here", "n")
+        name = "best_of" if n > (request.n or 1) else "n"
+        raise bad_request(f"{n * prompts} texts in one request are more than {most}, the limit here", name)
     return n
 
 
@@ -194,10 +225,23 @@ class Texts:
         return {**choice, "text": self.echoes[number] + piece.text}
 
     def _log_p(self, piece: Piece) -> dict[str, Any]:
+        top = [
+            {self._name(token): log_p for token, log_p in [*others, (own, own_log_p)]}
+            for own, own_log_p, others in zip(piece.tokens, piece.log_p, piece.alternatives, strict=True)
+        ]
         return {
             "tokens": [self.tokenizer.decode([token]) for token in piece.tokens],
-            "token_logprobs": piece.log_p, "top_logprobs": None, "text_offset": piece.offsets,
+            "token_logprobs": piece.log_p, "top_logprobs": top if any(piece.alternatives) else None,
+            "text_offset": piece.offsets,
         }  # fmt: skip
+
+    def _name(self, token: int) -> str:
+        """A token's text; what is no whole character is named by its bytes, so that no two share a name."""
+        text = self.tokenizer.decode([token])
+        if text and UNFINISHED not in text:
+            return text
+        held = self.tokenizer.pieces([token])[0]
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in held) if held else f"token:{token}"
 
 
 class Messages:
@@ -222,14 +266,15 @@ class Messages:
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
         tokens = [
-            {
-                "token": self.tokenizer.decode([token]), "logprob": log_p,
-                "bytes": list(self.tokenizer.pieces([token])[0]), "top_logprobs": [],
-            }
-            for token, log_p in zip(piece.tokens, piece.log_p, strict=True)
-        ]  # fmt: skip
+            {**self._token(token, log_p), "top_logprobs": [self._token(*other) for other in others]}
+            for token, log_p, others in zip(piece.tokens, piece.log_p, piece.alternatives, strict=True)
+        ]
         log_p = {"content": tokens, "refusal": None} if self.with_log_p else None
         return {"finish_reason": piece.finish, "logprobs": log_p, **provisional_of(piece)}
+
+    def _token(self, token: int, log_p: float) -> dict[str, Any]:
+        held = list(self.tokenizer.pieces([token])[0])
+        return {"token": self.tokenizer.decode([token]), "logprob": log_p, "bytes": held}
 
 
 def provisional_of(piece: Piece) -> dict[str, Any]:
@@ -265,11 +310,26 @@ class Answer:
                 joined.tokens += piece.tokens
                 joined.log_p += piece.log_p
                 joined.offsets += piece.offsets
+                joined.alternatives += piece.alternatives
                 joined.finish = piece.finish
         return {
             **self.head, "object": form.object,
-            "choices": [form.whole(number, piece) for number, piece in enumerate(texts)], **self._sums(),
+            "choices": [
+                {**form.whole(number, texts[number]), "index": index} for index, number in enumerate(self._kept())
+            ],
+            **self._sums(),
         }  # fmt: skip
+
+    def _kept(self) -> list[int]:
+        """The rows that are answered with: of each prompt the likeliest, if not all."""
+        rows, best = self.prepared.rows, self.prepared.best
+        if best is None:
+            return list(range(len(rows)))
+        size = len(rows) // len(self.prepared.prompts)
+        kept: list[int] = []
+        for first in range(0, len(rows), size):
+            kept += sorted(range(first, first + size), key=lambda row: -rows[row].reader.score)[:best]
+        return kept
 
     async def stream(self) -> AsyncIterator[str]:
         form, prepared = self.prepared.form, self.prepared

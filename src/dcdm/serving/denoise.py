@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import torch
 
+from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Ended, Event
-from dcdm.decoding.prompts import whole_text
+from dcdm.decoding.config import DecodingConfig, Revise
+from dcdm.decoding.prompts import read_prompts, whole_text
+from dcdm.decoding.session import Ended, Event
 from dcdm.model.routing import lane_partition
 from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import DenoiseRequest, Refusal
+from dcdm.serving.schemas import DenoiseRequest, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 
 
 def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     """The row that a request asks for, checked."""
-    served.check_name(request.model)
     decoding = served.decoding(
         **request.model_dump(
             include={
@@ -30,10 +32,33 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
         )
     )  # fmt: skip
     ids = served.encode(request.prompt, request.blanks)
+    if request.revise is not None:
+        return _revision(served, request, decoding, ids)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
     reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order)
-    return TextRow(ids, new_tokens, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
+    eos_id = served.eos_id(request.stop_at_eos)
+    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, guides=guides)
+
+
+def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig, ids: list[int]) -> TextRow:
+    """A draft whose least sure tokens are written again."""
+    assert request.revise is not None
+    if request.provisional:
+        raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
+    if request.response_format is not None:
+        raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
+    try:
+        revise = Revise(**request.revise.model_dump())
+        decoding = replace(decoding, revise=revise).resolve(served.model.config)
+        read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
+    except ConfigError as error:
+        raise bad_request(str(error), "revise") from error
+    if len(ids) > served.settings.max_tokens:
+        raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
+    reader = EventReporter(served.tokenizer, "", False)
+    return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
 def canvas_of(served: Served, prompt: list[int], new_tokens: int) -> list[int]:
@@ -60,6 +85,7 @@ class EventReporter:
     """Makes the stream's objects of a row's events."""
 
     satisfied = False
+    score = 0.0
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None) -> None:
         self.tokenizer, self.prompt, self.blanks, self.order = tokenizer, prompt, blanks, order

@@ -54,23 +54,51 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.requests = Counter("dcdm_requests", "Answered requests", ["route", "status"], registry=registry)
-        self.seconds = Histogram(
-            "dcdm_request_seconds", "From arrival to the last byte", ["route"], buckets=SECONDS, registry=registry
-        )
-        self.waited = Histogram(
-            "dcdm_queue_seconds", "How long texts waited to be computed", buckets=SECONDS, registry=registry
-        )
-        self.batch = Histogram(
-            "dcdm_batch_texts", "Texts that were computed together", buckets=ROWS, registry=registry
-        )
-        self.queued = Gauge("dcdm_queued_texts", "Texts that wait", registry=registry)
-        self.running = Gauge("dcdm_running_texts", "Texts that are being computed", registry=registry)
-        self.ended = Counter("dcdm_texts", "Texts by how they ended", ["ended"], registry=registry)
-        self.prompt_tokens = Counter("dcdm_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.new_tokens = Counter("dcdm_new_tokens", "Tokens that the model wrote", registry=registry)
-        self.forwards = Counter("dcdm_forwards", "Forwards, counted for every text", registry=registry)
-        self.failures = Counter("dcdm_failures", "Batches that failed with a defect", registry=registry)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, labels, registry=registry)
+
+        def gauge(name: str, about: str, *labels: str) -> Gauge:
+            return Gauge(name, about, labels, registry=registry)
+
+        def histogram(name: str, about: str, label: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(name, about, [label], buckets=buckets, registry=registry)
+
+        self.requests = counter("dcdm_requests", "Answered requests", "route", "status")
+        self.seconds = histogram("dcdm_request_seconds", "From arrival to the last byte", "route")
+        self.failures = counter("dcdm_failures", "Requests and forwards that failed with a defect")
+        self.waited = histogram("dcdm_queue_seconds", "How long texts waited to be computed", "model")
+        self.first = histogram("dcdm_first_text_seconds", "From arrival to the first text sent", "model")
+        self.batch = histogram("dcdm_batch_texts", "Texts that shared a forward", "model", ROWS)
+        self.queued = gauge("dcdm_queued_texts", "Texts that wait", "model")
+        self.running = gauge("dcdm_running_texts", "Texts that are being computed", "model")
+        self.positions = gauge("dcdm_cache_positions", "Positions with memory for keys and values", "model", "use")
+        self.ended = counter("dcdm_texts", "Texts by how they ended", "model", "ended")
+        self.prompt_tokens = counter("dcdm_prompt_tokens", "Tokens of prompts", "model")
+        self.prefix_tokens = counter("dcdm_prefix_tokens", "Tokens of prompts that were encoded before", "model")
+        self.new_tokens = counter("dcdm_new_tokens", "Tokens that the model wrote", "model")
+        self.forwards = counter("dcdm_forwards", "Forwards, counted for every text", "model")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """Those of one model."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.failures = metrics.failures
+        self.waited, self.first, self.batch = (
+            each.labels(model) for each in (metrics.waited, metrics.first, metrics.batch)
+        )
+        self.queued, self.running = metrics.queued.labels(model), metrics.running.labels(model)
+        self.running_positions = metrics.positions.labels(model, "running")
+        self.prefix_positions = metrics.positions.labels(model, "prefixes")
+        self.prompt_tokens, self.prefix_tokens, self.new_tokens, self.forwards = (
+            each.labels(model)
+            for each in (metrics.prompt_tokens, metrics.prefix_tokens, metrics.new_tokens, metrics.forwards)
+        )
+        self._ended, self._model = metrics.ended, model
+
+    def ended(self, how: str, texts: int = 1) -> None:
+        self._ended.labels(self._model, how).inc(texts)

@@ -1,7 +1,8 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
-Requests come from the event loop's thread as a `Ticket` of rows. Messages about them go back into the ticket's
-queue, in the order in which things happen.
+Texts join and leave between two forwards: whoever waits is taken in as soon as there is room, whatever the others
+are doing. Requests come from the event loop's thread as a `Ticket` of rows. Messages about them go back into the
+ticket's queue, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.engine import Ended, Event, generate
-from dcdm.serving.monitoring import Metrics, logger
+from dcdm.decoding.constraints import Guide
+from dcdm.decoding.prefixes import PrefixStore
+from dcdm.decoding.session import Decoding, Ended, Event, Revision, Text
+from dcdm.serving.fairness import FairQueue
+from dcdm.serving.monitoring import ModelMetrics, logger
 from dcdm.serving.schemas import Refusal, closing, queue_full, too_long, too_many_forwards
 from dcdm.serving.served import Served
 
@@ -26,6 +29,10 @@ class Reader(Protocol):
 
     satisfied: bool
     """Nothing more is needed; asked between forwards."""
+
+    @property
+    def score(self) -> float:
+        """How likely the text is, to compare it with others."""
 
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
@@ -45,10 +52,16 @@ class TextRow:
     decoding: DecodingConfig
     eos_id: int
     reader: Reader
+    alternatives: int = 0
+    """How many of the most probable tokens to name beside each."""
+    guides: Sequence[Guide] = ()
+    """What runs of its positions must match."""
     number: int = 0
     """Its place in the request."""
     forwards: int = 0
     began: float = 0.0
+    heard: bool = False
+    """Its caller has been told something of it."""
     ended: Ended | None = None
 
     def same_decoder(self, other: TextRow) -> bool:
@@ -116,6 +129,7 @@ class Ticket:
     def event(self, row: TextRow, event: Event) -> None:
         row.forwards += 1
         if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
+            row.heard = True
             self.tell(row, message)
 
     def end(self, row: TextRow, ended: Ended) -> Last | Refusal:
@@ -129,18 +143,36 @@ class Ticket:
         return too_long(self.seconds)
 
 
-class Scheduler:
-    """The queue before a model, and the thread that empties it."""
+@dataclass
+class _Job:
+    """A text on its way through the scheduler."""
 
-    def __init__(self, served: Served, metrics: Metrics) -> None:
+    ticket: Ticket
+    row: TextRow
+    size: int
+    """Positions of its canvas."""
+
+
+class Scheduler:
+    """The queue before a model, and the thread that empties it.
+
+    Keys and values have room for `max_batch_tokens` positions. The texts that run come first: as many rows as there
+    are, each as long as the longest. What is left of it remembers beginnings for later texts.
+    """
+
+    def __init__(self, served: Served, metrics: ModelMetrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: deque[tuple[Ticket, TextRow]] = deque()
+        self._waiting: FairQueue[_Job] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._running: list[Ticket] = []
+        self._jobs: list[_Job] = []
+        self.prefixes = PrefixStore(self.settings.prefix_tokens)
+        self._decoding = Decoding(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         metrics.queued.set_function(lambda: len(self._waiting))
+        metrics.running_positions.set_function(lambda: self._decoding.positions)
+        metrics.prefix_positions.set_function(lambda: self.prefixes.tokens)
 
     def start(self) -> None:
         self._thread.start()
@@ -149,7 +181,7 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, rows: Sequence[TextRow]) -> Ticket:
+    def submit(self, rows: Sequence[TextRow], caller: str = "") -> Ticket:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
         ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards)
         with self._changed:
@@ -158,7 +190,9 @@ class Scheduler:
             self._forget_given_up()
             if len(self._waiting) + len(rows) > self.settings.max_queued:
                 raise queue_full()
-            self._waiting.extend((ticket, row) for row in ticket.rows)
+            for row in ticket.rows:
+                length = 1 + len(row.prompt) + row.new_tokens
+                self._waiting.add(_Job(ticket, row, min(self.served.window, length)), caller, length)
             self._changed.notify_all()
         self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in ticket.rows))
         return ticket
@@ -167,10 +201,10 @@ class Scheduler:
         """Give up what waits and what is being computed; its callers are told."""
         with self._changed:
             self.draining = True
-            for ticket in {ticket for ticket, _ in self._waiting} | set(self._running):
+            for ticket in {job.ticket for job in (*self._waiting, *self._jobs)}:
                 ticket.tell(ticket.rows[0], closing())
                 ticket.given_up = True
-            self._waiting.clear()
+            self._waiting.drop(lambda _: True)
 
     def close(self, seconds: float = 10.0) -> None:
         """Stop what is being computed between two forwards, and the thread."""
@@ -182,84 +216,100 @@ class Scheduler:
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        while batch := self._take():
-            self.metrics.batch.observe(len(batch))
-            self.metrics.running.set(len(batch))
+        while self._admit():
             try:
-                self._compute(batch)
+                count = self._decoding.step()
             except Exception:  # a defect must not end the service
-                logger.exception("batch failed", extra={"data": {"texts": len(batch)}})
+                logger.exception("step failed", extra={"data": {"texts": len(self._jobs)}})
                 self.metrics.failures.inc()
-                for ticket, row in batch:
-                    if row.ended is None:
-                        ticket.tell(row, Refusal(500, "the model failed on this request", code="failed"))
-            finally:
-                self._running = []
-                self.metrics.running.set(0)
+                self._decoding = Decoding(self.served.model, self.prefixes)
+                for job in self._jobs:
+                    job.ticket.tell(job.row, Refusal(500, "the model failed on this request", code="failed"))
+                self._jobs = []
+            else:
+                self.metrics.batch.observe(count)
+            self.metrics.running.set(len(self._jobs))
 
-    def _take(self) -> list[tuple[Ticket, TextRow]]:
-        """The next batch: the text that waits longest, and those behind it that fit; [] when closed."""
-        settings = self.settings
+    def _admit(self) -> bool:
+        """Take in what there is room for, and wait if there is nothing to do; False when closed."""
         with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                if not self._closed and settings.max_batch > 1:
-                    self._changed.wait_for(
-                        lambda: self._closed or len(self._waiting) >= settings.max_batch,
-                        settings.batch_wait_ms / 1e3,
-                    )
-                if self._closed:
-                    return []
+            while not self._closed:
                 self._forget_given_up()
-                if self._waiting:
-                    break
-            batch: list[tuple[Ticket, TextRow]] = []
-            rest: deque[tuple[Ticket, TextRow]] = deque()
-            longest = 0
-            for ticket, row in self._waiting:
-                size = max(longest, min(self.served.window, 1 + len(row.prompt) + row.new_tokens))
-                fits = len(batch) < settings.max_batch and size * (len(batch) + 1) <= settings.max_batch_tokens
-                if not batch or (fits and row.same_decoder(batch[0][1])):
-                    batch.append((ticket, row))
-                    longest = size
-                else:
-                    rest.append((ticket, row))
-            self._waiting = rest
-            self._running = [ticket for ticket, _ in batch]
+                if self._waiting and (self.settings.schedule == "step" or not self._jobs):
+                    self._wait_for_more()
+                    self._join(self._waiting.take(self._fitting(), in_order=self.settings.schedule == "step"))
+                if self._jobs:
+                    return True
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+        return False
+
+    def _wait_for_more(self) -> None:
+        """A batch that is computed to its end waits for those who come a moment later."""
+        settings = self.settings
+        if settings.schedule == "batch" and settings.max_batch > 1:
+            self._changed.wait_for(
+                lambda: self._closed or len(self._waiting) >= settings.max_batch, settings.batch_wait_ms / 1e3
+            )
+            self._forget_given_up()
+
+    def _fitting(self) -> Callable[[_Job], bool]:
+        """Whether a text still fits beside those that run and those that were taken before it."""
+        settings = self.settings
+        count, longest = len(self._jobs), max((job.size for job in self._jobs), default=0)
+        first: TextRow | None = None
+
+        def fits(job: _Job) -> bool:
+            nonlocal count, longest, first
+            size = max(longest, job.size)
+            if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
+                return False
+            if settings.schedule == "batch" and first is not None and not job.row.same_decoder(first):
+                return False
+            count, longest, first = count + 1, size, first or job.row
+            return True
+
+        return fits
+
+    def _join(self, jobs: list[_Job]) -> None:
         now = time.monotonic()
-        for ticket, row in batch:
-            row.began = now
-            self.metrics.waited.observe(now - ticket.arrived)
-        return batch
+        self._jobs = [*self._jobs, *jobs]
+        room = self.settings.max_batch_tokens - len(self._jobs) * max((job.size for job in self._jobs), default=0)
+        self.prefixes.limit = max(0, min(self.settings.prefix_tokens, room))
+        self.prefixes.shrink(self.prefixes.limit)
+        for job in jobs:
+            job.row.began = now
+            self.metrics.waited.observe(now - job.ticket.arrived)
+            self._decoding.add(self._text(job))
+        self.metrics.running.set(len(self._jobs))
+
+    def _text(self, job: _Job) -> Text:
+        ticket, row, window = job.ticket, job.row, self.served.window
+
+        def event(event: Event) -> None:
+            heard = row.heard
+            ticket.event(row, event)
+            if row.heard and not heard:
+                self.metrics.first.observe(time.monotonic() - ticket.arrived)
+
+        return (Text if row.decoding.revise is None else Revision)(
+            [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
+            row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
+            cancel=lambda: ticket.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
+        )  # fmt: skip
+
+    def _end(self, job: _Job, ended: Ended) -> None:
+        ticket, row = job.ticket, job.row
+        message = ticket.end(row, ended)
+        if not row.heard and isinstance(message, Last):
+            self.metrics.first.observe(time.monotonic() - ticket.arrived)
+        self._jobs = [other for other in self._jobs if other is not job]
+        self.metrics.running.set(len(self._jobs))
+        self.metrics.new_tokens.inc(ended.costs["new_tokens"])
+        self.metrics.forwards.inc(ended.costs["forwards"])
+        self.metrics.prefix_tokens.inc(ended.costs["prefix"])
+        self.metrics.ended("stop" if row.reader.satisfied else ended.finished)
+        ticket.tell(row, message)  # last: whoever has an answer finds it counted
 
     def _forget_given_up(self) -> None:
-        kept = [(ticket, row) for ticket, row in self._waiting if not ticket.given_up]
-        if len(kept) < len(self._waiting):
-            self.metrics.ended.labels("given up").inc(len(self._waiting) - len(kept))
-            self._waiting = deque(kept)
-
-    def _compute(self, batch: list[tuple[Ticket, TextRow]]) -> None:
-        rows = [row for _, row in batch]
-
-        def end(at: int, ended: Ended) -> None:
-            ticket, row = batch[at]
-            message = ticket.end(row, ended)
-            self.metrics.running.dec()
-            self.metrics.new_tokens.inc(ended.costs["new_tokens"])
-            self.metrics.forwards.inc(ended.costs["forwards"])
-            self.metrics.ended.labels("stop" if row.reader.satisfied else ended.finished).inc()
-            ticket.tell(row, message)  # last: whoever has an answer finds it counted
-
-        generate(
-            self.served.model,
-            [row.prompt for row in rows],
-            max_new_tokens=[row.new_tokens for row in rows],
-            decoding=rows[0].decoding,
-            seed=[row.seed for row in rows],
-            index=[row.index for row in rows],
-            eos_id=rows[0].eos_id,
-            cancel=lambda at: batch[at][0].over(batch[at][1]),
-            on_event=lambda event: batch[event.row][0].event(batch[event.row][1], event),
-            on_end=end,
-            batch_size=len(rows),
-        )
+        if dropped := self._waiting.drop(lambda job: job.ticket.given_up):
+            self.metrics.ended("given up", dropped)

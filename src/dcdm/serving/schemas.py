@@ -47,6 +47,36 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Body):
+    name: Short | None = None
+    description: Text | None = None
+    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+    json_schema: dict[str, Any] = Field(alias="schema", description="docs/serving.md says which keywords.")
+
+
+class ResponseFormat(Body):
+    """What a text must match."""
+
+    type: Literal["text", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: Annotated[Text, Field(max_length=4096)] | None = Field(
+        None, description="Matched as a whole; in the syntax of Rust's regex."
+    )
+
+    def expression(self) -> dict[str, Any] | None:
+        """What `Constraint.of` takes; None if anything matches."""
+        for name, value in (("json_schema", self.json_schema), ("regex", self.regex)):
+            if (value is not None) != (name == self.type):
+                raise bad_request(f"response_format: {name} goes with type {name!r}, and only with it", FORMAT)
+        if self.type == "json_schema":
+            assert self.json_schema is not None
+            return {"schema": self.json_schema.json_schema}
+        return None if self.regex is None else {"regex": self.regex}
+
+
+FORMAT = "response_format"
+
+
 class Generating(Body):
     """What completions and chats share."""
 
@@ -73,6 +103,7 @@ class Generating(Body):
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
     stop_at_eos: bool | None = Field(None, description="False writes on behind an EOS. Default true.")
+    response_format: ResponseFormat | None = Field(None, description="What the text must match.")
     user: Text | None = Field(None, description="Accepted and ignored.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
@@ -103,9 +134,14 @@ class CompletionRequest(Generating):
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     logprobs: int | None = Field(
         None, ge=0, le=5,
-        description="0: the log-probability of each token at its commit. Alternatives (1 to 5) are refused.",
+        description="Each token's log-probability at its commit, and those of so many most probable ones.",
     )  # fmt: skip
-    best_of: int | None = Field(None, ge=1, le=128, description="Only 1 or n, which do nothing.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="Texts to write, of which the n with the highest log-probability per token are kept.",
+    )
 
 
 class TextPart(Body):
@@ -127,7 +163,20 @@ class ChatRequest(Generating):
     max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = Field(None, description="The log-probability of each token at its commit.")
-    top_logprobs: int | None = Field(None, ge=0, le=0, description="Alternatives are not kept: only 0.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=5, description="The log-probabilities of so many most probable tokens beside each."
+    )
+
+
+class ReviseRequest(Body):
+    """Which tokens of the draft to write again; a share or a threshold."""
+
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="So much of it, least sure first.")
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Tokens less probable than this."
+    )
+    rounds: Annotated[int, Field(ge=1, le=64)] = 1
+    groups: Annotated[int, Field(ge=1, le=64)] = 4
 
 
 class DenoiseRequest(Body):
@@ -149,6 +198,12 @@ class DenoiseRequest(Body):
     stop_at_eos: bool = True
     provisional: bool = Field(
         False, description="Commits also say how far the text can be read, and which tokens lie ahead of that."
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="What each blank, or what is written behind the prompt, must match."
+    )
+    revise: ReviseRequest | None = Field(
+        None, description="The prompt is a draft; its least sure tokens are replaced."
     )
     delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3

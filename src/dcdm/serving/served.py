@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
@@ -11,12 +15,13 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
+from dcdm.decoding.constraints import ENTRIES, Constraint, Guide, guides_of
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import check_routing, described, fitting_routings
 from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
-from dcdm.serving.schemas import Refusal, bad_request, refused_setting
+from dcdm.serving.schemas import FORMAT, Refusal, ResponseFormat, bad_request, queue_full, refused_setting
 from dcdm.serving.settings import Settings
 
 
@@ -29,6 +34,7 @@ class Served:
     folder: str | None = None
     """Where it was loaded from, for commands that others may copy."""
     created: int = field(default_factory=lambda: int(time.time()))
+    constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
 
     @property
     def window(self) -> int:
@@ -39,13 +45,6 @@ class Served:
         """Of a prompt to be continued: BOS and one new token need room beside it."""
         room = self.window - 2
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
-
-    def check_name(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise Refusal(
-                404, f"the model {name!r} is not served here; this is {self.name!r}", code="model_not_found",
-                param="model",
-            )  # fmt: skip
 
     def decoding(
         self, *, delimiters: Sequence[str] = ("\n",), delimiter_threshold: float = 0.3,
@@ -62,6 +61,19 @@ class Served:
             return decoding.resolve(config)
         except ConfigError as error:
             raise refused_setting(error) from error
+
+    def guides(self, wanted: ResponseFormat | None, ids: list[int], new_tokens: int, eos_id: int) -> list[Guide]:
+        """What a text must match; refused before anything is computed if none can."""
+        expression = None if wanted is None else wanted.expression()
+        if expression is None:
+            return []
+        config = self.model.config
+        try:
+            constraint = self.constraints.get(self.tokenizer, expression)
+            row = [config.bos_id, *ids]
+            return guides_of([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
+        except ConfigError as error:
+            raise bad_request(str(error), FORMAT) from error
 
     def eos_id(self, stop_at_eos: bool) -> int:
         """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
@@ -149,6 +161,33 @@ class Served:
                 },
             },
         }
+
+
+class Constraints:
+    """Automata of expressions, the last few of them remembered; together they may take so much memory."""
+
+    def __init__(self, remembered: int = 8, entries: int = 4 * ENTRIES) -> None:
+        self._last: OrderedDict[str, Constraint] = OrderedDict()
+        self._alive: weakref.WeakSet[Constraint] = weakref.WeakSet()
+        self._remembered, self._entries, self._lock = remembered, entries, threading.Lock()
+
+    def get(self, tokenizer: Tokenizer, expression: dict[str, Any]) -> Constraint:
+        name = json.dumps(expression, sort_keys=True)
+        with self._lock:
+            if name in self._last:
+                self._last.move_to_end(name)
+                return self._last[name]
+            if sum(each.table.size for each in self._alive) > self._entries:
+                self._last.clear()
+            if sum(each.table.size for each in self._alive) > self._entries:
+                raise queue_full()
+        made = Constraint.of(tokenizer, **expression)
+        with self._lock:
+            self._alive.add(made)
+            self._last[name] = made
+            while len(self._last) > self._remembered:
+                self._last.popitem(last=False)
+        return made
 
 
 def _commit(name: str) -> dict[str, Any]:

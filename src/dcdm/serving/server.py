@@ -77,14 +77,14 @@ class Server(uvicorn.Server):
                 http=cast(Any, partial(TimedProtocol, silent=silent)),
             )
         )  # fmt: skip
-        self.scheduler, self.drain_seconds = app.state.scheduler, drain_seconds
+        self.models, self.drain_seconds = app.state.models, drain_seconds
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.scheduler.draining = True
+        self.models.drain()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self.drain_seconds, self.scheduler.refuse_all)
+        asyncio.get_running_loop().call_later(self.drain_seconds, self.models.refuse_all)
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

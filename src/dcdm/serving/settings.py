@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 
 from dcdm.config import ConfigError
 
+SCHEDULES = ("step", "batch")
+MAY_BE_ZERO = ("batch_wait_ms", "prefix_tokens")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,9 +31,14 @@ class Settings:
     max_batch: int = 16
     """Texts that are computed together; 1 computes one at a time."""
     max_batch_tokens: int = 16_384
-    """Positions of the canvases that are computed together."""
+    """Positions whose keys and values there is room for: of the texts that are computed together, each as long as
+    the longest, and in what they leave of beginnings."""
+    prefix_tokens: int = 4096
+    """Tokens of beginnings that are remembered for later texts, as far as running ones leave room; 0 for none."""
+    schedule: str = "step"
+    """When texts join: "step" between any two forwards, "batch" when all that ran before have ended."""
     batch_wait_ms: float = 5.0
-    """How long a batch that is not full waits for more."""
+    """How long a batch that is not full waits for more, with schedule "batch"."""
     timeout_seconds: float = 120.0
     """From a request's arrival to its last token."""
     max_connections: int = 1024
@@ -44,11 +52,13 @@ class Settings:
     """Write prompts and completions into the log."""
 
     def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={self.schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("api_key", "log_prompts") or (field.name == "max_prompt_tokens" and value is None):
+            if isinstance(value, str | bool | None):
                 continue
-            least = 0 if field.name == "batch_wait_ms" else 1e-3 if isinstance(value, float) else 1
+            least = 0 if field.name in MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
             if not least <= value < float("inf"):
                 raise ConfigError(f"{field.name}={value} must be at least {least:g}")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Ended, Event
+from dcdm.decoding.session import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
+Alternatives = list[tuple[int, float]]
+"""Tokens and their log-probabilities, the most probable first."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Piece:
     log_p: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where each token begins, in characters of the whole completion."""
+    alternatives: list[Alternatives] = field(default_factory=list)
+    """For each token the most probable ones in its place, if they were asked for."""
     finish: str | None = None
     """In the last piece: "stop" (EOS or a stop text) or "length"."""
     ahead: list[Provisional] = field(default_factory=list)
@@ -59,9 +63,11 @@ class Writer:
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
         self.satisfied = False
-        self._waiting: dict[int, tuple[int, float]] = {}
+        self._waiting: dict[int, tuple[int, float, Alternatives]] = {}
         self._tokens: list[int] = []
         self._log_p: list[float] = []
+        self._end_log_p: list[float] = []
+        self._alternatives: list[Alternatives] = []
         self._offsets: list[int] = []
         self._ended = False
         self._text = ""
@@ -72,8 +78,9 @@ class Writer:
         self._ahead = _Ahead(tokenizer) if provisional else None
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
-        for position, token, log_p in zip(event.positions, event.tokens, event.log_p, strict=True):
-            self._waiting[position] = (token, log_p)
+        others = event.alternatives or [[]] * len(event.tokens)
+        for position, *rest in zip(event.positions, event.tokens, event.log_p, others, strict=True):
+            self._waiting[position] = tuple(rest)  # type: ignore[assignment]
         while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
             self._add(*following)
         piece = self._piece(len(self._text) - self._held())
@@ -91,7 +98,7 @@ class Writer:
         lanes: Sequence[int | None] = event.lanes or [None] * len(event.positions)
         for position, token, lane in zip(event.positions, event.tokens, lanes, strict=True):
             ahead.write(position - self.first, token, lane)
-        ends = (at - self.first for at, (token, _) in self._waiting.items() if token == self.eos_id)
+        ends = (at - self.first for at, (token, *_) in self._waiting.items() if token == self.eos_id)
         news = [] if self._ended else ahead.read(len(self._tokens), min(ends, default=None))
         if piece is None and not news:
             return None
@@ -99,12 +106,22 @@ class Writer:
         piece.ahead, piece.reading = news, self._sent_tokens
         return piece
 
-    def _add(self, token: int, log_p: float) -> None:
-        if token == self.eos_id or (self.last is not None and self.first + len(self._tokens) > self.last):
+    @property
+    def score(self) -> float:
+        """The mean log-probability of the text's tokens, an EOS included."""
+        log_p = self._log_p + self._end_log_p
+        return sum(log_p) / max(1, len(log_p))
+
+    def _add(self, token: int, log_p: float, alternatives: Alternatives) -> None:
+        if self.last is not None and self.first + len(self._tokens) > self.last:
             self._ended = True
+            return
+        if token == self.eos_id:
+            self._end_log_p, self._ended = [log_p], True
             return
         self._tokens.append(token)
         self._log_p.append(log_p)
+        self._alternatives.append(alternatives)
         self._offsets.append(len(self._text))
         self._settle()
 
@@ -140,7 +157,10 @@ class Writer:
         while at < len(self._tokens) and (everything or self._offsets[at] < self._sent):
             at += 1
         self._sent_tokens = at
-        return Piece(text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at])
+        return Piece(
+            text, self._tokens[start:at], self._log_p[start:at], self._offsets[start:at],
+            self._alternatives[start:at],
+        )  # fmt: skip
 
 
 class _Ahead:

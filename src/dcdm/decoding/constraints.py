@@ -1,0 +1,301 @@
+"""Text that must match a regular expression or a JSON schema, filled in any order.
+
+The expression becomes an automaton over bytes (by `outlines-core`), the automaton one over tokens. Positions are
+filled out of order, so it is not enough to follow it from the left: before a token is drawn, the states that the
+positions before it can lead to and those from which the positions behind it can still reach the end are computed,
+with exactly as many positions as there are. A token is allowed if it leads from one of the first to one of the
+second: if and only if the canvas can then still be completed. Tokens that one forward fills are drawn one after the
+other, each given those before it. So every text that is begun ends with a match, and what no text can match is
+refused beforehand.
+
+    S states   V tokens that can be predicted   n positions
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.prompts import blank_runs
+
+COMPILER = Path(__file__).with_name("expression_compiler.py")
+SECONDS, MEMORY, STATES, DEPTH = 5, 1 << 30, 20_000, 32
+ENTRIES = 20_000_000
+"""States times tokens of one automaton; each takes two bytes."""
+ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"}
+KEYWORDS = {
+    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minLength",
+    "maxLength", "enum", "const", "anyOf", "$ref",
+}  # fmt: skip
+_compiling = threading.Lock()
+
+States = npt.NDArray[np.bool_]
+
+
+def check_schema(schema: Any, where: str = "schema") -> None:
+    """Refuse what the automaton would not enforce, by its name."""
+    if where.count(".") > DEPTH:
+        raise ConfigError(f"schema: it is nested more than {DEPTH} deep")
+    if not isinstance(schema, dict):
+        raise ConfigError(f"{where} must be an object")
+    for name in schema:
+        if name not in KEYWORDS | ANNOTATIONS:
+            known = ", ".join(sorted(KEYWORDS))
+            raise ConfigError(f"{where}: the keyword {name!r} cannot be enforced here; supported are {known}")
+    if not isinstance(schema.get("additionalProperties", False), bool):
+        raise ConfigError(f"{where}: additionalProperties can only be true or false here")
+    if schema.get("type") == "object" and "properties" not in schema:
+        raise ConfigError(f"{where}: an object needs properties here; free ones have no bound")
+    if not {"type", "enum", "const", "anyOf", "$ref", "properties"} & schema.keys():
+        raise ConfigError(f"{where}: give type, enum, const, anyOf or $ref; anything at all has no bound")
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            for key, inner in value.items():
+                check_schema(inner, f"{where}.{name}[{key[:40]!r}]")
+        elif name == "anyOf" and isinstance(value, list):
+            for number, inner in enumerate(value):
+                check_schema(inner, f"{where}.anyOf[{number}]")
+        elif name == "items":
+            check_schema(value, f"{where}.items")
+
+
+def require_package() -> None:
+    if importlib.util.find_spec("outlines_core") is None:
+        raise ConfigError("constraints need outlines-core: run pip install -e '.[serve]' in the checkout of dcdm")
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """Over bytes."""
+
+    table: npt.NDArray[np.int32]
+    """(S, 256): the state that follows; −1 where none does."""
+    first: int
+    final: list[int]
+
+
+def compile_expression(*, regex: str | None = None, schema: Mapping[str, Any] | None = None) -> Automaton:
+    """The automaton of a regular expression (that of Rust's `regex`, matched as a whole) or of a JSON schema."""
+    require_package()
+    request: dict[str, Any] = {"seconds": SECONDS, "memory": MEMORY, "states": STATES}
+    if (regex is None) == (schema is None):
+        raise ConfigError("give a regex or a schema, one of them")
+    if regex is not None:
+        name = "regex"
+        request["regex"] = _without_anchors(regex)
+    else:
+        name = "schema"
+        check_schema(schema)
+        request["schema"] = schema
+    if not _compiling.acquire(timeout=4 * SECONDS):
+        raise ConfigError(f"{name}: other expressions keep the compiler busy; try again")
+    try:
+        line, _, content = _compiled(json.dumps(request).encode() + b"\n").partition(b"\n")
+    finally:
+        _compiling.release()
+    if not line:
+        raise ConfigError(
+            f"{name}: its automaton takes more than {SECONDS} seconds or {MEMORY >> 20} MiB to make; simplify it"
+        )
+    head = json.loads(line)
+    if "error" in head:
+        raise ConfigError(f"{name}: {head['error']}")
+    table = np.frombuffer(content, dtype=np.int32).reshape(-1, 256)
+    return Automaton(table, head["first"], head["final"])
+
+
+def _compiled(request: bytes) -> bytes:
+    """What the compiler's process answers; nothing if it takes too long or dies."""
+    command = [sys.executable, "-P", "-B", str(COMPILER)]
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, timeout=2 * SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return b""
+    return b"" if done.returncode else done.stdout
+
+
+def _without_anchors(regex: str) -> str:
+    """Matched as a whole in any case: what says so is left out, since the library does not take it."""
+    regex = regex.removeprefix("^")
+    return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
+
+
+class Constraint:
+    """An automaton over the tokens of a tokenizer."""
+
+    def __init__(self, automaton: Automaton, pieces: Sequence[bytes], eos_id: int) -> None:
+        """`pieces` are the bytes of every token that can be predicted; `eos_id` is the one that ends a text."""
+        states, size = len(automaton.table), len(pieces)
+        if states * size > ENTRIES:
+            raise ConfigError(
+                f"the expression needs {states} states, too many for a vocabulary of {size} tokens; simplify it, "
+                "or bound its repetitions more tightly"
+            )
+        self.eos_id, self.size = eos_id, size
+        self.end, self.dead = states, states + 1
+        self.first = automaton.first
+        self.final = np.zeros(states + 2, dtype=bool)
+        self.final[automaton.final] = True
+        self.table = self._tokens(automaton.table, pieces)
+        """(S+2, V): the state after a token. Of the last two rows one is behind an EOS, the other leads nowhere."""
+        pairs = [np.unique(row) for row in self.table[:states]]
+        self._from = np.repeat(np.arange(states), [len(row) for row in pairs])
+        self._to = np.concatenate([*pairs, np.zeros(0, dtype=self.table.dtype)]).astype(np.int64)
+        alive = self._to != self.dead
+        self._from, self._to = self._from[alive], self._to[alive]
+        self._tails: dict[bool, list[States]] = {}
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, *, regex: str | None = None, schema: Mapping[str, Any] | None = None
+    ) -> Constraint:
+        """For texts of a tokenizer."""
+        pieces = tokenizer.pieces(list(range(tokenizer.bos_id)))
+        return cls(compile_expression(regex=regex, schema=schema), pieces, tokenizer.eos_id)
+
+    def _tokens(self, table: npt.NDArray[np.int32], pieces: Sequence[bytes]) -> npt.NDArray[np.int16]:
+        states = len(table)
+        wide = np.full((states + 1, 256), states, dtype=np.int32)  # its last row: nothing follows
+        wide[:states] = np.where(table < 0, states, table)
+        reached = np.full((states + 2, len(pieces)), self.dead, dtype=np.int16)
+        by_length: dict[int, list[int]] = {}
+        for token, piece in enumerate(pieces):
+            if piece and token != self.eos_id:  # an EOS ends; what is no text leads nowhere
+                by_length.setdefault(len(piece), []).append(token)
+        for length, tokens in by_length.items():
+            content = np.frombuffer(b"".join(pieces[token] for token in tokens), dtype=np.uint8).reshape(-1, length)
+            at = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(tokens), axis=1)
+            for column in content.T:
+                at = wide[at, column]
+            reached[:states, tokens] = np.where(at == states, self.dead, at)
+        reached[self.end] = self.end
+        return reached
+
+    def _before(self, behind: States, token: int | None, ends: bool) -> States:
+        """The states from which a position, filled with `token` or free, leads to one of those `behind` it."""
+        if token is None:
+            found = np.zeros_like(behind)
+            found[self._from[behind[self._to]]] = True
+            if ends and behind[self.end]:
+                found |= self.final
+        elif token == self.eos_id:
+            found = self.final & (ends and bool(behind[self.end]))
+        else:
+            found = behind[self.table[:, token]]
+        found[self.end] = behind[self.end]
+        found[self.dead] = False
+        return found
+
+    def _after(self, before: States, token: int | None, ends: bool) -> States:
+        """The states that a position, filled with `token` or free, leads to from those `before` it."""
+        found = np.zeros_like(before)
+        if token is None:
+            found[self._to[before[self._from]]] = True
+            found[self.end] = ends and bool((before & self.final).any())
+        elif token == self.eos_id:
+            found[self.end] = ends and bool((before & self.final).any())
+        else:
+            found[self.table[before, token]] = True
+        found[self.end] |= before[self.end]
+        found[self.dead] = False
+        return found
+
+    def tail(self, length: int, ends: bool) -> States:
+        """The states from which `length` free positions complete the text; if it `ends`, an EOS may come before."""
+        if ends not in self._tails:
+            last = self.final.copy()
+            last[self.end] = ends
+            self._tails[ends] = [last]
+        tails = self._tails[ends]
+        while len(tails) <= length:
+            tails.append(self._before(tails[-1], None, ends))
+        return tails[length]
+
+    def possible(self, length: int, ends: bool) -> bool:
+        """Whether any text of so many positions matches."""
+        return bool(self.tail(length, ends)[self.first])
+
+    def fill(
+        self, line: Sequence[int | None], ends: bool, places: Sequence[int], draw: Callable[[int, Tensor], int]
+    ) -> list[int]:
+        """Tokens for the `places` (ascending) of a line whose other positions are filled or, None, free.
+
+        `draw(number, allowed)` chooses the token of the `number`-th place among those allowed, (V,) bool.
+        """
+        behind: list[States] = [np.zeros(0, dtype=bool)] * (len(line) + 1)
+        behind[len(line)] = self.tail(0, ends)
+        free = True
+        for at in reversed(range(len(line))):
+            free = free and line[at] is None
+            behind[at] = self.tail(len(line) - at, ends) if free else self._before(behind[at + 1], line[at], ends)
+        before = np.zeros(self.dead + 1, dtype=bool)
+        before[self.first] = True
+        drawn: list[int] = []
+        for at in range(places[-1] + 1):
+            token = line[at]
+            if at == places[len(drawn)]:
+                token = draw(len(drawn), torch.from_numpy(self.allowed(before, behind[at + 1], ends)))
+                drawn.append(token)
+            before = self._after(before, token, ends)
+        return drawn
+
+    def allowed(self, before: States, behind: States, ends: bool) -> States:
+        """(V,): the tokens that lead from one of the states before to one of those behind."""
+        found = np.asarray(behind[self.table[before]].any(axis=0))
+        may_end = bool(before[self.end]) or bool((before & self.final).any())
+        found[self.eos_id] = ends and may_end and bool(behind[self.end])
+        return found
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A constraint on a run of positions of a canvas."""
+
+    constraint: Constraint
+    start: int
+    length: int
+    ends: bool
+    """Whether an EOS may end the text before the run is full."""
+
+    def check(self, name: str = "regex") -> None:
+        """Refuse what no text of the run's length matches."""
+        if not self.constraint.possible(self.length, self.ends):
+            upto = "up to " if self.ends else "exactly "
+            raise ConfigError(f"{name}: no text of {upto}{self.length} tokens matches; change it, or the length")
+
+
+def guides_of(
+    constraints: Sequence[Constraint], row: Sequence[int], new_tokens: int, window: int, eos_id: int | None,
+    mask_id: int, name: str = "regex",
+) -> list[Guide]:  # fmt: skip
+    """What a row (BOS first) must match: each blank by itself, or what is written behind the prompt."""
+    runs = blank_runs(row, mask_id)
+    if runs and new_tokens:
+        raise ConfigError(f"{name}: fill blanks or continue behind the prompt, not both in one text")
+    if len(row) + new_tokens > window:
+        raise ConfigError(f"{name}: the text must fit into one window of {window} tokens; ask for fewer")
+    if len(constraints) not in (1, len(runs) or 1):
+        raise ConfigError(f"{name}: give one for all blanks, or one for each of the {len(runs)}")
+    if runs:
+        each = list(constraints) * (len(runs) if len(constraints) == 1 else 1)
+        guides = [Guide(one, *run, ends=False) for one, run in zip(each, runs, strict=True)]
+    else:
+        ends = eos_id is not None and eos_id == constraints[0].eos_id
+        guides = [Guide(constraints[0], len(row), new_tokens, ends)]
+    for guide in guides:
+        guide.check(name)
+    return guides

@@ -1,0 +1,180 @@
+"""Texts that must match an expression match it, in whatever order they are filled; what cannot match is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+
+import dcdm
+import tiny
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.decoding.constraints import Automaton, Constraint, check_schema, compile_expression
+from dcdm.decoding.prompts import blank_runs
+from expressions import compile_here, expression, schema
+
+KINDS = ["lanes", "ar", "causal", "bdlm", "mdlm", "strided", "paper"]
+COMMITS = ["chunk", "position", "steps:3", "threshold:0.5", "ancestral:4"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {kind: tiny.model(kind, 257) for kind in KINDS[1:]}
+    lanes = {"kind": "lanes", "lanes": (1, 2, 4)}
+    return made | {"lanes": tiny.model("mdlm", 257, **lanes)}
+
+
+def decoder(kind, rng):
+    options = {"temperature": rng.choice([0.0, 1.0, 2.0]), "top_p": rng.choice([None, 0.9])}
+    if kind == "lanes":
+        return options | {"lanes": rng.choice([1, 2, 3, 8])}
+    return options if kind == "ar" else options | {"commit": rng.choice(COMMITS)}
+
+
+def written(models, rng, **wanted):
+    """A text that was asked to match, or None if none of the tried lengths is possible."""
+    kind, tokenizer = rng.choice(KINDS), byte_tokenizer()
+    model, length = models[kind], rng.randint(1, 40)
+    prompt = rng.choice(["", "say "])
+    if kind != "ar" and rng.random() < 0.3:
+        prompt, length = f"{prompt}[[{length}]] end", None
+    try:
+        result = dcdm.generate(
+            model, [prompt], tokenizer=tokenizer, max_new_tokens=length, seed=rng.randrange(99), **wanted,
+            **decoder(kind, rng),
+        )  # fmt: skip
+    except ConfigError as error:
+        if "no text of" not in str(error):
+            raise
+        return None
+    text = result.texts[0]
+    return text if length is not None else text.removeprefix(prompt.partition("[[")[0]).removesuffix(" end")
+
+
+def check_many(models, monkeypatch, count, seed):
+    compile_here(monkeypatch)
+    rng, answered = random.Random(seed), 0
+    for _ in range(count):
+        if rng.random() < 0.5:
+            regex = expression(rng)
+            text = written(models, rng, regex=regex)
+            assert text is None or re.fullmatch(regex, text), (regex, text)
+        else:
+            wanted = schema(rng)
+            text = written(models, rng, schema=wanted)
+            if text is not None:
+                jsonschema.validate(json.loads(text), wanted)
+        answered += text is not None
+    assert answered > count / 3
+
+
+def test_random_expressions_and_schemas_are_matched_by_every_kind_and_order(models, monkeypatch):
+    check_many(models, monkeypatch, 60, seed=0)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_expressions_and_schemas_are_matched(models, monkeypatch):
+    check_many(models, monkeypatch, 1000, seed=1)
+
+
+PIECES = [b"a", b"b", b"ab", b"ba", b"", b"c"]
+EOS = 4
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("regex", ["(ab)*", "a(bc)?", "a{2,3}b?", "(a|bc)*c", "abab|ba+", "[ab]*c[ab]?"])
+def test_a_token_is_allowed_if_and_only_if_the_canvas_can_still_be_completed(regex, ends, monkeypatch):
+    """Against all fillings, with tokens of several bytes and any positions filled before."""
+    compile_here(monkeypatch)
+    constraint = Constraint(compile_expression(regex=regex), PIECES, EOS)
+    rng, length = random.Random(3), 4
+
+    def matches(line):
+        if EOS in line:
+            if not ends:
+                return False
+            line = line[: line.index(EOS)]
+        return re.fullmatch(regex, b"".join(PIECES[token] for token in line).decode()) is not None
+
+    good = [line for line in itertools.product(range(len(PIECES)), repeat=length) if matches(line)]
+    assert constraint.possible(length, ends) == bool(good)
+    for _ in range(25 if good else 0):
+        known = rng.choice(good)
+        line = [token if rng.random() < 0.5 else None for token in known]
+        places = [at for at in range(length) if line[at] is None]
+        if not places:
+            continue
+        places = sorted(rng.sample(places, rng.randint(1, len(places))))
+        fixed = list(line)
+
+        def draw(number, allowed, fixed=fixed, places=places):
+            at = places[number]
+            fits = [each for each in good if all(t in (None, u) for t, u in zip(fixed, each, strict=True))]
+            assert {each[at] for each in fits} == set(allowed.nonzero().squeeze(-1).tolist())
+            fixed[at] = rng.choice(sorted({each[at] for each in fits}))
+            return fixed[at]
+
+        drawn = constraint.fill(line, ends, places, draw)
+        assert drawn == [fixed[at] for at in places]
+
+
+def test_greedy_and_unconstrained_texts_would_not_match_by_chance(models):
+    """The checks above are not empty: without the constraint the same models write something else."""
+    for kind in KINDS:
+        text = dcdm.generate(models[kind], ["x"], tokenizer=byte_tokenizer(), max_new_tokens=12).texts[0]
+        assert not re.fullmatch("(yes|no)", text)
+
+
+def test_each_blank_matches_its_own_expression(models):
+    result = dcdm.generate(
+        models["causal"], ["a [[4]] b [[2]]"], tokenizer=byte_tokenizer(), regex=["[0-9]+", "x+"], commit="chunk"
+    )
+    assert re.fullmatch("a [0-9]{4} b xx", result.texts[0])
+    assert blank_runs([9, 5, 9, 9, 5, 9], 9) == [(0, 1), (2, 2), (5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"regex": "a{30}", "max_new_tokens": 20}, "no text of up to 20 tokens matches"),
+        ({"regex": "a(?=b)"}, "regex: "),
+        ({"regex": "("}, "regex: "),
+        ({"regex": "a", "schema": {"type": "null"}}, "one of them"),
+        ({"regex": "a", "max_new_tokens": 100}, "one window"),
+        ({"regex": ["a", "b"]}, "one for all blanks"),
+        ({"schema": {"type": "integer", "minimum": 3}}, "'minimum' cannot be enforced"),
+        ({"schema": {"type": "string", "pattern": ".*"}}, "'pattern'"),
+        ({"schema": {"oneOf": [{"type": "null"}]}}, "'oneOf'"),
+        ({"schema": {"type": "object"}}, "needs properties"),
+        ({"schema": {"type": "array", "items": {}}}, "schema.items: give type"),
+        ({"regex": "a", "prompts": ["[[2]]"], "max_new_tokens": 4}, "not both"),
+        ({"regex": "a", "tokenizer": None, "prompts": [[1]]}, "tokenizer="),
+    ],
+)
+def test_what_cannot_be_enforced_or_matched_is_refused_by_name_before_any_forward(
+    models, wanted, said, monkeypatch
+):
+    model = models["causal"]
+    for name in ("extend", "denoise"):
+        monkeypatch.setattr(model, name, lambda *_: pytest.fail("a forward"))
+    asked = {"prompts": ["x"], "tokenizer": byte_tokenizer(), "max_new_tokens": 8, **wanted}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        dcdm.generate(model, asked.pop("prompts"), **asked)
+
+
+def test_an_expression_that_needs_too_much_is_given_up(monkeypatch):
+    monkeypatch.setattr("dcdm.decoding.constraints.SECONDS", 1)
+    with pytest.raises(ConfigError, match="more than 1 seconds"):
+        compile_expression(regex="(.*a.{18}){3}")
+    table = compile_expression(regex="^ab?$").table
+    with pytest.raises(ConfigError, match="too many for a vocabulary"):
+        Constraint(Automaton(table, 0, []), [b"a"] * 20_000_000, 0)
+
+
+def test_annotations_of_a_schema_change_nothing():
+    check_schema({"title": "x", "description": "y", "type": "array", "items": {"const": 1, "default": 1}})

@@ -1,0 +1,251 @@
+"""Texts that join and leave between forwards are what each of them is alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import dcdm
+import tiny
+from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.predictors import sharing
+from dcdm.decoding.prefixes import PIECE, Beginning, PrefixStore, beginning_of
+from dcdm.decoding.session import Decoding, Text
+from walks import model_of
+
+LANES = "lanes"
+COMMITS = ["chunk", "position", "threshold:0.4", "ancestral:3", "steps:2"]
+EOS = 7
+
+
+def network(kind, **changes):
+    if kind == LANES:
+        return tiny.model("mdlm", **{"kind": "lanes", "lanes": (1, 2, 4), **changes})
+    return model_of(kind, **changes)
+
+
+def decoders(kind, rng):
+    """A decoder of the kind, drawn at random."""
+    config = network(kind).config
+    options = {"temperature": rng.choice([0.0, 0.7, 1.0]), "top_k": rng.choice([None, 5])}
+    if kind == LANES:
+        options["lanes"] = rng.choice([1, 2, 3, 4])
+    elif kind != "ar":
+        options["commit"] = rng.choice(COMMITS)
+    caches = ["none", "frozen"] if config.routes_from_noise else ["none", "exact", "exact"]
+    options["cache"] = rng.choice(caches)
+    if kind in ("bdlm", "mdlm"):
+        options["routing"] = rng.choice(["auto", "blocks:3", "adablock"])
+        options["adablock"] = dcdm.decoding.routes.AdaBlock((1, 2), 2, 0.2)
+    if config.routes_from_noise:
+        fits = ["paper-chunk", "paper-step", *([] if options["cache"] == "frozen" else ["appendix-b"])]
+        options["routing"] = rng.choice(fits)
+    return options
+
+
+def requests(kind, count, seed):
+    """Prompts of different lengths, some with blanks, some longer than a window, each with its own decoder."""
+    rng, mask = random.Random(seed), tiny.LETTERS + 2
+    made = []
+    for number in range(count):
+        prompt = [rng.randrange(tiny.LETTERS) for _ in range(rng.randrange(12))]
+        if kind != "ar" and number % 3 == 0:
+            prompt = [*prompt, *[mask] * 3, 4, 5]
+        made.append((prompt, rng.choice([1, 4, 9, 26]), number, decoders(kind, rng)))
+    return made
+
+
+def text_of(model, prompt, new_tokens, number, options, window=20, **more):
+    decoding = DecodingConfig.of(**options).resolve(model.config)
+    ids = [model.config.bos_id, *prompt]
+    return Text(
+        ids, new_tokens, decoding, window, window // 2 - 1, seed=number + 3, index=number, row=number,
+        **{"eos_id": EOS, **more},
+    )  # fmt: skip
+
+
+def alone(model, prompt, new_tokens, number, options, window=20):
+    return dcdm.generate(
+        model, [prompt], max_new_tokens=new_tokens, window=window, seed=number + 3, index=[number], eos_id=EOS,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [LANES, *tiny.KINDS])
+def test_texts_that_join_at_any_forward_are_what_each_is_alone(kind):
+    """With decoders, lanes, lengths, caches and windows of their own, exactly in float64."""
+    model = network(kind)
+    asked = requests(kind, 14, seed=len(kind))
+    decoding, rng = Decoding(model, PrefixStore(64)), random.Random(1)
+    events = {number: [] for number in range(len(asked))}
+    waiting, texts, widest = list(asked), [], 0
+    while waiting or decoding.running:
+        for _ in range(min(len(waiting), rng.randrange(4))):
+            prompt, new_tokens, number, options = waiting.pop(0)
+            text = text_of(model, prompt, new_tokens, number, options, on_event=events[number].append)
+            texts.append(text)
+            decoding.add(text)
+        widest = max(widest, decoding.step())
+    assert widest > 3, "several at once"
+    for text, request in zip(texts, asked, strict=True):
+        expected = alone(model, *request)
+        assert text.completion(model.config.mask_id) == expected.completions[0]
+        assert text.finished == expected.finished[0]
+        mine = [(e.window, e.forward, e.chunk, e.positions, e.tokens) for e in events[text.row]]
+        assert mine == [(e.window, e.forward, e.chunk, e.positions, e.tokens) for e in expected.history]
+        for a, b in zip(events[text.row], expected.history, strict=True):
+            torch.testing.assert_close(torch.tensor(a.log_p), torch.tensor(b.log_p), rtol=0, atol=1e-9)
+        if not text.costs["prefix"]:
+            assert text.costs["computed"] == expected.statistics.computed[0]
+            assert text.costs["forwards"] == expected.forwards[0]
+
+
+def test_a_text_that_joins_changes_nothing_of_what_the_others_compute(monkeypatch):
+    """Neither their forwards nor the positions they cost: a long prompt is read in a pass of its own."""
+    model = network(LANES, context_length=400)
+    passes = []
+    extend = model.extend
+    monkeypatch.setattr(model, "extend", lambda t, *more: passes.append(tuple(t.shape)) or extend(t, *more))
+    decoding = Decoding(model)
+    for number in range(3):
+        decoding.add(text_of(model, [1, 2], 40, number, {"lanes": 4}, window=300, eos_id=None))
+    decoding.step()
+    decoding.step()
+    decoding.add(text_of(model, [1] * 200, 40, 3, {"lanes": 4}, window=300, eos_id=None))
+    passes.clear()
+    assert decoding.step() == 4
+    assert sorted(shape[0] for shape in passes) == [1, 3]
+    assert max(shape[1] for shape in passes if shape[0] == 3) < 10
+    passes.clear()
+    decoding.step()
+    assert [shape[0] for shape in passes] == [4], "from then on all share a pass"
+
+
+def test_rows_share_a_pass_unless_fillers_would_cost_more():
+    assert sharing([1, 1, 1]) == [[0, 1, 2]]
+    assert sharing([4, 1, 2, 4]) == [[0, 1, 2, 3]]
+    assert sharing([1, 500, 1, 480]) == [[1, 3], [0, 2]]
+    assert sharing([100] * 4 + [80] * 10) == [list(range(14))]
+    assert sharing([]) == []
+
+
+def test_memory_of_the_cache_follows_the_texts_that_run():
+    model = network("ar")
+    decoding = Decoding(model)
+    for number, new in enumerate([4, 30, 8, 12]):
+        decoding.add(text_of(model, [1], new, number, {}, window=40, eos_id=None))
+    decoding.step()
+    assert decoding.positions == 4 * 32
+    held = []
+    while decoding.running:
+        decoding.step()
+        held.append(decoding.positions)
+    assert held == sorted(held, reverse=True)
+    assert held[-1] == 0
+    assert 32 in held, "one row is left, and has memory for itself alone"
+
+
+def test_a_cancelled_text_leaves_between_two_forwards_and_the_others_go_on():
+    model = network("causal")
+    decoding, ended = Decoding(model), []
+    stop = [False]
+    decoding.add(text_of(model, [1], 12, 0, {"commit": "position"}, cancel=lambda: stop[0], on_end=ended.append))
+    decoding.add(text_of(model, [2], 12, 1, {"commit": "position"}, on_end=ended.append))
+    decoding.step()
+    stop[0] = True
+    decoding.step()
+    assert [end.finished for end in ended] == ["cancelled"]
+    assert len(decoding.running) == 1
+    while decoding.running:
+        decoding.step()
+    assert ended[1].completion == alone(model, [2], 12, 1, {"commit": "position"}).completions[0]
+
+
+# --- beginnings that were encoded before -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ar", LANES, "bdlm", "causal", "mdlm", "strided"])
+def test_a_beginning_that_was_encoded_before_is_not_encoded_again_and_changes_nothing(kind):
+    model = network(kind, context_length=128)
+    store = PrefixStore(400)
+    system = [(7 * i) % 6 for i in range(40)]
+    shares_part = kind in ("ar", LANES)
+    decoding = Decoding(model, store)
+    options = {"lanes": 2} if kind == LANES else {}
+    prompts = [system, [*system, 1, 2, 3], [*system[:20], 5, *system[21:]], system, [1, 2]]
+    expected_reuse = [0, 32, 16, 32, 0] if shares_part else [0, 0, 0, 41, 0]
+    for number, prompt in enumerate(prompts):
+        log_p = []
+        text = text_of(
+            model, prompt, 10, number, options, window=100, on_event=lambda e, held=log_p: held.extend(e.log_p)
+        )
+        decoding.add(text)
+        while decoding.running:
+            decoding.step()
+        same = alone(model, prompt, 10, number, options, window=100)
+        assert text.completion(model.config.mask_id) == same.completions[0]
+        expected = [value for event in same.history for value in event.log_p]
+        torch.testing.assert_close(torch.tensor(log_p), torch.tensor(expected), rtol=0, atol=1e-9)
+        assert text.costs["prefix"] == expected_reuse[number]
+        assert text.costs["computed"] == same.statistics.computed[0] - expected_reuse[number]
+    assert store.found == sum(expected_reuse)
+
+
+def test_a_blank_behind_the_beginning_is_filled_the_same_with_and_without_what_is_remembered():
+    model = network(LANES, context_length=128)
+    mask, store = model.config.mask_id, PrefixStore(400)
+    decoding = Decoding(model, store)
+    for number, behind in enumerate([[3, 4], [5, 6, 7]]):
+        prompt = [*range(20), *range(20), *[mask] * 9, *behind]
+        text = text_of(model, prompt, 5, number, {"lanes": 3}, window=100)
+        decoding.add(text)
+        while decoding.running:
+            decoding.step()
+        same = alone(model, prompt, 5, number, {"lanes": 3}, window=100)
+        assert text.completion(mask) == same.completions[0]
+        assert text.costs["prefix"] == (32 if number else 0)
+
+
+def test_a_beginning_of_other_tokens_would_be_noticed():
+    """The comparison above is not blind: what is remembered decides what is predicted."""
+    model, store = network("ar", context_length=128), PrefixStore(400)
+    log_p = []
+    for damage in (False, True):
+        if damage:
+            for _, prefix in store._pieces.values():
+                prefix.values[0].mul_(1.5)
+        decoding = Decoding(model, store)
+        decoding.add(text_of(model, [1] * 40, 2, 0, {}, window=100, on_event=lambda e: log_p.append(e.log_p[0])))
+        decoding.step()
+    assert abs(log_p[0] - log_p[1]) > 1e-6
+
+
+def test_the_store_forgets_what_was_used_longest_ago_and_no_piece_before_those_built_on_it():
+    model = network("ar", context_length=128)
+    store = PrefixStore(4 * PIECE)
+
+    def write(token):
+        decoding = Decoding(model, store)
+        text = text_of(model, [token] * 40, 1, 0, {}, window=100)
+        decoding.add(text)
+        while decoding.running:
+            decoding.step()
+        return text.costs["prefix"]
+
+    assert [write(1), write(2), write(1), write(3), write(1), write(2)] == [0, 0, 32, 0, 32, 0]
+    assert store.tokens == 4 * PIECE
+    store.shrink(PIECE)
+    assert store.tokens == PIECE
+    assert write(2) == PIECE, "the first piece outlives the second"
+    assert not PrefixStore(0).tokens
+
+
+def test_what_may_not_be_shared_has_no_beginning():
+    paper, ar = network("paper").config, network("ar").config
+    assert beginning_of(paper, [20, *range(19)]) is None
+    assert beginning_of(ar, [20, 1, 2, ar.mask_id]) is None
+    long = beginning_of(ar, [20, *range(19), *range(13), ar.mask_id])
+    assert isinstance(long, Beginning)
+    assert len(long) == 32

@@ -1,0 +1,122 @@
+"""Answers that must match: schemas and expressions for completions, chats and blanks."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import openai
+import pytest
+
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding import constraints
+from dcdm.serving.served import Constraints
+from expressions import compile_here, expression, schema
+from live import NAME, events, live, tiny_model
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+PERSON = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2, 30]}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    model, plain = tiny_model()
+    with live(model=(model, Tokenizer(plain.backend, plain.eos_id, TEMPLATE))) as running:
+        yield running
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    compile_here(monkeypatch)
+
+
+def regex(text):
+    return {"response_format": {"type": "regex", "regex": text}}
+
+
+def test_the_openai_client_gets_json_that_matches_its_schema(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "who"}], response_format=wanted, seed=seed,
+            extra_body={"commit": "chunk"},
+        )  # fmt: skip
+        jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
+        assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_completions_suffixes_blanks_and_streams_match(server, quick):
+    body = {"prompt": "n = ", "max_tokens": 12, "seed": 1, "n": 2, **regex("-?[0-9]{2,}")}
+    for choice in server.post("/v1/completions", body).json()["choices"]:
+        assert re.fullmatch("-?[0-9]{2,}", choice["text"])
+    between = server.post("/v1/completions", {**body, "suffix": ";"}).json()["choices"][0]["text"]
+    assert re.fullmatch("-?[0-9]{11,12}", between)
+    streamed = server.post("/v1/completions", {**body, "n": 1, "stream": True}).text.split("\n\n")
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in streamed if line.startswith("data: {")]
+    assert re.fullmatch("-?[0-9]{2,}", "".join(pieces))
+    denoised = events(server.post("/v1/denoise", {"prompt": "a[[3]]b[[4]]c", **regex("[xy]+")}).text)[-1][1]
+    assert re.fullmatch("a[xy]{3}b[xy]{4}c", denoised["text"])
+
+
+def test_random_formats_beside_other_texts_are_matched(server, quick):
+    rng = random.Random(5)
+    for number in range(12):
+        body = {"prompt": "x", "max_tokens": 40, "seed": number, "n": 2}
+        if number % 2:
+            wanted = expression(rng)
+            body |= regex(wanted)
+        else:
+            wanted = schema(rng)
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted}}
+        answer = server.post("/v1/completions", body)
+        if answer.status_code == 400:
+            assert "no text of" in answer.json()["error"]["message"]
+            continue
+        for choice in answer.json()["choices"]:
+            if number % 2:
+                assert re.fullmatch(wanted, choice["text"])
+            else:
+                jsonschema.validate(json.loads(choice["text"]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (regex("a{20}"), "no text of up to 8 tokens"),
+        (regex("("), "regex"),
+        ({"response_format": {"type": "regex"}}, "only with it"),
+        ({"response_format": {"type": "text", "regex": "a"}}, "only with it"),
+        ({"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "'not'"),
+        ({**regex("a"), "stop": "b"}, "stop"),
+        ({**regex("aa"), "stop_at_eos": False}, "exactly 8 tokens"),
+    ],
+)
+def test_what_cannot_be_matched_is_a_400_before_any_forward(server, quick, more, said):
+    before = server.figure("dcdm_batch_texts_count")
+    answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 8, **more})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in ("response_format", "stop")
+    assert server.figure("dcdm_batch_texts_count") == before
+
+
+def test_automata_are_made_once_and_only_so_many_are_held(quick, monkeypatch):
+    made = []
+    compiled = constraints._compiled
+    monkeypatch.setattr(constraints, "_compiled", lambda request: made.append(request) or compiled(request))
+    _, tokenizer = tiny_model()
+    held = Constraints(remembered=2, entries=7000)
+    for text in ("a", "b", "a", "c", "a"):
+        held.get(tokenizer, {"regex": text})
+    assert len(made) == 3
+    in_use = [held.get(tokenizer, {"regex": text * 3}) for text in "abcd"]
+    assert len(in_use) == 4
+    with pytest.raises(Exception, match="too many requests are waiting"):
+        held.get(tokenizer, {"regex": "e"})

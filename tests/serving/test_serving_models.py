@@ -1,0 +1,84 @@
+"""Several models behind one address, and prompts that were read before."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import dcdm
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.serving.app import create_app_for
+from dcdm.serving.served import Served
+from dcdm.serving.settings import Settings
+from live import Live, live, tiny_model
+
+BODY = {"prompt": "a", "max_tokens": 12, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = {kind: tiny_model(kind) for kind in ("causal", "ar")}
+    running = Live(create_app_for([Served(*pair, name, Settings()) for name, pair in made.items()]))
+    yield running
+    running.stop()
+
+
+def test_each_model_answers_by_its_name_and_the_first_without_one(server):
+    with ThreadPoolExecutor(8) as pool:
+        asked = [{**BODY, "model": name} for name in ("causal", "ar")] * 4 + [BODY]
+        answers = [answer.json() for answer in pool.map(lambda body: server.post("/v1/completions", body), asked)]
+    right = {}
+    for name, entry in server.app.state.models.entries.items():
+        served = entry.served
+        right[name] = dcdm.generate(
+            served.model, ["a"], tokenizer=served.tokenizer, max_new_tokens=12, seed=3
+        ).texts[0]
+    assert len(set(right.values())) == 2
+    for body, answer in zip(asked, answers, strict=True):
+        name = body.get("model", "causal")
+        assert answer["model"] == name
+        assert answer["choices"][0]["text"] == right[name]
+    denoised = server.post("/v1/denoise", {**BODY, "model": "ar"}).text
+    assert '"kind":"ar"' in denoised
+
+
+def test_the_list_names_all_and_another_name_is_a_404_that_does_too(server):
+    assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["causal", "ar"]
+    assert server.get("/v1/models/ar").json()["dcdm"]["kind"] == "ar"
+    for path in ("/v1/completions", "/v1/denoise"):
+        answer = server.post(path, {**BODY, "model": "other"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "model"
+        assert "'causal', 'ar'" in answer.json()["error"]["message"]
+    assert server.figure('dcdm_new_tokens_total{model="ar"}') > 0
+
+
+def test_two_models_of_one_name_are_refused(capsys):
+    made = Served(*tiny_model("ar"), "same", Settings())
+    with pytest.raises(ConfigError, match="two models are named 'same'"):
+        create_app_for([made, made])
+    for words in (["one", "two", "--name", "a"], ["one", "two", "--name", "a,a"], ["x/one", "y/one"]):
+        with pytest.raises(SystemExit):
+            main(["serve", *words])
+        assert "a name of its own" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert "name a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["ar", "causal"])
+def test_a_prompt_that_was_read_before_is_not_read_again_and_gives_the_same_text(kind):
+    body = {**BODY, "prompt": "You are a helpful assistant. Say:", "stop_at_eos": False}
+    with live(model=tiny_model(kind, context_length=128)) as server:
+        first, second, other = (server.post("/v1/completions", {**body, "seed": seed}).json() for seed in (3, 3, 4))
+        assert first["choices"] == second["choices"] != other["choices"]
+        taken = 32 if kind == "ar" else 34
+        assert [answer["dcdm"]["prefix"] for answer in (first, second, other)] == [0, taken, taken]
+        assert second["dcdm"]["computed"] == first["dcdm"]["computed"] - taken
+        assert server.figure("dcdm_prefix_tokens_total") == 2 * taken
+        assert server.figure('dcdm_cache_positions{use="prefixes"}') == taken
+    with live(model=tiny_model(kind, context_length=128), prefix_tokens=0) as server:
+        for _ in range(2):
+            assert server.post("/v1/completions", body).json()["dcdm"]["prefix"] == 0
