@@ -34,9 +34,8 @@ def in_lanes(tokens, lanes):
 
 
 def event_of(tokens, now, lanes=()):
-    return Event(
-        0, 0, 1, 1, [FIRST + p for p in now], [tokens[p] for p in now], [-float(p) for p in now], list(lanes)
-    )
+    places, log_p = [FIRST + p for p in now], [-float(p) for p in now]
+    return Event(0, 0, 1, 1, places, [tokens[p] for p in now], log_p, lanes=list(lanes))
 
 
 def written(writer, tokens, order, ended="length"):
