@@ -73,7 +73,9 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
 
 
 def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:
-    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3") == 0
+    quiet = [*QUIET, "model.lane_weights=[3,1,1,1]"]
+    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3", quiet=quiet) == 0
+    assert dcdm.load("runs/longer")[0].config.lane_weights == (3, 1, 1, 1)
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
     windows = pack([TEXT], tokenizer, 32)[:2]
@@ -108,6 +110,10 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         assert adapt("runs/none", *words) == 2
         assert message in capsys.readouterr().err.replace("--window ", "data.window=")
     assert not Path("runs/none").exists()
+    with pytest.raises(SystemExit) as left:
+        main(["adapt", "smollm2", "--run", "runs/none"])
+    assert left.value.code == 2
+    assert "`dcdm import smollm2 FOLDER` makes one" in capsys.readouterr().err
     assert adapt("runs/blocks", "--to", "bdlm", "--steps", "1") == 0
     with pytest.raises(SystemExit) as left:
         main(["adapt", "runs/blocks", "--run", "runs/none", "--to", "lanes"])
