@@ -132,10 +132,10 @@ def test_passes_are_small_enough_for_two_gigabytes_and_recompute_where_one_windo
 
 
 @pytest.mark.parametrize("to", ["lanes", "dcdm-causal"])
-def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(to: str, place: Path) -> None:
-    run = f"runs/lora-{to}"
-    more = ["--to", to, "--lora", "4", "--num-chunks", "3", "--chunk-dim", "8"]
-    assert adapt(run, "--steps", "6", *more, "--batch-size", "8", "--learning-rate", "1e-2") == 0
+def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(
+    adapters: dict[str, Path], to: str
+) -> None:
+    run = f"runs/for-{to}"
     assert [check for check in verify(Path(run)) if check.problems] == []
     model, _ = dcdm.load(run)
     base, _ = dcdm.load("base")
@@ -253,3 +253,13 @@ def test_sampling_and_scoring_take_a_base_with_its_adapter(
     assert shown[0] == shown[1] == shown[2]
     main(["eval", "ppl", str(adapters["lanes"]), "--data", "text.txt", "--limit", "2", "--length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)
+
+
+def test_the_server_loads_a_base_with_its_adapter(adapters: dict[str, Path]) -> None:
+    from dcdm.serving.server import load_safetensors
+
+    state = dcdm.load("runs/for-lanes")[0].state_dict()
+    model, _ = load_safetensors(Path("base"), adapter=adapters["lanes"])
+    assert model.config.kind == "lanes"
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
