@@ -73,7 +73,9 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
 
 
 def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:
-    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3") == 0
+    quiet = [*QUIET, "model.lane_weights=[3,1,1,1]"]
+    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3", quiet=quiet) == 0
+    assert dcdm.load("runs/longer")[0].config.lane_weights == (3, 1, 1, 1)
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
     windows = pack([TEXT], tokenizer, 32)[:2]
@@ -108,6 +110,10 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         assert adapt("runs/none", *words) == 2
         assert message in capsys.readouterr().err.replace("--window ", "data.window=")
     assert not Path("runs/none").exists()
+    with pytest.raises(SystemExit) as left:
+        main(["adapt", "smollm2", "--run", "runs/none"])
+    assert left.value.code == 2
+    assert "`dcdm import smollm2 FOLDER` makes one" in capsys.readouterr().err
     assert adapt("runs/blocks", "--to", "bdlm", "--steps", "1") == 0
     with pytest.raises(SystemExit) as left:
         main(["adapt", "runs/blocks", "--run", "runs/none", "--to", "lanes"])
@@ -126,10 +132,10 @@ def test_passes_are_small_enough_for_two_gigabytes_and_recompute_where_one_windo
 
 
 @pytest.mark.parametrize("to", ["lanes", "dcdm-causal"])
-def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(to: str, place: Path) -> None:
-    run = f"runs/lora-{to}"
-    more = ["--to", to, "--lora", "4", "--num-chunks", "3", "--chunk-dim", "8"]
-    assert adapt(run, "--steps", "6", *more, "--batch-size", "8", "--learning-rate", "1e-2") == 0
+def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(
+    adapters: dict[str, Path], to: str
+) -> None:
+    run = f"runs/for-{to}"
     assert [check for check in verify(Path(run)) if check.problems] == []
     model, _ = dcdm.load(run)
     base, _ = dcdm.load("base")
@@ -247,3 +253,13 @@ def test_sampling_and_scoring_take_a_base_with_its_adapter(
     assert shown[0] == shown[1] == shown[2]
     main(["eval", "ppl", str(adapters["lanes"]), "--data", "text.txt", "--limit", "2", "--length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)
+
+
+def test_the_server_loads_a_base_with_its_adapter(adapters: dict[str, Path]) -> None:
+    from dcdm.serving.server import load_safetensors
+
+    state = dcdm.load("runs/for-lanes")[0].state_dict()
+    model, _ = load_safetensors(Path("base"), adapter=adapters["lanes"])
+    assert model.config.kind == "lanes"
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)

@@ -160,7 +160,7 @@ def test_names_of_types_and_pytorchs_own_are_understood(given, type_of_weights, 
     from dcdm.commands import sample
 
     asked = []
-    monkeypatch.setattr(sample, "load_for", lambda model, device, dtype: asked.append((device, dtype)) or 1 / 0)
+    monkeypatch.setattr(sample, "load_for", lambda model, device, dtype, _: asked.append((device, dtype)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["sample", "runs/first", "--prompt", "x", "--device", "cpu", "--dtype", given])
     assert str(compute_on(*asked[0])[1]) == f"torch.{type_of_weights}"

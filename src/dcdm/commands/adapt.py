@@ -5,6 +5,7 @@ A training run with defaults for two cores, and its figures before and after.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -66,7 +67,7 @@ def adapt(
 
     A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. At the end
     stand the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about
-    three quarters of an hour on two cores.
+    three quarters of an hour on one core.
 
     Args:
         model: The model to start from: what `dcdm import` wrote, or any AR model.
@@ -87,7 +88,7 @@ def adapt(
         window: Tokens of a training window; the model's context length stays what it is.
         steps: Optimizer steps.
         batch_size: Windows of one step.
-        learning_rate: Peak learning rate (default: 1e-4, with --lora 1e-3).
+        learning_rate: Peak learning rate (default: 1e-4, with --lora 5e-4).
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
         seed: Seed of the data order and the draws.
         evaluate_every: Steps between evaluations on the validation split (default: 100).
@@ -102,10 +103,12 @@ def adapt(
     from dcdm.training.vouching import TOKENIZER
 
     at_least_one(window=window, steps=steps, batch_size=batch_size, lora=lora)
+    if not model.is_dir():
+        raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
     found = find_model(model)
     config = adapted(found.config, to, whole_numbers("lanes", lanes), block_size, num_chunks, chunk_dim)
     tokenizer = found.place if found.run is None else found.run / TOKENIZER
-    rate = (1e-3 if lora else 1e-4) if learning_rate is None else learning_rate
+    rate = (5e-4 if lora else 1e-4) if learning_rate is None else learning_rate
     changes: dict[str, Any] = {
         "model": config.to_dict(), "init": str(model), "data.tokenizer": str(tokenizer), "data.window": window,
         **DEFAULTS, **memory(config, batch_size, window), "train.lora": lora or 0,
@@ -114,7 +117,8 @@ def adapt(
     changes |= {SETTING_OF[name]: value for name, value in options.items()} | {"train.learning_rate": rate}
     changes |= assignments(set)
     code = start_run(None, run, None, changes, device, dry_run=dry_run)
-    if code == 0 and not dry_run and (table := before_and_after(run)) is not None:
+    is_main = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun
+    if code == 0 and is_main and not dry_run and (table := before_and_after(run)) is not None:
         print("nats per token on held-out text (±: standard error over windows)")
         table.print()
     sys.exit(code)
@@ -147,7 +151,8 @@ def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:
     from dcdm.model.costs import activation_bytes
 
     one = 2 * activation_bytes(config, 1, window)  # fp32
-    rows = max(1, min(batch_size, int(ACTIVATIONS // one)))
+    share = batch_size // int(os.environ.get("WORLD_SIZE", "1"))  # of one process under torchrun
+    rows = max(1, min(share, int(ACTIVATIONS // one)))
     return {"train.micro_batch": rows, "train.activation_checkpointing": one > ACTIVATIONS}
 
 

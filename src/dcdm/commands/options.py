@@ -59,8 +59,11 @@ DtypeOption = Annotated[
 ]  # fmt: skip
 AdapterOption = Annotated[
     Path | None,
-    arg(metavar="FOLDER", help="LoRA adapters of the model, written by `dcdm export --adapter-only`."),
-]
+    arg(
+        metavar="FOLDER", help="LoRA adapters of the model, written by `dcdm export --adapter-only`.",
+        help_behavior_hint="",
+    ),
+]  # fmt: skip
 JsonOption = Annotated[bool, arg(help="Print one JSON object instead of a table.")]
 
 
