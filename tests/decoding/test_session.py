@@ -123,6 +123,20 @@ def test_a_text_that_joins_changes_nothing_of_what_the_others_compute(monkeypatc
     assert [shape[0] for shape in passes] == [4], "from then on all share a pass"
 
 
+def test_texts_with_windows_of_their_own_share_a_batch():
+    model = network("causal")
+    sizes = {12: 9, 40: 30, 20: 11}
+    decoding = Decoding(model)
+    texts = [text_of(model, [1, 2], new, n, {}, window=window) for n, (window, new) in enumerate(sizes.items())]
+    for text in texts:
+        decoding.add(text)
+    while decoding.running:
+        decoding.step()
+    for number, (window, new) in enumerate(sizes.items()):
+        expected = alone(model, [1, 2], new, number, {}, window=window).completions[0]
+        assert texts[number].completion(model.config.mask_id) == expected
+
+
 def test_rows_share_a_pass_unless_fillers_would_cost_more():
     assert sharing([1, 1, 1]) == [[0, 1, 2]]
     assert sharing([4, 1, 2, 4]) == [[0, 1, 2, 3]]

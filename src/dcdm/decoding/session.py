@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from dcdm.decoding.constraints import Guide
 from dcdm.decoding.loop import Committed, Filling
 from dcdm.decoding.predictors import MixedPredictor
 from dcdm.decoding.prefixes import PrefixStore, beginning_of
-from dcdm.decoding.routes import MixedRouter, router_of
+from dcdm.decoding.routes import AdaBlock, MixedRouter, router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
-from dcdm.model.layout import stack_rows
+from dcdm.model.layout import stack_rows, widen
 from dcdm.model.transformer import Model, Sets
 
 COSTS = ("new_tokens", "forwards", "rounds", "computed", "reused", "reencoded", "prefix")
@@ -115,8 +116,9 @@ class Text:
         return self.context + [mask_id] * self.size
 
     def noise(self, use: str, length: int) -> Tensor:
-        """(L,) uniform: one number per position, whatever the batch and its padding."""
-        return self._key.fold(use, self.index, self.number).uniform(self.window)[:length]
+        """(1, L) uniform: one number per position, whatever the batch and its padding."""
+        drawn = self._key.fold(use, self.index, self.number).uniform(self.window)[None, :length]
+        return widen(drawn, length, 0.0)
 
     def accept(self, line: list[int], mask_id: int) -> None:
         """Take over what a window wrote."""
@@ -285,19 +287,33 @@ class Decoding:
         length = max(map(len, lines))
         z = torch.tensor([line + [config.pad_id] * (length - len(line)) for line in lines], device=device)
         sets = self.model.sets(z, z != config.mask_id)
-        for at, (text, line) in enumerate(zip(texts, lines, strict=True)):
-            one, decoding = slice(at, at + 1), text.decoding
-            own = Sets(sets.real[one], sets.visible[one], sets.free[one])
-            index = torch.tensor([text.index])
-            router = router_of(self.model, own, index, decoding.routing, decoding.adablock, decoding.lanes)
-            text.lanes = [] if router.lanes is None else router.lanes[0].tolist()
-            order, chances = text.noise("order", length), text.noise("token", length)
-            self._filling.join(z[one], own, router, order[None])
-            self._uniform = stack_rows(self._uniform, chances[None], 0.0)
-            if decoding.cache != "none":
-                beginning = beginning_of(config, line) if decoding.cache == "exact" and not text.number else None
-                known = self._predict.cached.add_rows(own.real, first + at, [beginning])
-                text.costs["prefix"] += known[0]
+        order, chances = (torch.cat([text.noise(use, length) for text in texts]) for use in ("order", "token"))
+        self._uniform = stack_rows(self._uniform, chances, 0.0)
+
+        def alike(row: int) -> tuple[str, AdaBlock | None, bool]:
+            decoding = texts[row].decoding
+            return decoding.routing, decoding.adablock, decoding.cache == "none"
+
+        for (routing, adablock, uncached), group in groupby(range(len(texts)), alike):
+            rows = list(group)
+            part, own = slice(rows[0], rows[-1] + 1), texts[rows[0] : rows[-1] + 1]
+            places = Sets(sets.real[part], sets.visible[part], sets.free[part])
+            index = torch.tensor([text.index for text in own])
+            lanes = torch.tensor([text.decoding.lanes for text in own]) if config.kind == "lanes" else None
+            router = router_of(self.model, places, index, routing, adablock, lanes)
+            for at, text in enumerate(own):
+                text.lanes = [] if router.lanes is None else router.lanes[at].tolist()
+            self._filling.join(z[part], places, router, order[part])
+            if not uncached:
+                beginnings = [
+                    beginning_of(config, lines[row])
+                    if texts[row].decoding.cache == "exact" and not texts[row].number
+                    else None
+                    for row in rows
+                ]
+                known = self._predict.cached.add_rows(places.real, first + rows[0], beginnings)
+                for text, count in zip(own, known, strict=True):
+                    text.costs["prefix"] += count
         self.texts += texts
         self._look()
 
