@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 
 import dcdm
 import pretrained
@@ -170,6 +172,21 @@ def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package gguf; pip install -e '\.\[adapt\]'"):
         import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("SMOLLM2_GGUF" not in os.environ, reason="SMOLLM2_GGUF names no file of SmolLM2")
+def test_the_real_smollm2_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    file = Path(os.environ["SMOLLM2_GGUF"])
+    import_model(str(file), tmp_path / "imported")
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.bos_for is not None
+    expected = their_logits(theirs.eval(), [tokenizer.bos_for, *ids])
+    torch.testing.assert_close(our_logits(model, ids)[:, :-3], expected, atol=1e-4, rtol=0)
 
 
 # --- from the network --------------------------------------------------------------------------------------------
