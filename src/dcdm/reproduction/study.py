@@ -247,22 +247,17 @@ def measure(folder: Path, windows: int, samples: int, lanes: list[int]) -> dict[
     """
     import torch
 
-    from dcdm.data.prepare import prepare
-    from dcdm.data.store import PreparedData
+    from dcdm.distributed import World
     from dcdm.io.load import load_model
     from dcdm.keys import Key
     from dcdm.likelihood.estimators import default_estimator, score
+    from dcdm.training.run import open_data
     from dcdm.training.settings import read
     from dcdm.training.vouching import SETTINGS
 
     config, (model, _) = read(folder / SETTINGS), load_model(folder)
-    choice = config.data
-    if len(choice.sources) == 1 and (Path(choice.sources[0]) / "manifest.json").exists():
-        data = PreparedData.open(choice.sources[0])
-    else:
-        data = prepare(list(choice.sources), choice.tokenizer, None, validation=choice.validation,
-                       settings=choice.reading, workers=1)  # fmt: skip
-    texts = data.dataset("validation", model.config.context_length, choice.overlong)
+    data = open_data(config, World())
+    texts = data.dataset("validation", config.window, config.data.overlong)
     chosen = Key(0).fold("study").permutation(len(texts))[:windows].sort().values
     items = [texts[number] for number in chosen.tolist()]
     tokens, prompt = (torch.stack([item[name] for item in items]) for name in ("tokens", "prompt"))

@@ -175,7 +175,7 @@ def _run(
         if world.is_main:  # what fails before the first step leaves nothing behind in a new folder
             stack.callback(lambda: None if (folder / SETTINGS).exists() else checkpointer.leave_no_trace())
         config = _from_main(ask, world)  # again, under the lock: another start may have been first
-        data = _open_data(config, world)
+        data = open_data(config, world)
         hashed = _from_main(lambda: hash_data(data, folder), world)
         return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture, signals)
 
@@ -265,7 +265,7 @@ def _begin(
     return on_resume
 
 
-def _open_data(config: RunConfig, world: World) -> PreparedData:
+def open_data(config: RunConfig, world: World) -> PreparedData:
     """The prepared data: given as such, or prepared now by the main process."""
     choice = config.data
     first = Path(choice.sources[0])
