@@ -28,6 +28,7 @@ LEFT_OUT = {
     "tensorboard": "does not return",
     "dcdm serve": "does not return",
     "dcdm reproduce": "takes hours or needs readers' data; test_reproduction.py runs it at tiny scale",
+    "dcdm study": "takes hours; test_study.py runs a small one and reads those that are shipped",
     "curl": "needs a server",
     "python -m pytest": "a test of the suite",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",

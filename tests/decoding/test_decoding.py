@@ -245,10 +245,15 @@ def test_what_was_remembered_is_freed_with_the_last_token(kind):
     """Without waiting for Python to look for cycles: on a GPU they would hold whole caches."""
     model = tiny.model(kind)
     dcdm.generate(model, [[1, 2]], max_new_tokens=4)
+
+    def held() -> set[int]:
+        return {id(one) for one in gc.get_objects() if isinstance(one, KVCache | LayerCache)}
+
     gc.collect()
     gc.disable()
     try:
+        before = held()  # servers of other tests in this process may hold some
         dcdm.generate(model, [[1, 2]], max_new_tokens=4, cache="frozen" if kind == "paper" else "exact")
-        assert not [held for held in gc.get_objects() if isinstance(held, KVCache | LayerCache)]
+        assert held() <= before
     finally:
         gc.enable()

@@ -78,7 +78,7 @@ def certain(kind):
     weight[5, 0] = 1e4
     model.head_weight = lambda: weight
     model.denoise = lambda z, ids, *_: states(z)
-    model.extend = lambda tokens, slots, keep, memory, num_out: states(tokens)[:, :num_out]
+    model.extend = lambda tokens, slots, keep, memory, num_out, rows=None: states(tokens)[:, :num_out]
     model.encode = lambda tokens, masked=None, **_: SimpleNamespace(states=states(tokens))
     return model
 

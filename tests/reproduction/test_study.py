@@ -77,3 +77,13 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             read_study(write(tmp_path, definition(**changes)))
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_study(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "studies").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_study_that_is_shipped_can_be_read(path):
+    assert read_study(path).about

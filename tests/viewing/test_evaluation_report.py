@@ -159,7 +159,7 @@ def knowing(kind: str, probabilities: torch.Tensor):
     model.head_weight = lambda: weight
     shift = 1 if kind == "ar" else 0  # position ℓ−1 predicts ℓ
     model.denoise = lambda z, ids, *_: states[(torch.arange(z.shape[1]) + shift) % 2].expand(len(z), -1, -1)
-    model.extend = lambda tokens, slots, keep, memory, n: states[(slots.position[:, :n] + shift) % 2]
+    model.extend = lambda tokens, slots, keep, memory, n, rows=None: states[(slots.position[:, :n] + shift) % 2]
     return model
 
 

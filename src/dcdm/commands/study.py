@@ -25,7 +25,7 @@ def study(
     jobs: int = 1,
     only: tuple[str, ...] = (),
     report: bool = False,
-    out: Annotated[Path | None, arg(metavar="FILE")] = None,
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.

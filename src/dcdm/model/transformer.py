@@ -357,9 +357,11 @@ class Model(nn.Module):
         for number in range(first, len(self.layers)):
             is_last = number == len(self.layers) - 1
             routes = number == 0 and self.chunking is not None
-            if is_last and num_out is not None and not routes:
-                plan = plan.narrow(num_out)
-            h_bsd, more = self._block(number, h_bsd, plan, rotary)
+            narrows = is_last and num_out is not None and not routes
+            if narrows:
+                assert num_out is not None
+                plan = plan.narrow(num_out)  # of some rows clean slots are among them
+            h_bsd, more = self._block(number, h_bsd, plan, rotary, noisy_only=narrows)
             gates += more
             if routes:
                 assert self.chunking is not None
@@ -371,8 +373,9 @@ class Model(nn.Module):
         return self._block(0, h_bsd, plan, self._rotary(plan, h_bsd))
 
     def _block(
-        self, number: int, h_bsd: Tensor, plan: AttentionPlan, rotary: Rotary
+        self, number: int, h_bsd: Tensor, plan: AttentionPlan, rotary: Rotary, noisy_only: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
+        """A block's states, and a mixture's router logits at the slots that count: real ones, or `noisy_only`."""
         arguments = (h_bsd, rotary, plan.inputs(h_bsd.dtype))
         if self.activation_checkpointing and torch.is_grad_enabled():
             h_bqd, gate_logits = checkpoint(self.layers[number], *arguments, use_reentrant=False)
@@ -381,7 +384,7 @@ class Model(nn.Module):
         if gate_logits is None:
             return h_bqd, []
         counted = plan.slots.chunk >= 0
-        if plan.num_queries < counted.shape[1]:  # the last block is for noisy slots; some clean ones lie between
+        if noisy_only:
             counted = counted & (plan.slots.stream != masks.CLEAN)
         return h_bqd, [gate_logits[counted[:, : plan.num_queries]]]
 

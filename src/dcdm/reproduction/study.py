@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError
-from dcdm.files import digest, read_json_object, read_yaml, stops_handled_by, write_whole
+from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
 from dcdm.reproduction.results import Interval, interval
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
     from dcdm.training.settings import resolve
 
-    content = read_yaml(path)
+    try:
+        content = read_yaml(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("variants"), dict):
         raise ConfigError(f"{path} must hold a study: name, seeds, settings and variants by name")
     content["variants"] = {
