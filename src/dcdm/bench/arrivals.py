@@ -53,20 +53,24 @@ class OpenLoop:
     tokens_per_second: float
 
 
-def request_body(number: int, rng: random.Random) -> dict[str, Any]:
+Decoders = Sequence[dict[str, Any]]
+"""Fields of a request that choose its decoder; each request draws one."""
+
+
+def request_body(number: int, rng: random.Random, decoders: Decoders = ({},)) -> dict[str, Any]:
     prompt = "".join(rng.choice("abcdef (),:=") for _ in range(rng.choice(PROMPTS)))
     return {
         "prompt": prompt, "max_tokens": rng.choice(LENGTHS), "seed": number, "stop_at_eos": False, "stream": True,
-        "stream_options": {"include_usage": True}, "commit": rng.choice(["auto", "steps:2"]),
+        "stream_options": {"include_usage": True}, **rng.choice(decoders),
     }  # fmt: skip
 
 
-def poisson(rate: float, count: int, seed: int) -> list[Arrival]:
+def poisson(rate: float, count: int, seed: int, decoders: Decoders = ({},)) -> list[Arrival]:
     """`count` requests, on average `rate` of them a second."""
     rng, at, arrivals = random.Random(seed), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate)
-        arrivals.append(Arrival(at, request_body(number, rng)))
+        arrivals.append(Arrival(at, request_body(number, rng, decoders)))
     return arrivals
 
 
@@ -114,27 +118,28 @@ async def replay(port: int, arrivals: Sequence[Arrival]) -> tuple[list[Answered]
     return list(answers), time.perf_counter() - began
 
 
-async def closed_loop(port: int, callers: int, each: int) -> float:
+async def closed_loop(port: int, callers: int, each: int, decoders: Decoders = ({},)) -> float:
     """Requests a second of callers that ask again as soon as they are answered."""
     began = time.perf_counter()
 
     async def caller(number: int) -> None:
         rng = random.Random(number)
         for turn in range(each):
-            await ask(port, request_body(number * each + turn, rng))
+            await ask(port, request_body(number * each + turn, rng, decoders))
 
     await asyncio.gather(*map(caller, range(callers)))
     return callers * each / (time.perf_counter() - began)
 
 
-def measure(ports: dict[str, int], count: int, callers: int = 8) -> list[OpenLoop]:
+def measure(ports: dict[str, int], count: int, decoders: Decoders, callers: int = 8) -> list[OpenLoop]:
     """Every rate at every schedule's server, taking turns with the same arrivals."""
     for port in ports.values():
-        asyncio.run(closed_loop(port, callers, 1))  # to warm up
-    capacity = max(asyncio.run(closed_loop(port, callers, max(1, count // callers))) for port in ports.values())
+        asyncio.run(closed_loop(port, callers, 1, decoders))  # to warm up
+    each = max(1, count // callers)
+    capacity = max(asyncio.run(closed_loop(port, callers, each, decoders)) for port in ports.values())
     rows = []
     for number, share in enumerate(SHARES):
-        arrivals = poisson(share * capacity, count, seed=number)
+        arrivals = poisson(share * capacity, count, number, decoders)
         for schedule, port in ports.items():
             answers, seconds = asyncio.run(replay(port, arrivals))
             rows.append(summary(share * capacity, schedule, answers, seconds))

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 
-from dcdm.bench.arrivals import OpenLoop, measure
+from dcdm.bench.arrivals import Decoders, OpenLoop, measure
 from dcdm.bench.harness import Case, PathTiming, Run, environment, measure_case, print_table
+from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model, build
 from dcdm.presets import preset
@@ -101,7 +102,15 @@ def measure_open_loop(model: Path | None, count: int) -> list[OpenLoop]:
     from dcdm.serving.settings import SCHEDULES
 
     loaded = _load(model)
-    return measure({schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}, count)
+    ports = {schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}
+    return measure(ports, count, _decoders(loaded[0].config))
+
+
+def _decoders(config: ModelConfig) -> Decoders:
+    """What requests of mixed kinds ask of a model: numbers of lanes, or commit policies where there are any."""
+    if config.lanes is not None:
+        return [{"lanes": number} for number in config.lanes]
+    return [{}] if config.kind == "ar" or config.predicts_from_left else [{"commit": "auto"}, {"commit": "steps:2"}]
 
 
 def _print_open_loop(rows: list[OpenLoop]) -> None:
