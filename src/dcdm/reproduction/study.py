@@ -76,7 +76,9 @@ class Study:
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
         if self.against is not None and self.against not in self.variants:
-            raise ConfigError(f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}")
+            raise ConfigError(
+                f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}"
+            )
 
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant."""
