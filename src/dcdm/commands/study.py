@@ -59,8 +59,8 @@ def study(
     elif rows:
         columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"minus {asked.against}")
         lines = [
-            (_named(asked, row.variant), row.figure, row.estimator, None if row.forwards is None else f"{row.forwards:.1f}",
-             _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
+            (_named(asked, row.variant), row.figure, row.estimator,
+             None if row.forwards is None else f"{row.forwards:.1f}", _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
             for row in rows
         ]  # fmt: skip
         Table(columns, lines, ("variant", "figure", "is")).print()
