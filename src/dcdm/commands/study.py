@@ -60,7 +60,8 @@ def study(
         columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"minus {asked.against}")
         lines = [
             (_named(asked, row.variant), row.figure, row.estimator,
-             None if row.forwards is None else f"{row.forwards:.1f}", _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
+             None if row.forwards is None else f"{row.forwards:.1f}",
+             _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
             for row in rows
         ]  # fmt: skip
         Table(columns, lines, ("variant", "figure", "is")).print()
