@@ -143,25 +143,28 @@ def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
     monkeypatch.setattr(serving, "CLIENTS", 2)
     monkeypatch.setattr(serving, "REQUESTS", 1)
     monkeypatch.setattr(serving, "TOKENS", 2)
+    monkeypatch.setattr(serving, "KINDS", ("lanes-debug", "dcdm-debug-causal"))
     monkeypatch.setattr(arrivals, "LENGTHS", (2, 5))
     main(["bench", "serving", "--quick", "--threads", "1", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert [row["path"] for row in told["rows"]] == ["batched", "one at a time"] * 2
     assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
     assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])
-    assert [row["schedule"] for row in told["open_loop"]] == ["step", "batch"] * 3
-    assert all(row["lost"] == 0 < row["first_p95"] <= row["last_p95"] for row in told["open_loop"])
+    rows = told["open_loop"]
+    assert [row["model"] for row in rows] == ["lanes-debug"] * 6 + ["dcdm-debug-causal"] * 6
+    assert [row["schedule"] for row in rows] == ["step", "batch"] * 6
+    assert all(row["lost"] == 0 < row["shown_p95"] <= row["first_p95"] <= row["last_p95"] for row in rows)
 
 
 def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
-    from dcdm.bench.arrivals import Answered, poisson, summary
+    from dcdm.bench.arrivals import LOST, Answered, poisson, summary
 
     arrivals = poisson(5.0, 4000, seed=1)
     gaps = [b.at - a.at for a, b in itertools.pairwise(arrivals)]
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 5, rel=0.05)
     assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
     assert poisson(5.0, 9, seed=1)[:9] == arrivals[:9], "the same for every schedule"
-    row = summary(5.0, "step", [Answered(0.1, 0.2, 4), Answered(0.3, 0.4, 4), Answered(None, None, 0)], 2.0)
+    row = summary(5.0, "step", [Answered(0.1, 0.2, 0.3, 4), Answered(0.1, 0.3, 0.4, 4), LOST], 2.0)
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
 
 

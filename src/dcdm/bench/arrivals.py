@@ -34,9 +34,15 @@ class Arrival:
 class Answered:
     """How one request fared; seconds from its arrival, None if it was refused or not answered in time."""
 
+    shown: float | None
+    """The first text of any place: models that write out of reading order show what they wrote ahead."""
     first: float | None
+    """The first text that can be read from the beginning."""
     last: float | None
     tokens: int
+
+
+LOST = Answered(None, None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,13 @@ class OpenLoop:
     schedule: str
     requests: int
     lost: int
+    shown_p50: float
+    shown_p95: float
     first_p50: float
     first_p95: float
     last_p95: float
     tokens_per_second: float
+    model: str = ""
 
 
 Decoders = Sequence[dict[str, Any]]
@@ -61,7 +70,7 @@ def request_body(number: int, rng: random.Random, decoders: Decoders = ({},)) ->
     prompt = "".join(rng.choice("abcdef (),:=") for _ in range(rng.choice(PROMPTS)))
     return {
         "prompt": prompt, "max_tokens": rng.choice(LENGTHS), "seed": number, "stop_at_eos": False, "stream": True,
-        "stream_options": {"include_usage": True}, **rng.choice(decoders),
+        "stream_options": {"include_usage": True}, "provisional": True, **rng.choice(decoders),
     }  # fmt: skip
 
 
@@ -83,24 +92,31 @@ async def ask(port: int, body: dict[str, Any]) -> Answered:
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     )
-    first, tokens, ended = None, 0, False
+    shown, first, tokens, ended = None, None, 0, False
     try:
         writer.write(head.encode() + content)
         await writer.drain()
         if b" 200 " not in await reader.readline():
-            return Answered(None, None, 0)
+            return LOST
         async for line in reader:
             if line.startswith(b"data: {"):
                 data = json.loads(line[6:])
-                if data.get("choices") and data["choices"][0]["text"] and first is None:
-                    first = time.perf_counter() - began
+                now = time.perf_counter() - began
+                for choice in data.get("choices", ()):
+                    if choice["text"] and first is None:
+                        first = now
+                    if (choice["text"] or choice.get("provisional")) and shown is None:
+                        shown = now
                 if data.get("usage"):
                     tokens = data["usage"]["completion_tokens"]
             ended = ended or line.startswith(b"data: [DONE]")
     finally:
         writer.close()
     last = time.perf_counter() - began
-    return Answered(last if first is None else first, last, tokens) if ended else Answered(None, None, 0)
+    if not ended:
+        return LOST
+    first = last if first is None else first
+    return Answered(first if shown is None else shown, first, last, tokens)
 
 
 async def replay(port: int, arrivals: Sequence[Arrival]) -> tuple[list[Answered], float]:
@@ -112,7 +128,7 @@ async def replay(port: int, arrivals: Sequence[Arrival]) -> tuple[list[Answered]
         try:
             return await asyncio.wait_for(ask(port, arrival.body), WAIT_SECONDS)
         except (TimeoutError, OSError):
-            return Answered(None, None, 0)
+            return LOST
 
     answers = await asyncio.gather(*map(one, arrivals))
     return list(answers), time.perf_counter() - began
@@ -148,11 +164,13 @@ def measure(ports: dict[str, int], count: int, decoders: Decoders, callers: int 
 
 def summary(rate: float, schedule: str, answers: Sequence[Answered], seconds: float) -> OpenLoop:
     answered = [answer for answer in answers if answer.last is not None]
-    first = sorted(answer.first for answer in answered if answer.first is not None)
-    last = sorted(answer.last for answer in answered if answer.last is not None)
+    shown, first, last = (
+        sorted(getattr(answer, name) for answer in answered) for name in ("shown", "first", "last")
+    )
     return OpenLoop(
-        rate, schedule, len(answers), len(answers) - len(answered), quantile(first, 0.5), quantile(first, 0.95),
-        quantile(last, 0.95), sum(answer.tokens for answer in answered) / seconds,
+        rate, schedule, len(answers), len(answers) - len(answered), quantile(shown, 0.5), quantile(shown, 0.95),
+        quantile(first, 0.5), quantile(first, 0.95), quantile(last, 0.95),
+        sum(answer.tokens for answer in answered) / seconds,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json as encoder
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from dcdm.viewing.tables import Table
 CLIENTS, REQUESTS, TOKENS = 8, 3, 64
 ARRIVALS = 120
 """Requests of each rate."""
+KINDS = ("ar-debug", "bdlm-debug", "lanes-debug", "dcdm-debug-causal")
+"""Models that requests arrive at, with random weights: what matters is which places each forward fills."""
 ALONE = "one at a time"
 COMMITS = {"auto": 2.0, "chunk": None}
 """Policies, and the least ratio that batching is meant to reach."""
@@ -31,7 +34,7 @@ COMMITS = {"auto": 2.0, "chunk": None}
 
 def cases(model: Path | None, written: dict[tuple[str, str], int] | None = None) -> list[Case]:
     """Of a folder, or of the debug size with random weights; `written` learns how many tokens a run wrote."""
-    loaded = _load(model)
+    loaded = _load(model, "dcdm-debug-causal")
     written = {} if written is None else written
 
     def path(name: str, max_batch: int, commit: str) -> Callable[[], Run]:
@@ -60,9 +63,10 @@ def _name(commit: str) -> str:
     return f"{CLIENTS} callers, {commit}"
 
 
-def _load(model: Path | None) -> tuple[Model, Tokenizer]:
+def _load(model: Path | None, otherwise: str) -> tuple[Model, Tokenizer]:
+    """Of a folder, or of a preset with random weights."""
     if model is None:
-        return build(preset("dcdm-debug-causal"), seed=0).eval(), byte_tokenizer()
+        return build(preset(otherwise), seed=0).eval(), byte_tokenizer()
     from dcdm.serving.server import load_safetensors
 
     return load_safetensors(model)
@@ -98,12 +102,15 @@ def _caller(port: int, number: int, commit: str) -> int:
 
 
 def measure_open_loop(model: Path | None, count: int) -> list[OpenLoop]:
-    """Poisson arrivals at a server of each schedule, in one run."""
+    """Poisson arrivals at a server of each schedule, in one run: of a folder, or of each of `KINDS`."""
     from dcdm.serving.settings import SCHEDULES
 
-    loaded = _load(model)
-    ports = {schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}
-    return measure(ports, count, _decoders(loaded[0].config))
+    rows = []
+    for name in KINDS if model is None else (model.name,):
+        loaded = _load(model, name)
+        ports = {schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}
+        rows += [replace(row, model=name) for row in measure(ports, count, _decoders(loaded[0].config))]
+    return rows
 
 
 def _decoders(config: ModelConfig) -> Decoders:
@@ -114,15 +121,15 @@ def _decoders(config: ModelConfig) -> Decoders:
 
 
 def _print_open_loop(rows: list[OpenLoop]) -> None:
-    columns = ["requests/s", "schedule", "first p50", "first p95", "last p95", "tokens/s", "requests", "lost"]
+    names = ("shown_p50", "shown_p95", "first_p50", "first_p95", "last_p95")
+    columns = ["model", "requests/s", "schedule", *(name.replace("_", " ") for name in names), "tokens/s", "lost"]
     lines = [
-        [
-            f"{row.rate:.2g}", row.schedule, f"{row.first_p50:.3f} s", f"{row.first_p95:.3f} s",
-            f"{row.last_p95:.3f} s", f"{row.tokens_per_second:.0f}", str(row.requests), str(row.lost),
-        ]
+        [row.model, f"{row.rate:.2g}", row.schedule]
+        + [f"{getattr(row, name):.3f} s" for name in names]
+        + [f"{row.tokens_per_second:.0f}", str(row.lost)]
         for row in rows
-    ]  # fmt: skip
-    Table(columns, lines, text=("schedule",)).print()
+    ]
+    Table(columns, lines, text=("model", "schedule")).print()
 
 
 def measure_serving(model: Path | None, repeats: int, json: bool, out: str | None, quick: bool = False) -> None:
