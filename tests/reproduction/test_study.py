@@ -19,6 +19,7 @@ SMALL = {
 
 def definition(**changes) -> dict:
     variants = {"ar": {"preset": "ar-debug"}, "lanes": {"preset": "lanes-debug", "lanes": [1, 4], "init": "ar"}}
+    variants["mdlm"] = {"preset": "mdlm-debug", "commits": ["steps:4"]}
     plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "variants": variants}
     return {**plain, **changes}
 
@@ -43,13 +44,22 @@ def finished(tmp_path_factory):
 def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     asked, work = finished
     rows = {(row.variant, row.figure): row for row in compare(asked, work)}
-    assert set(rows) == {("ar", "valid"), ("lanes", "1 lanes"), ("lanes", "4 lanes")}
+    lanes, mdlm = {("lanes", "1 lanes"), ("lanes", "4 lanes")}, {("mdlm", name) for name in ("chunk", "steps:4")}
+    assert set(rows) == {("ar", "valid"), ("mdlm", "valid")} | lanes | mdlm
+    assert rows["mdlm", "steps:4"].forwards == 4
     assert rows["ar", "valid"].forwards == 31
     assert rows["lanes", "4 lanes"].forwards == 8
     assert rows["ar", "valid"].difference is None
     found = rows["lanes", "4 lanes"]
     assert found.difference.mean == pytest.approx(found.mean.mean - rows["ar", "valid"].mean.mean)
     assert f"init: {work / 'ar-s0'}" in (work / "lanes-s0" / "settings.yaml").read_text()
+
+
+def test_the_frontier_is_drawn(finished, tmp_path):
+    asked, work = finished
+    study.draw_frontier(asked, compare(asked, work), tmp_path / "frontier.svg")
+    drawn = (tmp_path / "frontier.svg").read_text()
+    assert drawn.count('id="LineCollection') == 6  # the bars of three variants, on the plot and in the legend
 
 
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):
@@ -73,6 +83,11 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
         ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "seed is not known"),
         ({"settings": {"train.stepps": 3}}, "train.stepps"),
         ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
+        ({"variants": {"a": {"preset": "mdlm-debug", "commits": ["stepps:4"]}}, "against": "a"}, "stepps"),
+        (
+            {"variants": {"a": {"preset": "mdlm-debug", "commits": ["first-hitting"]}}, "against": "a"},
+            "random order",
+        ),
         ({"variants": {}}, "variants"),
     ):
         with pytest.raises(ConfigError, match=message):

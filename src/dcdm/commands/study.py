@@ -27,6 +27,7 @@ def study(
     only: tuple[str, ...] = (),
     report: bool = False,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
@@ -41,10 +42,11 @@ def study(
         only: The variants to carry out now; by default all.
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON.
+        plot: Draw exact nats per token against forwards into this PNG or SVG.
     """
     from dcdm.config import ConfigError
     from dcdm.files import write_whole
-    from dcdm.reproduction.study import carry_out, compare, read_study, summary
+    from dcdm.reproduction.study import carry_out, compare, draw_frontier, read_study, summary
     from dcdm.viewing.tables import Table
 
     if jobs < 1:
@@ -54,6 +56,8 @@ def study(
     rows = compare(asked, work)
     if out is not None:
         write_whole(out, _as_text(summary(asked, work)))
+    if plot is not None:
+        draw_frontier(asked, rows, plot)
     if json:
         print_json(summary(asked, work))
     elif rows:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -38,6 +38,7 @@ from dcdm.reproduction.results import Interval, interval
 if TYPE_CHECKING:
     from dcdm.likelihood.estimators import Score
 
+MARKERS = "sovD^P<X>*"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
@@ -54,6 +55,8 @@ class StudyVariant:
     """The variant whose run of the same seed gives the start weights."""
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score with; by default those that the model is trained with."""
+    commits: tuple[str, ...] = ()
+    """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,14 @@ class StudyRun:
 
     def measured_with(self) -> str:
         """What its figures follow from beside the weights."""
-        return digest([self.study.windows, self.study.samples, list(self.study.variants[self.variant].lanes)])[:16]
+        variant = self.study.variants[self.variant]
+        asked: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes)]
+        return digest(asked + ([list(variant.commits)] if variant.commits else []))[:16]
 
 
 def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
+    from dcdm.decoding.config import DecodingConfig
     from dcdm.training.settings import resolve
 
     try:
@@ -132,7 +138,10 @@ def read_study(path: Path) -> Study:
     study = _made(Study, {"name": path.stem, **content}, str(path))
     for run in study.runs()[: len(study.variants)]:
         try:
-            resolve(study.variants[run.variant].preset, None, run.settings(Path()))
+            config = resolve(study.variants[run.variant].preset, None, run.settings(Path()))
+            for commit in study.variants[run.variant].commits:
+                decoder = DecodingConfig(commit).resolve(config.model)
+                decoder.check_likelihood()
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
     return study
@@ -221,8 +230,10 @@ def _train_and_measure(
         folder.mkdir(parents=True, exist_ok=True)
     settings.write(config, file)
     place = str(work / run.name)
-    lanes = list(run.study.variants[run.variant].lanes)
-    measuring = json.dumps([place, run.study.windows, run.study.samples, lanes, run.measured_with()])
+    variant = run.study.variants[run.variant]
+    measuring = json.dumps(
+        [place, run.study.windows, run.study.samples, variant.lanes, variant.commits, run.measured_with()]
+    )
     commands = (
         ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
         ["-m", "dcdm.reproduction.study", measuring],
@@ -244,11 +255,13 @@ def _train_and_measure(
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, windows: int, samples: int, lanes: list[int]) -> dict[str, dict[str, Any]]:
+def measure(
+    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
 
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
-    valid figure is a bound; `S lanes` exact likelihoods; `surrogate` is not a bound.
+    valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods; `surrogate` is not a bound.
     """
     import torch
 
@@ -272,7 +285,7 @@ def measure(folder: Path, windows: int, samples: int, lanes: list[int]) -> dict[
             f"{number} lanes": {"estimator": "exact", "lanes": number} for number in lanes or model.config.lanes
         }
     elif default_estimator(model) != "exact":
-        asked["chunk"] = {"estimator": "trajectory"}
+        asked |= {commit: {"estimator": "trajectory", "commit": commit} for commit in ("chunk", *commits)}
     if model.config.routes_from_noise:
         asked["surrogate"] = {"estimator": "surrogate"}
     figures = {}
@@ -295,8 +308,8 @@ def _forwards(found: Score, lanes: int) -> float | None:
 
 def measure_into(text: str) -> None:
     """Entry of the process that measures one run: its folder and settings as JSON."""
-    folder, windows, samples, lanes, measured_with = json.loads(text)
-    figures = measure(Path(folder), windows, samples, lanes)
+    folder, *how, measured_with = json.loads(text)
+    figures = measure(Path(folder), *how)
     write_whole(
         Path(folder) / "figures.json",
         json.dumps({"measured_with": measured_with, "figures": figures}).encode() + b"\n",
@@ -344,6 +357,35 @@ def compare(study: Study, work: Path) -> list[Row]:
             about = next(part[figure] for part in parts if figure in part)
             rows.append(Row(variant, figure, about["estimator"], about["forwards"], mean, difference))
     return rows
+
+
+def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
+    """Exact nats against forwards per window, a line for each variant; bars are intervals over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    for number, variant in enumerate(study.variants):
+        points = sorted(
+            (row.forwards, row.mean) for row in rows if row.variant == variant and row.forwards is not None
+        )
+        if not points:
+            continue
+        label = study.variants[variant].label
+        axes.errorbar(
+            [forwards for forwards, _ in points], [mean.mean for _, mean in points],
+            [mean.half or 0.0 for _, mean in points], marker=MARKERS[number % len(MARKERS)], capsize=3,
+            label=f"{variant}: {label}" if label else variant, linewidth=1.2, markersize=6,
+        )  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
+    axes.set_title(
+        f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left"
+    )
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    figure.savefig(path, dpi=110)
 
 
 def summary(study: Study, work: Path) -> dict[str, Any]:
