@@ -168,6 +168,33 @@ def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"qk_norm": False, "attention_bias": True}])
+def test_the_network_of_transformers_computes_the_same(changes):
+    from dcdm.bench.adapted import network_of_transformers
+
+    model = tiny.model("mdlm", kind="lanes", **changes)
+    tokens = tiny.tokens(2, 12)
+    expected = network_of_transformers(model)(tokens).logits[:, :-1, :-3]
+    found = model.token_logits(model.encode(tokens, lanes=1).states)[:, 1:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # their tables of RoPE are in fp32
+
+
+def test_a_model_is_measured_against_transformers(tmp_path, capsys):
+    tiny.exported("mdlm", tmp_path / "model", kind="lanes", lanes=(1, 4))
+    main(["bench", "transformers", "--models", str(tmp_path / "model"), "--quick", "--threads", "1", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["path"] for row in rows] == [
+        "4 lanes",
+        "AR order",
+        "generate of transformers",
+        "4 lanes",
+        "AR order",
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "transformers"])
+    assert "--models" in capsys.readouterr().err
+
+
 # --- the frontier of decoders ------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ from dcdm.commands.options import print_json, print_rows
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
-    from dcdm.bench.harness import PathTiming
+    from dcdm.bench.harness import Case, PathTiming
 
 EXAMPLES = (
     "dcdm bench attention",
@@ -27,6 +27,7 @@ OTHER_SUBJECTS = {
     "estimator": "the Monte-Carlo error of likelihoods",
     "generate": "the decoders of trained models, speed beside quality",
     "serving": "eight callers of one server, batched and one at a time; Poisson arrivals at both schedules",
+    "transformers": "a trained AR or lane model, beside transformers' generate with the same weights",
     "arithmetic": "nothing is measured: what the presets cost on GPUs",
 }
 """What can be asked for beside the subjects of `dcdm.bench.subjects`."""
@@ -68,7 +69,8 @@ def bench(
         out: Write that JSON line to this file as well.
         plot: Draw time and memory against length (generate: nats per byte against forwards per token) into this
             PNG.
-        models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights.
+        models: For generate: run folders, checkpoints or exported folders; for serving: one, else random weights;
+            for transformers: one.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
         quick: One repetition of a small case, without memory, and two samples and windows: shows that the
@@ -76,7 +78,7 @@ def bench(
     """
     import torch
 
-    from dcdm.bench.subjects import SUBJECTS
+    from dcdm.bench.subjects import SUBJECTS, cases_of, quick_cases_of
 
     if subject not in SUBJECTS and subject not in OTHER_SUBJECTS:
         known = ", ".join((*SUBJECTS, *OTHER_SUBJECTS))
@@ -98,24 +100,30 @@ def bench(
         from dcdm.bench import estimator
 
         estimator.measure_estimators(20 * repeats, json, out)
+    elif subject == "transformers":
+        from dcdm.bench import adapted
+
+        found = adapted.cases(models[0] if models else None, 8 if quick else adapted.TOKENS)
+        compare_paths({subject: found}, repeats, bool(memory), compare, json, out, plot)
     else:
+        cases = quick_cases_of if quick else cases_of
         subjects = TARGETS if subject == "targets" else (subject,)
-        compare_paths(subjects, repeats, memory, compare, json, out, plot, quick=quick)
+        compare_paths({name: cases(name) for name in subjects}, repeats, memory, compare, json, out, plot)
 
 
 def compare_paths(
-    subjects: tuple[str, ...], repeats: int, memory: bool | None, compare: str | None, json: bool,
-    out: str | None, plot: Path | None, quick: bool = False,
+    subjects: Mapping[str, Sequence[Case]], repeats: int, memory: bool | None, compare: str | None, json: bool,
+    out: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Time every path of these subjects, if `quick` of small cases; a table on the terminal, JSON on request."""
+    """Time every path of these subjects' cases; a table on the terminal, JSON on request."""
     from dcdm.bench.harness import draw_scaling, measure_case, print_table, read_earlier, to_json
-    from dcdm.bench.subjects import MEMORY_MATTERS, cases_of, quick_cases_of
+    from dcdm.bench.subjects import MEMORY_MATTERS
 
     earlier = read_earlier(compare) if compare else {}
     rows: list[PathTiming] = []
     show = _status_line()
-    for name in subjects:
-        for case in quick_cases_of(name) if quick else cases_of(name):
+    for name, cases in subjects.items():
+        for case in cases:
             with_memory = name in MEMORY_MATTERS if memory is None else memory
             rows += measure_case(name, case, repeats, with_memory, show)
             if not sys.stderr.isatty():

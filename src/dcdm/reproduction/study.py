@@ -380,9 +380,7 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
-    axes.set_title(
-        f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left"
-    )
+    axes.set_title(f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
