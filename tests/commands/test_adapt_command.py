@@ -237,6 +237,13 @@ def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
     (damaged / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_model("base", adapter=damaged)
+    kept = (place / "base").rename(place / "kept")
+    shutil.copytree(place / "other", place / "base")
+    with pytest.raises(SystemExit):
+        main(["export", "runs/for-lanes", "none", "--adapter-only"])
+    assert "its weights have changed" in capsys.readouterr().err
+    shutil.rmtree(place / "base")
+    kept.rename(place / "base")
     with pytest.raises(SystemExit) as left:
         main(["export", "base", "none", "--adapter-only"])
     assert left.value.code == 2

@@ -6,14 +6,17 @@ import itertools
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken
 
 import dcdm
 import tiny
+from corpora import prose
 from dcdm.config import ConfigError
-from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.decoding.constraints import Automaton, Constraint, check_schema, compile_expression
 from dcdm.decoding.prompts import blank_runs
 from expressions import compile_here, expression, schema
@@ -151,6 +154,8 @@ def test_each_blank_matches_its_own_expression(models):
         ({"schema": {"type": "string", "pattern": ".*"}}, "'pattern'"),
         ({"schema": {"oneOf": [{"type": "null"}]}}, "'oneOf'"),
         ({"schema": {"type": "object"}}, "needs properties"),
+        ({"schema": {"type": ["object", "null"]}}, "needs properties"),
+        ({"schema": {"type": "array"}}, "needs items"),
         ({"schema": {"type": "array", "items": {}}}, "schema.items: give type"),
         ({"regex": "a", "prompts": ["[[2]]"], "max_new_tokens": 4}, "not both"),
         ({"regex": "a", "tokenizer": None, "prompts": [[1]]}, "tokenizer="),
@@ -178,3 +183,37 @@ def test_an_expression_that_needs_too_much_is_given_up(monkeypatch):
 
 def test_annotations_of_a_schema_change_nothing():
     check_schema({"title": "x", "description": "y", "type": "array", "items": {"const": 1, "default": 1}})
+
+
+def test_an_anchor_is_left_out_and_an_escaped_sign_is_not():
+    for regex, text in ((r"^a$", b"a"), (r"a\$", b"a$"), (r"a\\$", b"a\\")):
+        made = compile_expression(regex=regex)
+        state = made.first
+        for byte in text:
+            state = made.table[state, byte]
+        assert state in made.final, regex
+
+
+def test_threads_that_ask_one_automaton_at_the_same_time_do_not_spoil_it():
+    automaton = compile_expression(regex="[0-9]{400}")
+    pieces = [bytes([byte]) for byte in range(256)] + [b""]
+    for _ in range(5):
+        constraint = Constraint(automaton, pieces, 256)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(
+                pool.map(lambda length, made=constraint: made.possible(length, False), [400, 399, 400, 401])
+            )
+        assert found == [True, False, True, False]
+
+
+def test_special_tokens_of_a_model_are_no_text():
+    base = train_bpe([prose(100)], 300).backend
+    base.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_end|>", "<|other|>")])
+    tokenizer = Tokenizer.over(base, "<|im_end|>")
+    other = tokenizer.backend.token_to_id("<|other|>")
+    assert tokenizer.pieces([other, tokenizer.eos_id]) == [b"", b""]
+    assert tokenizer.decode([other]) == ""
+    constraint = Constraint.of(tokenizer, regex="[a-z<>|]{9}")
+    assert constraint.table[constraint.first, other] == constraint.dead
+    assert not constraint.possible(1, False)
+    assert constraint.possible(9, False)

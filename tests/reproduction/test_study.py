@@ -69,10 +69,31 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     assert "nats" not in json.dumps(summary(asked, work)["runs"]["ar-s0"]["valid"]).replace("nats_per_token", "")
 
 
-def test_other_windows_are_other_figures(finished):
+def test_other_windows_and_other_settings_are_other_figures(finished):
     asked, work = finished
-    other = study.Study(**{**vars(asked), "windows": 2})
-    assert study.figures_of(StudyRun(other, "ar", 0), work) is None
+    for changes in ({"windows": 2}, {"settings": {**asked.settings, "train.steps": 3}}):
+        other = study.Study(**{**vars(asked), **changes})
+        assert study.figures_of(StudyRun(other, "ar", 0), work) is None
+        assert study.figures_of(StudyRun(other, "lanes", 0), work) is None
+
+
+def test_parents_come_first_and_no_child_starts_without_their_weights(finished, tmp_path, monkeypatch):
+    asked, _ = finished
+    turned = study.Study(**{**vars(asked), "variants": dict(reversed(asked.variants.items()))})
+    assert [run.name for run in turned.runs()] == ["mdlm-s0", "ar-s0", "lanes-s0"]
+    started, said = [], []
+
+    def fails(run, *_):
+        started.append(run.name)
+        if run.variant == "ar":
+            raise OSError("the disk is full")
+        return False
+
+    monkeypatch.setattr(study, "_train_and_measure", fails)
+    with pytest.raises(OSError, match="full"):
+        carry_out(turned, tmp_path, 1, said.append)
+    assert started == ["mdlm-s0", "ar-s0"]
+    assert "lanes-s0: left out" in said[-1]
 
 
 def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
@@ -83,6 +104,7 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
         ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "seed is not known"),
         ({"settings": {"train.stepps": 3}}, "train.stepps"),
         ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
+        ({"variants": {**variants, "ar": {"preset": "ar-debug", "init": "lanes"}}}, "in a circle"),
         ({"variants": {"a": {"preset": "mdlm-debug", "commits": ["stepps:4"]}}, "against": "a"}, "stepps"),
         (
             {"variants": {"a": {"preset": "mdlm-debug", "commits": ["first-hitting"]}}, "against": "a"},

@@ -58,3 +58,14 @@ def test_nobody_waits_for_ever_however_many_others_come():
         if served(queue) == ["large"]:
             break
     assert number < 60
+
+
+def test_what_is_given_up_costs_its_caller_nothing():
+    queue = FairQueue()
+    for number in range(60):
+        queue.add(("a", number), "a", 100)
+    assert queue.drop(lambda item: item[0] == "a") == 60
+    for number in range(5):
+        queue.add(("b", number), "b", 10)
+    queue.add(("a", "again"), "a", 10)
+    assert ("a", "again") in served(queue, 2)

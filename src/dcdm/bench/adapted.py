@@ -35,7 +35,7 @@ def cases(folder: Path | None, tokens: int = TOKENS) -> list[Case]:
         raise ConfigError(
             f"{folder}: transformers has no network for {described(config)}; give a dense AR or lane model"
         )
-    theirs = network_of_transformers(model)
+    theirs: Any = network_of_transformers(model)
     start = config.bos_id
 
     def ours(lanes: int | None) -> Callable[[], Run]:

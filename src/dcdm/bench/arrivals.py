@@ -101,6 +101,8 @@ async def ask(port: int, body: dict[str, Any]) -> Answered:
         async for line in reader:
             if line.startswith(b"data: {"):
                 data = json.loads(line[6:])
+                if "error" in data:
+                    return LOST
                 now = time.perf_counter() - began
                 for choice in data.get("choices", ()):
                     if choice["text"] and first is None:

@@ -37,6 +37,9 @@ PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens o
 )
 
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback call a byte
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer whose last three ids are BOS, PAD and MASK.
 
@@ -54,7 +57,8 @@ class Tokenizer:
         self.bos_id, self.pad_id, self.mask_id = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
         self.chat_template = chat_template
         self.eos_token = str(backend.id_to_token(eos_id))
-        self._special = {eos_id, self.bos_id, self.pad_id, self.mask_id}
+        own = (number for number, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._special = {eos_id, self.bos_id, self.pad_id, self.mask_id, *own}
         self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True
         spec = json.loads(backend.to_str())
@@ -137,11 +141,18 @@ class Tokenizer:
         kept = [i for i in map(int, ids) if i not in self._special]
         return self.backend.decode(kept, skip_special_tokens=True)
 
+    def continuation(self, ids: Iterable[int]) -> str:
+        """Text of ids that follow others: tokenizers that drop a text's first space would drop theirs."""
+        if self._is_byte_level or self._is_bytes:
+            return self.decode(ids)
+        before = self.encode("a")
+        return self.decode([*before, *ids]).removeprefix(self.decode(before))
+
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """The bytes of text that each token stands for, none for specials and EOS; joined they are the text.
 
-        Tokens of a byte-level tokenizer may be parts of letters. Of other tokenizers, a token is what it adds
-        behind a letter.
+        Tokens of a byte-level tokenizer, and byte tokens of others, may be parts of letters. Of other tokenizers, a
+        token is what it adds behind a letter.
         """
         return [b"" if i in self._special else self._piece(i) for i in map(int, ids)]
 
@@ -152,6 +163,8 @@ class Tokenizer:
     def _piece(self, token: int) -> bytes:
         if self._is_byte_level:
             return bytes(_BYTE_OF[letter] for letter in str(self.backend.id_to_token(token)) if letter in _BYTE_OF)
+        if single := _BYTE_TOKEN.fullmatch(str(self.backend.id_to_token(token))):
+            return bytes([int(single[1], 16)])
         before = self.encode("a")
         text = self.backend.decode([*before, token], skip_special_tokens=True)
         return text.removeprefix(self.backend.decode(before, skip_special_tokens=True)).encode()

@@ -46,6 +46,10 @@ _compiling = threading.Lock()
 States = npt.NDArray[np.bool_]
 
 
+class CompilerBusy(ConfigError):
+    """Nothing is wrong with the expression: its turn did not come in time."""
+
+
 def check_schema(schema: Any, where: str = "schema") -> None:
     """Refuse what the automaton would not enforce, by its name."""
     if where.count(".") > DEPTH:
@@ -58,8 +62,12 @@ def check_schema(schema: Any, where: str = "schema") -> None:
             raise ConfigError(f"{where}: the keyword {name!r} cannot be enforced here; supported are {known}")
     if not isinstance(schema.get("additionalProperties", False), bool):
         raise ConfigError(f"{where}: additionalProperties can only be true or false here")
-    if schema.get("type") == "object" and "properties" not in schema:
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    if "object" in types and "properties" not in schema:
         raise ConfigError(f"{where}: an object needs properties here; free ones have no bound")
+    if "array" in types and "items" not in schema:
+        raise ConfigError(f"{where}: an array needs items here; those of anything have no bound")
     if not {"type", "enum", "const", "anyOf", "$ref", "properties"} & schema.keys():
         raise ConfigError(f"{where}: give type, enum, const, anyOf or $ref; anything at all has no bound")
     for name, value in schema.items():
@@ -102,7 +110,7 @@ def compile_expression(*, regex: str | None = None, schema: Mapping[str, Any] | 
         check_schema(schema)
         request["schema"] = schema
     if not _compiling.acquire(timeout=4 * SECONDS):
-        raise ConfigError(f"{name}: other expressions keep the compiler busy; try again")
+        raise CompilerBusy(f"{name}: other expressions keep the compiler busy; try again")
     try:
         line, _, content = _compiled(json.dumps(request).encode() + b"\n").partition(b"\n")
     finally:
@@ -131,7 +139,9 @@ def _compiled(request: bytes) -> bytes:
 def _without_anchors(regex: str) -> str:
     """Matched as a whole in any case: what says so is left out, since the library does not take it."""
     regex = regex.removeprefix("^")
-    return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
+    body = regex.removesuffix("$")
+    escapes = len(body) - len(body.rstrip("\\"))
+    return regex if escapes % 2 else body
 
 
 class Constraint:
@@ -158,6 +168,7 @@ class Constraint:
         alive = self._to != self.dead
         self._from, self._to = self._from[alive], self._to[alive]
         self._tails: dict[bool, list[States]] = {}
+        self._lock = threading.Lock()  # requests and the model's thread ask at the same time
 
     @classmethod
     def of(
@@ -216,14 +227,15 @@ class Constraint:
 
     def tail(self, length: int, ends: bool) -> States:
         """The states from which `length` free positions complete the text; if it `ends`, an EOS may come before."""
-        if ends not in self._tails:
-            last = self.final.copy()
-            last[self.end] = ends
-            self._tails[ends] = [last]
-        tails = self._tails[ends]
-        while len(tails) <= length:
-            tails.append(self._before(tails[-1], None, ends))
-        return tails[length]
+        with self._lock:
+            if ends not in self._tails:
+                last = self.final.copy()
+                last[self.end] = ends
+                self._tails[ends] = [last]
+            tails = self._tails[ends]
+            while len(tails) <= length:
+                tails.append(self._before(tails[-1], None, ends))
+            return tails[length]
 
     def possible(self, length: int, ends: bool) -> bool:
         """Whether any text of so many positions matches."""

@@ -215,7 +215,11 @@ def generate(
     )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
-        result.texts = [tokenizer.decode(ids) for ids in result.completions]
+        whole = [config.mask_id in row or len(row) < 2 for row in given.rows]  # blanks filled, or no prompt
+        result.texts = [
+            (tokenizer.decode if alone else tokenizer.continuation)(ids)
+            for alone, ids in zip(whole, result.completions, strict=True)
+        ]
         result.tokenizer = tokenizer
     return result
 

@@ -92,6 +92,8 @@ class Text:
     """Asked after each window, with the completion so far."""
     on_event: Callable[[Event], None] | None = None
     on_end: Callable[[Ended], None] | None = None
+    on_forward: Callable[[], None] | None = None
+    """Told of every forward that the text took part in, also where it makes no event."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -433,6 +435,8 @@ class Decoding:
             fill = committed.fill[row]
             if not bool(fill.any()):
                 continue
+            if text.on_forward is not None:
+                text.on_forward()
             places = committed.position[row][fill].tolist()
             others = []
             if text.alternatives:

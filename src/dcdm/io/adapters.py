@@ -69,6 +69,14 @@ def of_state(
     return Adapter(config, base, base_sha256, rank, lora.scale_of(rank, alpha), tensors)
 
 
+def frozen(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model that was trained with an adapter has from its base, unchanged: all but the special rows."""
+    kept = {n: v for n, v in state.items() if not lora.is_adapter(n) and not n.startswith("chunking.")}
+    if EMBEDDING in kept:
+        kept[EMBEDDING] = kept[EMBEDDING][:-NUM_SPECIALS]
+    return kept
+
+
 def write(adapter: Adapter, folder: Path) -> None:
     """Write the three files into a folder that exists."""
     vocab = adapter.config.vocab_size

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from dcdm.config import ConfigError
@@ -51,6 +52,12 @@ def export_adapter(source: Path, folder: Path) -> None:
         raise ConfigError(f"{source} has no adapter: it is not a run of `dcdm adapt --lora RANK`")
     base, train = find_model(settings.init), settings.train
     state = load_weights(found.place) | (load_weights(found.place, "ema") if train.ema_decay else {})
+    frozen, given = adapters.frozen(state), adapters.frozen(base.weights())
+    if any(name in given and not torch.equal(value, given[name].to(value)) for name, value in frozen.items()):
+        raise ConfigError(
+            f"{settings.init} is not the base any more that {source} was trained from: its weights have changed; "
+            "put the old one back, or export the whole model without --adapter-only"
+        )
     sha256 = base.identity()["sha256"]
     adapter = adapters.of_state(state, found.config, train.lora, train.lora_alpha, settings.init, sha256)
     with _appearing(folder) as aside:
@@ -115,7 +122,8 @@ def _config(model: Model) -> dict[str, object]:
 def _card(model: Model, source: Path) -> str:
     """A model card with the last evaluation of the run, named by its estimator."""
     config = model.config
-    run = source if (source / "settings.yaml").exists() else source.parent.parent
+    runs = (place for place in (source, source.parent.parent) if (place / SETTINGS).exists())
+    run = next(runs, source)
     figures = _last_evaluation(run / "metrics.jsonl")
     label = LABELS[default_estimator(model)]
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]

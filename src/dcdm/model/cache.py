@@ -71,8 +71,9 @@ class KVCache:
     def add_rows(self, count: int, capacity: int) -> None:
         """`count` empty rows behind those in use, with room for `capacity` slots each."""
         rows, slots = self._slots.chunk.shape
-        if self.rows + count > rows or capacity >= slots:
-            self._resize(max(rows, self.rows + count), max(slots, capacity + 1))
+        needed, longest = self.rows + count, 1 + max([capacity, *self._capacity])
+        if needed > rows or longest > slots:  # a row that was longer and has left gives its length back
+            self._resize(max(rows, needed) if longest == slots else needed, longest)
         self._capacity += [capacity] * count
         more = torch.zeros(count, dtype=torch.long, device=self.device)
         self.length, self._kept, self._new = (torch.cat([x, more]) for x in (self.length, self._kept, self._new))

@@ -78,14 +78,26 @@ class Study:
         for name, variant in self.variants.items():
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
+            self.ancestors(name)
         if self.against is not None and self.against not in self.variants:
             raise ConfigError(
                 f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}"
             )
 
+    def ancestors(self, name: str) -> list[str]:
+        """The variants whose weights this one comes from, the nearest first."""
+        found: list[str] = []
+        while (init := self.variants[name].init) is not None:
+            if init in found:
+                raise ConfigError(f"variants.{name}.init={init!r}: start weights go round in a circle")
+            found.append(init)
+            name = init
+        return found
+
     def runs(self) -> list[StudyRun]:
-        """Seed by seed, so that an unfinished study has something of every variant."""
-        return [StudyRun(self, name, seed) for seed in self.seeds for name in self.variants]
+        """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
+        names = sorted(self.variants, key=lambda name: len(self.ancestors(name)))
+        return [StudyRun(self, name, seed) for seed in self.seeds for name in names]
 
 
 @dataclass(frozen=True)
@@ -114,10 +126,15 @@ class StudyRun:
         return changes
 
     def measured_with(self) -> str:
-        """What its figures follow from beside the weights."""
+        """What its figures follow from: how it was trained, and how it was measured."""
         variant = self.study.variants[self.variant]
-        asked: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes)]
-        return digest(asked + ([list(variant.commits)] if variant.commits else []))[:16]
+        trained = [
+            variant.preset,
+            self.settings(Path()),
+            [] if self.parent is None else self.parent.measured_with(),
+        ]
+        measured = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
+        return digest([trained, measured])[:16]
 
 
 def read_study(path: Path) -> Study:
@@ -185,7 +202,7 @@ def carry_out(
     if unknown := sorted(set(only) - set(study.variants)):
         raise ConfigError(f"{', '.join(unknown)}: no such variant; choose from {', '.join(study.variants)}")
     wanted = set(only) or set(study.variants)
-    wanted |= {init for name in wanted if (init := study.variants[name].init) is not None}
+    wanted |= {init for name in wanted for init in study.ancestors(name)}
     waiting = [run for run in study.runs() if run.variant in wanted and figures_of(run, work) is None]
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
@@ -195,13 +212,18 @@ def carry_out(
     stopped = threading.Event()
 
     def one(run: StudyRun) -> bool:
-        if run.parent is not None and run.parent in waiting:
-            done[run.parent.name].wait()
-        ok = not stopped.is_set() and _train_and_measure(run, work, running, stopped)
-        why = "stopped" if stopped.is_set() else f"failed, see {log_of(run, work)}"
-        say(f"{run.name}: {'done' if ok else why}")
-        done[run.name].set()
-        return ok
+        try:
+            if run.parent is not None:
+                done[run.parent.name].wait()
+                if figures_of(run.parent, work) is None and not stopped.is_set():
+                    say(f"{run.name}: left out, since {run.parent.name} gives it no weights")
+                    return False
+            ok = not stopped.is_set() and _train_and_measure(run, work, running, stopped)
+            why = "stopped" if stopped.is_set() else f"failed, see {log_of(run, work)}"
+            say(f"{run.name}: {'done' if ok else why}")
+            return ok
+        finally:
+            done[run.name].set()
 
     def stop(number: int, frame: object) -> None:
         stopped.set()
@@ -212,7 +234,8 @@ def carry_out(
         results = [pool.submit(one, run) for run in waiting]
         while not all(result.done() for result in results):  # in small portions, so that signals are heard
             time.sleep(0.2)
-    return all(result.result() for result in results)
+    outcomes = [result.result() for result in results]  # all of them: a defect must not hide behind a failed run
+    return all(outcomes)
 
 
 def log_of(run: StudyRun, work: Path) -> Path:
@@ -291,19 +314,23 @@ def measure(
     figures = {}
     for name, options in asked.items():
         found = score(model, tokens, samples=samples, prompt=prompt, index=chosen, **options)
+        forwards = _forwards(found)
+        if model.config.predicts_from_left:
+            ids = model.partition(tokens, prompt, chosen, options.get("lanes")).ids
+            forwards = float(ids.amax(dim=-1).double().mean())
         figures[name] = {
             "estimator": found.estimator, "nats_per_token": found.per_token, "monte_carlo": found.per_token_stderr,
-            "tokens": int(found.tokens.sum()), "forwards": _forwards(found, options.get("lanes", 1)),
+            "tokens": int(found.tokens.sum()), "forwards": forwards,
             "nats": [round(value, 4) for value in found.nats.tolist()],
         }  # fmt: skip
     return figures
 
 
-def _forwards(found: Score, lanes: int) -> float | None:
-    """Forwards of the decoder per window, where the figure is the exact likelihood of one."""
+def _forwards(found: Score) -> float | None:
+    """Forwards of the decoder per window, where the figure is the exact likelihood of one; of AR a token each."""
     if found.estimator == "trajectory":
         return float(found.forwards.double().mean())
-    return float((found.tokens / lanes).ceil().mean()) if found.estimator == "exact" else None
+    return float(found.tokens.double().mean()) if found.estimator == "exact" else None
 
 
 def measure_into(text: str) -> None:
@@ -368,7 +395,8 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     axes.set_xscale("log", base=2)
     for number, variant in enumerate(study.variants):
         points = sorted(
-            (row.forwards, row.mean) for row in rows if row.variant == variant and row.forwards is not None
+            ((row.forwards, row.mean) for row in rows if row.variant == variant and row.forwards is not None),
+            key=lambda point: point[0],
         )
         if not points:
             continue

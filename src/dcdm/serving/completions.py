@@ -20,7 +20,7 @@ from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
-from dcdm.serving.writing import UNFINISHED, Piece, Writer
+from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -230,14 +230,14 @@ class Texts:
             for own, own_log_p, others in zip(piece.tokens, piece.log_p, piece.alternatives, strict=True)
         ]
         return {
-            "tokens": [self.tokenizer.decode([token]) for token in piece.tokens],
+            "tokens": [token_text(self.tokenizer, token) for token in piece.tokens],
             "token_logprobs": piece.log_p, "top_logprobs": top if any(piece.alternatives) else None,
             "text_offset": piece.offsets,
         }  # fmt: skip
 
     def _name(self, token: int) -> str:
         """A token's text; what is no whole character is named by its bytes, so that no two share a name."""
-        text = self.tokenizer.decode([token])
+        text = token_text(self.tokenizer, token)
         if text and UNFINISHED not in text:
             return text
         held = self.tokenizer.pieces([token])[0]
@@ -274,7 +274,7 @@ class Messages:
 
     def _token(self, token: int, log_p: float) -> dict[str, Any]:
         held = list(self.tokenizer.pieces([token])[0])
-        return {"token": self.tokenizer.decode([token]), "logprob": log_p, "bytes": held}
+        return {"token": token_text(self.tokenizer, token), "logprob": log_p, "bytes": held}
 
 
 def provisional_of(piece: Piece) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class Answer:
         async for row, message in self.ticket.messages():
             piece: Piece = message.message if isinstance(message, Last) else message
             if isinstance(message, Last):
-                for name, value in message.ended.costs.items():
+                for name, value in own_costs(message.ended.costs).items():
                     self.costs[name] = self.costs.get(name, 0) + value
             texts[row.number] += piece.text
             yield row, piece

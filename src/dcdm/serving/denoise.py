@@ -12,13 +12,14 @@ import torch
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig, Revise
-from dcdm.decoding.prompts import read_prompts, whole_text
+from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.session import Ended, Event
 from dcdm.model.routing import lane_partition
 from dcdm.serving.scheduler import Last, TextRow, Ticket
 from dcdm.serving.schemas import DenoiseRequest, Refusal, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
+from dcdm.serving.writing import own_costs, token_text
 
 
 def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
@@ -93,18 +94,20 @@ class EventReporter:
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
             "window": event.window, "forward": event.forward, "chunk": event.chunk, "positions": event.positions,
-            "tokens": event.tokens, "texts": [self.tokenizer.decode([token]) for token in event.tokens],
+            "tokens": event.tokens, "texts": [token_text(self.tokenizer, token) for token in event.tokens],
             "logprobs": [max(value, -1e30) for value in event.log_p], "seconds": seconds,
             **({"lanes": event.lanes} if event.lanes else {}),
             **({} if self.order is None else self.order.fill(event.positions)),
         }  # fmt: skip
 
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
-        text = whole_text(self.prompt, self.tokenizer.decode(ended.completion), self.blanks)
+        filled = self.blanks and bool(blank_tokens(self.prompt))
+        decode = self.tokenizer.decode if filled or not self.prompt else self.tokenizer.continuation
+        text = whole_text(self.prompt, decode(ended.completion), self.blanks)
         new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
         return {
             "text": text, "finish_reason": ended.finished,
-            "costs": ended.costs, "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
+            "costs": own_costs(ended.costs), "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
             "tokens_per_forward": new / max(forwards, 1),
         }  # fmt: skip
 
@@ -136,7 +139,7 @@ def _first_lanes(served: Served, tokens: list[int], lanes: int) -> list[int | No
 def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:
     if token == tokenizer.mask_id:
         return {"position": position, "token": None, "text": None, "given": False}
-    return {"position": position, "token": token, "text": tokenizer.decode([token]), "given": True}
+    return {"position": position, "token": token, "text": token_text(tokenizer, token), "given": True}
 
 
 async def stream(served: Served, ticket: Ticket, notes: dict[str, Any]) -> AsyncIterator[str]:

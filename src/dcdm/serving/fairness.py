@@ -68,6 +68,14 @@ class FairQueue(Generic[T]):
 
     def drop(self, unwanted: Callable[[T], bool]) -> int:
         """Remove what nobody waits for any more; how many there were."""
-        before = len(self._items)
-        self._items = [entry for entry in self._items if not unwanted(entry.item)]
-        return before - len(self._items)
+        kept: list[_Item[T]] = []
+        dropped = 0
+        for entry in self._items:
+            if not unwanted(entry.item):
+                kept.append(entry)
+                continue
+            dropped += 1
+            if entry.caller in self._served_until:  # what is not done costs its caller nothing
+                self._served_until[entry.caller] -= entry.cost
+        self._items = kept
+        return dropped

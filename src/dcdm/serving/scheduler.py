@@ -127,7 +127,6 @@ class Ticket:
             self.given_up = True
 
     def event(self, row: TextRow, event: Event) -> None:
-        row.forwards += 1
         if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
             row.heard = True
             self.tell(row, message)
@@ -291,10 +290,14 @@ class Scheduler:
             if row.heard and not heard:
                 self.metrics.first.observe(time.monotonic() - ticket.arrived)
 
+        def forward() -> None:
+            row.forwards += 1
+
         return (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
             row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
             cancel=lambda: ticket.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
+            on_forward=forward,
         )  # fmt: skip
 
     def _end(self, job: _Job, ended: Ended) -> None:

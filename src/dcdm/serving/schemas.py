@@ -104,7 +104,7 @@ class Generating(Body):
     )
     stop_at_eos: bool | None = Field(None, description="False writes on behind an EOS. Default true.")
     response_format: ResponseFormat | None = Field(None, description="What the text must match.")
-    user: Text | None = Field(None, description="Accepted and ignored.")
+    user: Text | None = Field(None, description="Whose request it is: the model is shared fairly among users.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(

@@ -15,7 +15,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
-from dcdm.decoding.constraints import ENTRIES, Constraint, Guide, guides_of
+from dcdm.decoding.constraints import ENTRIES, CompilerBusy, Constraint, Guide, guides_of
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import check_routing, described, fitting_routings
@@ -72,6 +72,8 @@ class Served:
             constraint = self.constraints.get(self.tokenizer, expression)
             row = [config.bos_id, *ids]
             return guides_of([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
+        except CompilerBusy:
+            raise queue_full() from None
         except ConfigError as error:
             raise bad_request(str(error), FORMAT) from error
 
@@ -172,7 +174,7 @@ class Constraints:
         self._remembered, self._entries, self._lock = remembered, entries, threading.Lock()
 
     def get(self, tokenizer: Tokenizer, expression: dict[str, Any]) -> Constraint:
-        name = json.dumps(expression, sort_keys=True)
+        name = json.dumps(expression)  # the order of properties is that of the answer
         with self._lock:
             if name in self._last:
                 self._last.move_to_end(name)

@@ -7,7 +7,7 @@ beginning of a stop text. Who asks for it also hears what is written ahead of th
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcdm.data.tokenizers import Tokenizer
@@ -28,6 +28,18 @@ class Provisional:
     text: str
     lane: int | None
     """From 1; None where the model does not write in lanes."""
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token adds to a text, a space before it included; parts of characters show as �."""
+    return tokenizer.pieces([token])[0].decode(errors="replace")
+
+
+def own_costs(costs: Mapping[str, int]) -> dict[str, int]:
+    """What a text would have cost by itself: what others sent before it must not show in its answer."""
+    shared = costs.get("prefix", 0)
+    own = {name: value for name, value in costs.items() if name != "prefix"}
+    return {**own, "computed": own["computed"] + shared, "reused": own["reused"] - shared}
 
 
 @dataclass
@@ -129,8 +141,8 @@ class Writer:
         """Decode what came since the last whole character; the tokens before give it its context."""
         if self.satisfied or self._settled == len(self._tokens):
             return
-        before = self.tokenizer.decode(self._tokens[self._group : self._settled])
-        text = self.tokenizer.decode(self._tokens[self._group :])
+        before = self.tokenizer.continuation(self._tokens[self._group : self._settled])
+        text = self.tokenizer.continuation(self._tokens[self._group :])
         if text.endswith(UNFINISHED) and not whole:
             return
         old, self._text = len(self._text), self._text + text[len(before) :]
