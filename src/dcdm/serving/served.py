@@ -33,6 +33,8 @@ class Served:
     settings: Settings
     folder: str | None = None
     """Where it was loaded from, for commands that others may copy."""
+    about: str | None = None
+    """What it is and what it was trained on, of models that have a card."""
     created: int = field(default_factory=lambda: int(time.time()))
     constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
 
@@ -138,6 +140,7 @@ class Served:
             "dcdm": {
                 "kind": config.kind,
                 "folder": self.folder,
+                "about": self.about,
                 "routing": config.routing if config.kind == "dcdm" else None,
                 "described": described(config),
                 "context_length": config.context_length,
