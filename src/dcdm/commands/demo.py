@@ -1,12 +1,11 @@
-"""`dcdm demo`: the shipped models at work, then two models trained here and compared, then a page about all of it."""
+"""`dcdm demo`: the shipped models at work, two models trained here and compared, and a page about all of it."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,46 +22,15 @@ if TYPE_CHECKING:
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import ChunkView, Written
     from dcdm.viewing.demo_report import CommandExample, ComparedEstimate, DemoReport
+    from dcdm.viewing.exercises import Exercise
 
 EXAMPLES = ("dcdm demo", "dcdm demo --no-train", "dcdm demo --steps 50 --folder runs/short")
 
 WINDOWS = 64
 TEMPERATURE = 0.5
-TEXT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def move(self):\n"
-"""What lanes and chunks are shown on."""
 
 
-# --- what is asked of the shipped models -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """A text with parts of it blanked out; ⟦ and ⟧ stand around them."""
-
-    name: str
-    about: str
-    text: str
-
-    def parts(self) -> list[tuple[str, bool]]:
-        """Stretches of the text, and whether each is blanked out."""
-        pieces = re.split("[⟦⟧]", self.text)
-        return [(piece, bool(number % 2)) for number, piece in enumerate(pieces) if piece]
-
-
-EXERCISES = (
-    Exercise(
-        "blanks",
-        "Fill the blanks of a class",
-        "class Point:\n    def __init__(⟦self, x, y⟧):\n        ⟦self.x⟧ = x\n        self.y = y\n\n"
-        "    ⟦def move⟧(self):\n",
-    ),
-    Exercise(
-        "function",
-        "Complete a function",
-        'def read(filename):\n    """Return the lines of a file."""\n'
-        "⟦    with open(filename) as file:\n        return file.readlines()\n⟧",
-    ),
-)
+# --- the shipped models at work ----------------------------------------------------------------------------------
 
 
 def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0) -> list[Written]:
@@ -80,17 +48,12 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
     from dcdm.likelihood.estimators import score
     from dcdm.viewing.chunks import Written, filling_of
 
-    ids, blank = [tokenizer.bos_id], [False]
-    prompt = ""
-    for piece, is_blank in exercise.parts():
-        tokens = tokenizer.encode(piece)
-        ids += tokens
-        blank += [is_blank] * len(tokens)
-        prompt += f"[[{len(tokens)}]]" if is_blank else piece
-    original, given = torch.tensor([ids]), ~torch.tensor([blank])
+    ids, blank = exercise.original(tokenizer)
+    original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
     done = generate(
-        model, prompt, tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed, eos_id=-1
-    )
+        model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
+        eos_id=-1,
+    )  # fmt: skip
     return Written(
         label=f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)",
         filling=filling_of(done, tokenizer),
@@ -114,6 +77,7 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
     from dcdm.decoding.engine import generate
     from dcdm.io.load import load_model
     from dcdm.viewing.chunks import view, window_of
+    from dcdm.viewing.exercises import EXERCISES, TEXT
     from dcdm.viewing.terminal import show_text, show_written
 
     lanes, chunks = default(), default(chunks=True)
@@ -131,9 +95,17 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
         views[name] = view(loaded, window, name=name)
     if chunks != lanes:
         _say_card(chunks, console)
-        console.print("[bold]The chunks that it forms from this text[/bold], in the order of filling:", highlight=False)
-        show_text(views[chunks], console)
+        console.print(
+            "[bold]The chunks that it forms from this text[/bold], in the order of filling:", highlight=False
+        )
+        show_text(_all_known(views[chunks]), console)
     return FirstScreen(written, views)
+
+
+def _all_known(view: ChunkView) -> ChunkView:
+    """The view with nothing marked as MASK: here one looks at chunks, not at what a router knew."""
+    frame = view.frame
+    return replace(view, frames=[replace(frame, hidden=[False] * len(frame.hidden))], shown=0)
 
 
 def _say_card(name: str, console: Console) -> None:
@@ -171,7 +143,12 @@ def recipes() -> tuple[Recipe, Recipe]:
 
 FIGURES = (
     ("exact, 16 forwards", "−log p of 8 lanes, and of BDLM with one forward for each block of 8", 8, "chunk"),
-    ("exact, 127 forwards", "−log p of one token with each forward: 1 lane, and the surest token of a block", 1, "position"),
+    (
+        "exact, 127 forwards",
+        "−log p of one token with each forward: 1 lane, and the surest token of a block",
+        1,
+        "position",
+    ),
 )
 """What is compared: name, meaning, lanes of the one, and how the other commits."""
 
@@ -226,7 +203,7 @@ def demo(
     _say_next(report.commands[:3], console)
 
 
-def _say_next(commands: list[CommandExample] | tuple[CommandExample, ...], console: Console) -> None:
+def _say_next(commands: Sequence[CommandExample], console: Console) -> None:
     console.print("[bold]dcdm serve[/bold] opens the playground. Then try", highlight=False)
     for command in commands:
         console.print(f"  {command.text}", markup=False, highlight=False, soft_wrap=True)
@@ -300,11 +277,8 @@ def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate
         ours = _rows(score(lanes, windows, "exact", lanes=number))
         theirs = _rows(score(bdlm, windows, "trajectory", commit=commit, batch_size=len(windows)))
         apart = [(a - b, n) for (a, n), (b, _) in zip(ours, theirs, strict=True)]
-        lines.append(
-            ComparedEstimate(
-                name, meaning, *(mean_and_stderr(rows) for rows in (ours, theirs, apart)), windows=len(windows)
-            )
-        )
+        means = [mean_and_stderr(rows) for rows in (ours, theirs, apart)]
+        lines.append(ComparedEstimate(name, meaning, means[0], means[1], means[2], windows=len(windows)))
     return lines
 
 
@@ -342,6 +316,7 @@ def _report(
     from dcdm.model.transformer import parameter_counts
     from dcdm.presets import preset
     from dcdm.viewing.demo_report import Curve, DemoReport
+    from dcdm.viewing.exercises import EXERCISES
 
     size = parameter_counts(preset(recipes()[0].preset))[0]
     cards = [card for name in shown.views if (card := card_of(name)) is not None]
@@ -352,7 +327,9 @@ def _report(
         summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
         recipes=[recipe.says for recipe in recipes()],
         lines=lines,
-        curves=[Curve(name, _losses(folder / r.name)) for name, r in zip(("Lanes", "BDLM"), recipes(), strict=True)],
+        curves=[
+            Curve(name, _losses(folder / r.name)) for name, r in zip(("Lanes", "BDLM"), recipes(), strict=True)
+        ],
         commands=_commands(),
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from dcdm.commands.options import JsonOption, print_json, print_rows
-from dcdm.shipped import CHUNKS, HOME, LANES, cards
+from dcdm.shipped import CHUNKS, HOME, LANES, Figure, cards
 
 EXAMPLES = ("dcdm models", "dcdm models --json")
 
@@ -26,20 +27,25 @@ def models(json: JsonOption = False) -> None:
         print(f"{card.name}: {card.says}")
         text, out = card.trained_on, card.held_out
         print(
-            f"  {card.kind}, {card.parameters / 1e6:.2f}M parameters, context {card.context_length}, {card.tokenizer}, "
-            f"{card.weights['bytes'] / 1e6:.1f} MB"
+            f"  {card.kind}, {card.parameters / 1e6:.2f}M parameters, context {card.context_length}, "
+            f"{card.tokenizer}, {card.weights['bytes'] / 1e6:.1f} MB"
         )
         print(
             f"  trained on {text['source']} {text['python']} (licence {text['licence']}): {card.steps:,} steps, "
             f"{card.tokens / 1e6:.1f}M tokens, seed {card.seed}"
         )
         print(f"  on {out['texts']} files that it never saw, {out['tokens']:,} tokens:")
-        print_rows([
-            {
-                "lanes": one.lanes, "forwards": one.forwards_per_window, "nats/token": f"{one.nats_per_token:.3f}",
-                "nats/byte": f"{one.nats_per_byte:.3f}", "figure": one.estimator,
-            }
-            for one in card.figures
-        ])  # fmt: skip
+        print_rows([_row(figure) for figure in card.figures])
         print(f"  {HOME / card.name}/README.md has all of it\n")
-    print(f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {LANES} where none is named, `dcdm chunks` {CHUNKS}.")
+    print(
+        f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {LANES} where none is named, `dcdm chunks` {CHUNKS}."
+    )
+
+
+def _row(figure: Figure) -> dict[str, Any]:
+    forwards = figure.forwards_per_window
+    return {
+        "lanes": figure.lanes, "forwards": None if forwards is None else round(forwards),
+        "nats/token": f"{figure.nats_per_token:.3f}", "nats/byte": f"{figure.nats_per_byte:.3f}",
+        "figure": figure.estimator,
+    }  # fmt: skip

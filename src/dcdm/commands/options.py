@@ -53,9 +53,7 @@ ModelArgument = Annotated[Path, Positional, arg(metavar="MODEL", help=MODEL_HELP
 ModelIfAny = Annotated[
     Path | None,
     Positional,
-    arg(
-        metavar="[MODEL]", help=f"{MODEL_HELP} By default a model that comes with dcdm.", help_behavior_hint=""
-    ),
+    arg(metavar="[MODEL]", help=f"{MODEL_HELP} By default a model that comes with dcdm.", help_behavior_hint=""),
 ]
 """For commands that take a shipped model where none is named."""
 DeviceOption = Annotated[

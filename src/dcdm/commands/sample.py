@@ -85,8 +85,8 @@ def sample(
         routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
         commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
         lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order.
-        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model is
-            named).
+        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
+            is named).
         top_k: Draw from the k most probable tokens.
         top_p: Draw from the most probable tokens that together reach this probability.
         delimiters: Where adablock may end a block: tokens of the tokenizer.
@@ -217,7 +217,9 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
     if picture.suffix == ".svg":
         lanes = max(filling.lanes, default=0)
         label = f"{lanes} lane{'s' if lanes > 1 else ''}" if lanes else f"{max(filling.chunks)} chunks"
-        write_whole(picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode())
+        write_whole(
+            picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
+        )
     elif picture.suffix == ".html":
         what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
         page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")

@@ -108,12 +108,18 @@ def held_out_corpus(names: list[str]) -> Corpus:
     return Corpus("held-out files", SOURCE, kept, fingerprint=mark, empty_documents=len(texts) - len(kept))
 
 
-def measure(folder: Path, corpus: Corpus, windows: int, lanes: tuple[int, ...] = ()) -> list[tuple[Figures, Figure]]:
+def measure(
+    folder: Path, corpus: Corpus, windows: int, lanes: tuple[int, ...] = ()
+) -> list[tuple[Figures, Figure]]:
     """The likelihoods of a model, in fp32: exact ones of its decoders, and its bound where it has one."""
     config = find_model(folder).config
     estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
     result = evaluate(
-        [str(folder)], [corpus], estimators, EstimatorSettings(samples=4, lanes=lanes), WindowSettings(limit=windows)
+        [str(folder)],
+        [corpus],
+        estimators,
+        EstimatorSettings(samples=4, lanes=lanes),
+        WindowSettings(limit=windows),
     )
     rows = [row for row in result.rows if isinstance(row, Figures)]
     numbers = lanes or config.lanes or (None,) * len(rows)
@@ -207,8 +213,8 @@ license: apache-2.0
 {card.says}
 
 A model of kind `{card.kind}` with {card.parameters:,} parameters, a vocabulary of {card.vocab_size:,}
-({card.tokenizer}) and a context of {card.context_length} tokens. It shows what the method does; it is far too small to be
-of use for writing code.
+({card.tokenizer}) and a context of {card.context_length} tokens. It shows what the method does; it is far
+too small to be of use for writing code.
 
 | | |
 |---|---|
@@ -221,8 +227,8 @@ of use for writing code.
 
 ## Held-out files
 
-{out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on ({out["tokens"]:,} tokens,
-{out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.
+{out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on
+({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.
 
 | lanes | forwards per window | nats per token | nats per byte | what the figure is |
 |---|---|---|---|---|

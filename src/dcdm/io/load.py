@@ -100,7 +100,8 @@ def load_model(
 ) -> tuple[Model, Tokenizer]:
     """The model, ready for evaluation, and its tokenizer; without a path, of the one that comes with the package.
 
-    `path` may be a name that `dcdm models` lists; a folder of that name wins. Of a run folder the newest whole checkpoint is taken; with `average`, its averaged weights where it has any.
+    `path` may be a name that `dcdm models` lists; a folder of that name wins. Of a run folder the newest whole
+    checkpoint is taken; with `average`, its averaged weights where it has any.
     `adapter` is a folder of LoRA adapters, which are merged into the model; such a folder can also stand for the
     model, if its base is where it was in training.
     """

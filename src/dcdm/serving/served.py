@@ -23,6 +23,7 @@ from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import FORMAT, Refusal, ResponseFormat, bad_request, queue_full, refused_setting
 from dcdm.serving.settings import Settings
+from dcdm.viewing.exercises import BLANKS, EXERCISES, FUNCTION
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,20 @@ class Served:
     def _too_much(self, message: str) -> Refusal:
         return bad_request(message, "prompt", "context_length_exceeded")
 
+    def examples(self) -> list[dict[str, Any]]:
+        """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
+        fitting = [one for one in EXERCISES if len(one.original(self.tokenizer)[0]) < self.window]
+        found: list[dict[str, Any]] = []
+        if BLANKS in fitting and self.model.config.kind != "ar":
+            found.append({"name": "Fill blanks", "prompt": BLANKS.prompt(self.tokenizer)})
+        if FUNCTION in fitting:
+            (given, _), (rest, _) = FUNCTION.parts()
+            found.append({"name": "Complete", "prompt": given, "length": len(self.tokenizer.encode(rest))})
+        if found and self.model.config.kind != "ar":
+            orders = "AR’s order and lanes" if self.model.config.lanes else "two orders"
+            found.append({**found[-1], "name": f"Compare {orders}", "compare": True})
+        return [{"length": None, "compare": False, **one} for one in found]
+
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, and under `dcdm` what this one can do."""
         config, settings = self.model.config, self.settings
@@ -155,6 +170,7 @@ class Served:
                 "default_commit": default_commit(config),
                 "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
+                "examples": self.examples(),
                 "limits": {
                     "max_tokens": settings.max_tokens,
                     "max_prompt_tokens": self.max_prompt_tokens,

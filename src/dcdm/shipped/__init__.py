@@ -111,7 +111,7 @@ def cards() -> list[Card]:
 
 
 def default(*, chunks: bool = False) -> str:
-    """The model to take when none is named; with `chunks` the one that forms chunks from content, if it is there."""
+    """The model to take when none is named; with `chunks` the one with chunks from content, if it is there."""
     there = names()
     if not there:
         raise ConfigError("no trained model came with this installation; name a run or an exported folder")

@@ -90,7 +90,8 @@ def demo_page(report: DemoReport) -> str:
     body = Template(asset("demo.html")).substitute(
         models="".join(f"<li><b>{html.escape(c.name)}</b>: {html.escape(c.sentence)}</li>" for c in report.cards),
         written="".join(
-            _exercise(name, about, texts) for name, (about, texts) in zip(names, report.written.items(), strict=True)
+            _exercise(name, about, texts)
+            for name, (about, texts) in zip(names, report.written.items(), strict=True)
         ),
         shipped="".join(_shipped(card) for card in report.cards),
         summary=html.escape(report.summary),
@@ -110,8 +111,8 @@ def demo_page(report: DemoReport) -> str:
 def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
     return (
         f'<section class="panel wide">\n<h2>{html.escape(about)}: lanes beside AR’s order</h2>\n'
-        '<p class="small quiet">Grey text was given. One set of weights, the same seed, two orders of writing; both '
-        f'replays move forward by forward.</p>\n<div id="{name}"></div>\n'
+        '<p class="small quiet">Grey text was given. One set of weights, the same seed, two orders of writing; '
+        f'both replays move forward by forward.</p>\n<div id="{name}"></div>\n'
         f"{''.join(_figures(text) for text in texts)}</section>\n"
     )
 
@@ -123,12 +124,12 @@ def _figures(text: Written) -> str:
 def _shipped(card: Card) -> str:
     """The figures of a card as a table."""
     rows = [
-        ["–" if one.lanes is None else one.lanes, "–" if one.forwards_per_window is None else one.forwards_per_window,
+        [one.lanes or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
          f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
         for one in card.figures
     ]  # fmt: skip
     header = ["lanes", "forwards", "nats/token", "nats/byte", "figure"]
-    return f"<div><h3>{html.escape(card.name)}</h3>{grid(header, rows, ('figure',))}</div>"
+    return f"<div><h3>{html.escape(card.name)}</h3>{grid(header, rows, ())}</div>"
 
 
 def _row(line: ComparedEstimate) -> str:

@@ -1,8 +1,8 @@
 """Texts being filled in, as one SVG that moves by itself: for a README, which can hold neither scripts nor buttons.
 
-Every token lies at its place in the text, on the colour of its lane or chunk, and appears with the forward that wrote
-it; several texts stand side by side and move at the same number of forwards per second. Where motion is not wanted,
-the finished texts stand still.
+Every token lies at its place in the text, on the colour of its lane or chunk, and appears with the forward that
+wrote it; several texts stand side by side and move at the same number of forwards per second. Where motion is not
+wanted, the finished texts stand still.
 """
 
 from __future__ import annotations
