@@ -109,11 +109,12 @@ def held_out_corpus(names: list[str]) -> Corpus:
 
 
 def measure(
-    folder: Path, corpus: Corpus, windows: int, lanes: tuple[int, ...] = ()
+    folder: Path, corpus: Corpus, windows: int, lanes: tuple[int, ...] = (), estimators: tuple[str, ...] = ()
 ) -> list[tuple[Figures, Figure]]:
     """The likelihoods of a model, in fp32: exact ones of its decoders, and its bound where it has one."""
     config = find_model(folder).config
-    estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
+    if not estimators:
+        estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
     result = evaluate(
         [str(folder)],
         [corpus],
