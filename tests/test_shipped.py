@@ -250,7 +250,7 @@ def test_a_run_becomes_a_model_that_ships(made, capsys):
     assert asdict(Card.read(folder)) == json.loads((folder / CARD).read_text()) | {"figures": card_figures(card)}
     with pytest.raises(ConfigError, match="exists"):
         shipping.ship(run, "mine", "Mine.", into=folder.parent)
-    shipping.ship(run, "mine", "Other.", windows=4, replace_it=True, into=folder.parent)
+    shipping.ship(run, "mine", "Other.", windows=4, overwrite=True, into=folder.parent)
     assert Card.read(folder).says == "Other."
 
 

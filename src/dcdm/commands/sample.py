@@ -36,6 +36,7 @@ EXAMPLES = (
 OPTION_OF = {"max_new_tokens": "length"}
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 """What the default model continues when nothing is asked."""
+EXAMPLE_LENGTH = 64
 CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
@@ -111,6 +112,8 @@ def sample(
     at_least_one(num=num, batch_size=batch_size)
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
+    if prompts[0] == EXAMPLE and length is None:
+        length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
     _warn_of_window(window, loaded.config.context_length)
     adablock = None
     if routing == "adablock":

@@ -47,7 +47,7 @@ LARGEST = 12 << 20
 
 def ship(
     run: Annotated[Path, Positional], name: Annotated[str, Positional], says: str, windows: int = WINDOWS,
-    replace_it: bool = False, into: Path = HOME,
+    overwrite: bool = False, into: Path = HOME,
 ) -> None:  # fmt: skip
     """Export a run in bf16, measure it on held-out files, and write it, with its card, as a model that ships.
 
@@ -56,11 +56,11 @@ def ship(
         name: What users will call it.
         says: What it is, in a sentence.
         windows: Windows of held-out text for each figure, spread evenly.
-        replace_it: Put it in the place of the model that has this name now.
+        overwrite: Put it in the place of the model that has this name now.
         into: The folder of all shipped models.
     """
     folder = into / name
-    if not replace_it:
+    if not overwrite:
         check_free(folder)
     settings = _settings(run)
     model, tokenizer = load_model(run)
@@ -71,7 +71,7 @@ def ship(
             raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
         card = card_of(exported, run, settings, name, says, windows)
     more = {CARD: json.dumps(asdict(card), indent=1) + "\n", TRAINING: (run / SETTINGS).read_text(encoding="utf-8")}
-    if replace_it:
+    if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
     write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
     print(model_card(card))
@@ -124,6 +124,7 @@ def measure(
     )
     rows = [row for row in result.rows if isinstance(row, Figures)]
     numbers = lanes or config.lanes or (None,) * len(rows)
+    numbers = (1,) if config.kind == "ar" else numbers
     return [(row, _figure(row, number)) for row, number in zip(rows, numbers, strict=True)]
 
 
@@ -131,8 +132,8 @@ def _figure(row: Figures, lanes: int | None) -> Figure:
     forwards = None
     if row.estimator == "trajectory":
         forwards = round(row.forwards / row.windows, 2)
-    elif row.estimator == "exact":
-        forwards = float(-(-(row.window_length - 1) // (lanes or 1)))
+    elif lanes is not None:
+        forwards = float(-(-(row.window_length - 1) // lanes))
     return Figure(
         row.estimator, lanes, _digits(row.nats_per_token), _digits(row.document_stderr),
         _digits(row.nats_per_token * row.tokens / row.bytes), forwards,

@@ -585,9 +585,9 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
 
 def as_filling(view: ChunkView) -> Filling:
     """A text that is known, as its model would fill it: one forward for each chunk."""
-    ids = view.frames[-1].ids
+    ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
     steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
-    return Filling([token.text for token in view.tokens], ids, steps, view.lanes)
+    return Filling([token.text for token in view.tokens], ids, [step for step in steps if step], view.lanes)
 
 
 def replay_page(filling: Filling, title: str, sentence: str) -> str:

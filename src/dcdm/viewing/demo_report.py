@@ -152,7 +152,7 @@ def _data(report: DemoReport, names: Sequence[str]) -> dict[str, Any]:
 def _viewed(view: ChunkView) -> dict[str, Any]:
     """A text that is known, as its model would fill it, with the scores by which it was divided."""
     data = page_data(view)
-    last = data["frames"][-1]
+    last = data["frames"][view.shown]
     return {
         **asdict(as_filling(view)), "label": f"{view.model}: {_called(view)}", "rule": view.rule,
         "scores": last["scores"], "bias": data["bias"], "kinds": [token.kind for token in view.tokens],
