@@ -65,7 +65,8 @@ def test_weights_are_bf16_in_the_file_and_fp32_on_a_cpu(name):
 def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
     card = Card.read(HOME / name)
     settings = shipping.run_settings.read(HOME / name / TRAINING)
-    assert (settings.train.seed, settings.train.steps) == (card.seed, card.steps)
+    assert settings.train.seed == card.seed
+    assert 0 < card.steps <= settings.train.steps
     assert f"shipped/{name}/{TRAINING}" in card.command
     assert settings.data.sources == ("stdlib",)
     assert card.trained_on["licence"] == "PSF-2.0"

@@ -16,7 +16,7 @@ from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.shipped import CHUNKS, LANES, card_of
-from dcdm.viewing.exercises import BLANKS, FUNCTION
+from dcdm.viewing.exercises import exercises_for
 from live import live, tiny_model
 
 
@@ -53,10 +53,12 @@ def served(name: str, **changes) -> Served:
 def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
     one = served(LANES)
     tokenizer = one.tokenizer
+    blanks, function = exercises_for(tokenizer, one.window)
     fill, complete, compare = one.examples()
-    assert fill == {"name": "Fill blanks", "prompt": BLANKS.prompt(tokenizer), "length": None, "compare": False}
-    assert complete["prompt"] + FUNCTION.parts()[-1][0] == FUNCTION.marked.replace("⟦", "").replace("⟧", "")
-    assert complete["length"] == len(tokenizer.encode(FUNCTION.parts()[-1][0]))
+    assert fill == {"name": "Fill blanks", "prompt": blanks.prompt(tokenizer), "length": None, "compare": False}
+    (given, none), (rest, length) = function.segments(tokenizer)
+    assert (given + rest, none) == (function.text, 0)
+    assert (complete["prompt"], complete["length"]) == (given, length)
     assert compare == {**complete, "name": "Compare AR’s order and lanes", "compare": True}
     assert [each["name"] for each in served(CHUNKS).examples()][-1] == "Compare two orders"
     assert [each["name"] for each in served("ar", context_length=128).examples()] == ["Complete"]
@@ -101,16 +103,16 @@ def texts(page: Page) -> list[str]:
 def test_the_page_greets_with_the_model_and_its_examples_run_at_a_click(page, address, width):
     page.open(address, width=width, dark=width < 1000)
     model, tokenizer = dcdm.load()
+    blanks, function = exercises_for(tokenizer, model.config.context_length)
     assert page.text("about") == card_of(LANES).sentence
-    assert page.js("document.getElementById('prompt').value") == BLANKS.prompt(tokenizer)
+    assert page.js("document.getElementById('prompt').value") == blanks.prompt(tokenizer)
     assert page.js("document.querySelectorAll('#examples .chip').length") == 3
 
     click(page, 1)
     alike = {"tokenizer": tokenizer, "temperature": 0.5}
-    assert texts(page) == generate(model, [BLANKS.prompt(tokenizer)], **alike).texts
+    assert texts(page) == generate(model, [blanks.prompt(tokenizer)], **alike).texts
     click(page, 3)
-    (given, _), (rest, _) = FUNCTION.parts()
-    length = len(tokenizer.encode(rest))
+    (given, _), (_, length) = function.segments(tokenizer)
     assert texts(page) == [
         given + generate(model, [given], max_new_tokens=length, lanes=lanes, **alike).texts[0]
         for lanes in (1, None)

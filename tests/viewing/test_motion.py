@@ -11,8 +11,11 @@ from rich.console import Console
 
 from browser import CHROMIUM, Page, artefacts, chromium
 from dcdm.cli import main
+from dcdm.data.tokenizers import byte_tokenizer, train_bpe
+from dcdm.decoding.prompts import with_blanks
 from dcdm.viewing import terminal
 from dcdm.viewing.chunks import Filling, Written
+from dcdm.viewing.exercises import EXERCISES, exercises_for
 from dcdm.viewing.motion import MOST_COLUMNS, cells, moving_picture
 from dcdm.viewing.palette import colour
 from dcdm.viewing.terminal import filling_text, show_written
@@ -121,3 +124,35 @@ def test_blanks_disappear_with_the_forward_that_fills_them():
     assert [filling_text(TWO, at, False).plain for at in range(3)] == [
         "a<b:\n░░░", "a<b:\n  x░ &\n", "a<b:\n  x = &\n",
     ]  # fmt: skip
+
+
+# --- what is blanked out -----------------------------------------------------------------------------------------
+
+
+ALL = [exercise for forms in EXERCISES for exercise in forms]
+
+
+def tokenizer_of(spec):
+    return byte_tokenizer() if spec == "bytes" else train_bpe([one.text for one in ALL] * 9, 320)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: f"{exercise.name} {len(exercise.text)}")
+@pytest.mark.parametrize("spec", ["bytes", "bpe"])
+def test_blanks_are_whole_tokens_of_the_text_as_the_model_reads_it(exercise, spec):
+    tokenizer = tokenizer_of(spec)
+    ids, blank = exercise.original(tokenizer)
+    assert ids == tokenizer.encode(exercise.text)
+    assert "".join(text for text, _ in exercise.segments(tokenizer)) == exercise.text
+    masked = [tokenizer.mask_id if hole else token for token, hole in zip(ids, blank, strict=True)]
+    assert with_blanks(tokenizer, exercise.prompt(tokenizer)) == masked
+    for marked in re.findall("⟦(.*?)⟧", exercise.marked, re.DOTALL):
+        assert any(marked in text for text, count in exercise.segments(tokenizer) if count)
+
+
+def test_the_longest_form_that_fits_is_chosen():
+    tokenizer = byte_tokenizer()
+    assert exercises_for(tokenizer, 1024) == [forms[0] for forms in EXERCISES]
+    assert exercises_for(tokenizer, 128) == [forms[1] for forms in EXERCISES]
+    assert exercises_for(tokenizer, 64) == []
+    for one in (*exercises_for(tokenizer, 1024), *exercises_for(tokenizer, 128)):
+        compile(one.text + "        pass\n" * one.text.endswith("(self):\n"), one.name, "exec")

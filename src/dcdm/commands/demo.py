@@ -67,7 +67,7 @@ class FirstScreen:
     """What the shipped models did."""
 
     written: dict[str, list[Written]]
-    """By the name of the exercise: in lanes, and in AR's order."""
+    """By what was asked: in lanes, and in AR's order."""
     views: dict[str, ChunkView]
     """The same text as each model divides it."""
 
@@ -77,7 +77,7 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
     from dcdm.decoding.engine import generate
     from dcdm.io.load import load_model
     from dcdm.viewing.chunks import view, window_of
-    from dcdm.viewing.exercises import EXERCISES, TEXT
+    from dcdm.viewing.exercises import exercises_for
     from dcdm.viewing.terminal import show_text, show_written
 
     lanes, chunks = default(), default(chunks=True)
@@ -85,13 +85,15 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
     _say_card(lanes, console)
     generate(model, "x", tokenizer=tokenizer, max_new_tokens=4)  # the first forward of a process is slow
     written = {}
-    for exercise in EXERCISES:
-        written[exercise.name] = write(model, tokenizer, exercise, seed)
+    exercises = exercises_for(tokenizer, model.config.context_length)
+    for exercise in exercises:
+        written[exercise.about] = write(model, tokenizer, exercise, seed)
         console.print(f"[bold]{exercise.about}[/bold], one model, two orders:", highlight=False)
-        show_written(written[exercise.name], console)
+        show_written(written[exercise.about], console)
     views = {}
     for name, (loaded, words) in {lanes: (model, tokenizer), chunks: load_model(chunks)}.items():
-        window, _ = window_of(TEXT, words, loaded.config.context_length)
+        text = exercises_for(words, loaded.config.context_length)[0].text
+        window, _ = window_of(text, words, loaded.config.context_length)
         views[name] = view(loaded, window, name=name)
     if chunks != lanes:
         _say_card(chunks, console)
@@ -190,7 +192,9 @@ def demo(
     shown = first_screen(console, seed)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "filling.svg"
-    write_whole(picture, moving_picture(shown.written["blanks"], "A small model fills blanks in code").encode())
+    write_whole(
+        picture, moving_picture(next(iter(shown.written.values())), "A small model fills blanks in code").encode()
+    )
     if not train:
         console.print(f"\n[bold]{picture}[/bold] is this as a picture that moves.", highlight=False)
         _say_next(_commands()[:3], console)
@@ -318,14 +322,13 @@ def _report(
     from dcdm.model.transformer import parameter_counts
     from dcdm.presets import preset
     from dcdm.viewing.demo_report import Curve, DemoReport
-    from dcdm.viewing.exercises import EXERCISES
 
     size = parameter_counts(preset(recipes()[0].preset))[0]
     cards = [card for name in shown.views if (card := card_of(name)) is not None]
     return DemoReport(
         cards=cards,
         views=shown.views,
-        written={exercise.about: shown.written[exercise.name] for exercise in EXERCISES},
+        written=shown.written,
         summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
         recipes=[recipe.says for recipe in recipes()],
         lines=lines,

@@ -34,7 +34,7 @@ EXAMPLES = (
     "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
 )
 OPTION_OF = {"max_new_tokens": "length"}
-EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
 """What the default model continues when nothing is asked."""
 EXAMPLE_LENGTH = 64
 CAREFUL = 0.5

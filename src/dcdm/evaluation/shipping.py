@@ -161,14 +161,16 @@ def card_of(
         measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator == "bound"
     )
     train = stdlib_files("train")
-    rows = list(read_rows(run / "metrics.jsonl"))
+    steps, rows = find_model(run).identity()["step"], list(read_rows(run / "metrics.jsonl"))
+    if steps < settings.train.steps:
+        print(f"{run} has done {steps} of its {settings.train.steps} steps; its card will say so", file=sys.stderr)
     return Card(
         name=name, says=says, kind=config.kind, parameters=parameter_counts(config)[0],
         context_length=config.context_length, tokenizer=settings.data.tokenizer, vocab_size=config.vocab_size,
         preset=_preset_like(config),
         command=f"dcdm train --config src/dcdm/shipped/{name}/{TRAINING} --run runs/{name}",
-        seed=settings.train.seed, steps=settings.train.steps,
-        tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and "tokens" in row),
+        seed=settings.train.seed, steps=steps,
+        tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
         trained_on={
             "source": SOURCE, "licence": LICENCE, "python": sys.version.split()[0], "files": len(train),
             "bytes": sum(path.stat().st_size for path in train),

@@ -23,7 +23,7 @@ from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import FORMAT, Refusal, ResponseFormat, bad_request, queue_full, refused_setting
 from dcdm.serving.settings import Settings
-from dcdm.viewing.exercises import BLANKS, EXERCISES, FUNCTION
+from dcdm.viewing.exercises import exercises_for
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Served:
 
     def examples(self) -> list[dict[str, Any]]:
         """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
-        fitting = [one for one in EXERCISES if len(one.original(self.tokenizer)[0]) < self.window]
+        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window)}
         found: list[dict[str, Any]] = []
-        if BLANKS in fitting and self.model.config.kind != "ar":
-            found.append({"name": "Fill blanks", "prompt": BLANKS.prompt(self.tokenizer)})
-        if FUNCTION in fitting:
-            (given, _), (rest, _) = FUNCTION.parts()
-            found.append({"name": "Complete", "prompt": given, "length": len(self.tokenizer.encode(rest))})
+        if "blanks" in fitting and self.model.config.kind != "ar":
+            found.append({"name": "Fill blanks", "prompt": fitting["blanks"].prompt(self.tokenizer)})
+        if "function" in fitting:
+            (given, _), (_, length) = fitting["function"].segments(self.tokenizer)
+            found.append({"name": "Complete", "prompt": given, "length": length})
         if found and self.model.config.kind != "ar":
             orders = "AR’s order and lanes" if self.model.config.lanes else "two orders"
             found.append({**found[-1], "name": f"Compare {orders}", "compare": True})

@@ -193,7 +193,8 @@ def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
         below = text.sentence if done == text.forwards else ""
         inner = Text("\n").join([filling_text(text.filling, done, coloured), Text(below, "dim")])
         panels.append(Panel(inner, title=head, title_align="left"))
-    beside = console.width >= LEAST_BESIDE
+    widest = max(len(line) for text in texts for line in "".join(text.filling.tokens[1:]).splitlines())
+    beside = console.width >= max(LEAST_BESIDE, 2 * (widest + 5))
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in panels if beside else panels[:1]:
         table.add_column(ratio=1)
