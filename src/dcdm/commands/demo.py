@@ -90,11 +90,12 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
         written[exercise.about] = write(model, tokenizer, exercise, seed)
         console.print(f"[bold]{exercise.about}[/bold], one model, two orders:", highlight=False)
         show_written(written[exercise.about], console)
+    loaded = {lanes: (model, tokenizer), chunks: load_model(chunks)}
+    texts = [exercises_for(words, one.config.context_length)[0].text for one, words in loaded.values()]
     views = {}
-    for name, (loaded, words) in {lanes: (model, tokenizer), chunks: load_model(chunks)}.items():
-        text = exercises_for(words, loaded.config.context_length)[0].text
-        window, _ = window_of(text, words, loaded.config.context_length)
-        views[name] = view(loaded, window, name=name)
+    for name, (one, words) in loaded.items():
+        window, _ = window_of(min(texts, key=len), words, one.config.context_length)
+        views[name] = view(one, window, name=name)
     if chunks != lanes:
         _say_card(chunks, console)
         console.print(

@@ -78,6 +78,8 @@ def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[
     """Tokens on their chunks' colours; hidden ones in the colour, underlined."""
     text = Text()
     for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
+        if _begins_line(token):
+            text.append("\n")
         if chunk < 0:
             style = "dim"
         elif is_hidden:
@@ -88,6 +90,11 @@ def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[
         if token.endswith("\n"):
             text.append("\n")
     return text
+
+
+def _begins_line(token: str) -> bool:
+    """Whether a token is a line end with the indentation behind it: it is shown at the beginning of its line."""
+    return token.startswith("\n") and not token.endswith("\n")
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
@@ -105,7 +112,7 @@ def numbered_tokens(
     for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
         cells = (token.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if is_hidden else "")
         room = max(map(cell_len, cells)) + spaced
-        if rows[0] and len(heads[0]) + cell_len(rows[0]) + room > width:
+        if rows[0] and (_begins_line(token) or len(heads[0]) + cell_len(rows[0]) + room > width):
             yield from _finished(heads, rows)
             rows = [""] * 3
         rows = [row + cell + " " * (room - cell_len(cell)) for row, cell in zip(rows, cells, strict=True)]
