@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 # one thread per test process: two are far slower on small tensors when the machine is busy
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -10,7 +11,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 .PHONY: help setup demo test test-all browser check format clean
 
 help:
-	@echo "make demo      train a small model and watch it fill in text (a few minutes)"
+	@echo "make demo      watch a trained model fill in code, then train two and compare them (a few minutes)"
 	@echo "make test      lint, types and the default test suite"
 	@echo "make test-all  the same with the slow tests and a browser"
 	@echo "make browser   Debian's Chromium, which the tests of the playground drive"
@@ -24,7 +25,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)
 
-demo: $(STAMP)
+# what the demo and the server need is installed sooner than everything
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
+	touch $@
+
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/dcdm demo
 
 check: $(STAMP)

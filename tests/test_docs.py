@@ -31,6 +31,7 @@ LEFT_OUT = {
     "dcdm study": "takes hours; test_study.py runs a small one and reads those that are shipped",
     "curl": "needs a server",
     "python -m pytest": "a test of the suite",
+    "python -m dcdm.evaluation.shipping": "needs a long run; test_shipped.py ships a small one",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
     "dcdm eval quality": "needs a scorer that readers bring; test_quality.py runs it on one of its own",
     "dcdm bench": "takes minutes; every subject has a test of its own",
@@ -131,7 +132,7 @@ SMALL = [
 MODELS = {
     "runs/first": "dcdm-debug-causal", "runs/second": "bdlm-debug", "runs/paper": "dcdm-debug",
     "runs/ar": "ar-debug", "runs/mdlm": "mdlm-debug", "runs/bdlm": "bdlm-debug", "runs/dcdm": "dcdm-debug",
-    "runs/demo/dcdm": "dcdm-debug-causal", "runs/demo/bdlm": "bdlm-debug", "run": "mdlm-debug",
+    "run": "mdlm-debug",
     "runs/ar-debug": "ar-debug", "runs/mdlm-debug": "mdlm-debug", "runs/bdlm-debug": "bdlm-debug",
     "runs/dcdm-debug": "dcdm-debug", "runs/dcdm-debug-causal": "dcdm-debug-causal",
     "runs/dcdm-moe-debug": "dcdm-debug",

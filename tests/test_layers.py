@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "dcdm"
 # its neighbours.
 ORDER = [
     ["config", "keys", "files", "progress"],
-    ["presets"],
+    ["presets", "shipped"],
     ["distributed"],
     ["data"],
     ["model"],

@@ -24,6 +24,7 @@ from dcdm.commands import (
     eval_tasks,
     export,
     import_model,
+    models,
     options,
     presets,
     report,
@@ -59,6 +60,7 @@ class Group:
 
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command(demo.demo, demo.EXAMPLES),
+    "models": Command(models.models, models.EXAMPLES),
     "presets": Command(presets.presets, presets.EXAMPLES),
     "train": Command(train.train, train.EXAMPLES, settings=train.OPTION_OF),
     "adapt": Command(adapt.adapt, adapt.EXAMPLES, settings=adapt.OPTION_OF),

@@ -63,7 +63,7 @@ def test_the_version_is_told(capsys):
     [
         (["trian", "--run", "x"], "`dcdm train`"),
         (["eval", "pll", "x"], "`dcdm eval ppl`"),
-        (["fly"], "known: demo, presets"),
+        (["fly"], "known: demo, models"),
     ],
 )
 def test_an_unknown_command_is_told_with_the_nearest_one(given, hint, capsys):

@@ -1,4 +1,4 @@
-"""`dcdm demo` as a user runs it: trains, resumes, compares, and writes a report that needs nothing else."""
+"""`dcdm demo` as a user runs it: shows the shipped models, trains, resumes, compares, and writes a report."""
 
 import json
 import os
@@ -10,19 +10,28 @@ import sys
 import time
 
 import pytest
+import torch
 
 import dcdm
-from browser import CHROMIUM, chromium, dumped
+from browser import CHROMIUM, Page, artefacts, chromium, dumped
 from dcdm.cli import main
-from dcdm.commands.demo import SAMPLES, SNIPPET, held_out, recipes
+from dcdm.commands.demo import FIGURES, held_out, recipes, write
+from dcdm.decoding.prompts import with_blanks
 from dcdm.model.transformer import parameter_counts
-from dcdm.presets import preset
+from dcdm.shipped import CHUNKS, LANES
 from dcdm.training.settings import resolve
+from dcdm.viewing.chunks import as_filling, view, window_of
 from dcdm.viewing.demo_report import ComparedEstimate, with_error
+from dcdm.viewing.exercises import exercises_for
 from dcdm.viewing.plots import Curve, averaged, line_plot
 
 STEPS = 5
-TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(120))
+CORPUS = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(120))
+
+
+def exercises():
+    model, tokenizer = dcdm.load(LANES)
+    return exercises_for(tokenizer, model.config.context_length)
 
 
 def metrics(run):
@@ -45,7 +54,7 @@ def demo(folder, corpus, *more):
 def place(tmp_path_factory):
     """A folder with a corpus; what is prepared of it is kept there."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "corpus.txt").write_text(TEXT)
+    (folder / "corpus.txt").write_text(CORPUS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCDM_CACHE", str(folder / "cache"))
         yield folder
@@ -60,7 +69,7 @@ def finished(place):
         [*command, "--data", str(corpus)], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    first = folder / "dcdm" / "metrics.jsonl"
+    first = folder / "lanes" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (first.exists() and first.read_text().count("\n")) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -75,7 +84,7 @@ def test_an_interrupted_demo_saves_leaves_with_130_and_resumes(finished):
     assert code == 130
     assert done.returncode == 0, done.stderr
     assert "resuming from step" in done.stderr
-    for name in ("dcdm", "bdlm"):
+    for name in ("lanes", "bdlm"):
         assert steps_of(folder / name) == list(range(1, STEPS + 1))
 
 
@@ -84,65 +93,117 @@ def test_the_figures_are_those_of_score_in_terminal_json_and_report(finished, pl
     assert demo(folder, place / "corpus.txt", "--json") == 0
     found = json.loads(capsys.readouterr().out)["figures"]
     page = (folder / "report.html").read_text()
-    for line, estimator in zip(found, ("bound", "trajectory"), strict=True):
-        scores = {}
-        for name in ("dcdm", "bdlm"):
-            model, tokenizer = dcdm.load(folder / name)
-            windows = held_out((str(place / "corpus.txt"),), tokenizer, model.config.context_length)
-            scores[name] = dcdm.score(model, windows, estimator, samples=SAMPLES, seed=0, commit="chunk")
-            assert line[name][0] == pytest.approx(scores[name].per_token, abs=1e-9)
-            shown = with_error(tuple(line[name]))
+    models = {name: dcdm.load(folder / name) for name in ("lanes", "bdlm")}
+    tokenizer, length = models["lanes"][1], models["lanes"][0].config.context_length
+    windows = held_out((str(place / "corpus.txt"),), tokenizer, length)
+    for line, (name, _, lanes, commit) in zip(found, FIGURES, strict=True):
+        ours = dcdm.score(models["lanes"][0], windows, "trajectory", lanes=lanes)
+        theirs = dcdm.score(models["bdlm"][0], windows, "trajectory", commit=commit)
+        assert ours.forwards.tolist() == theirs.forwards.tolist()
+        assert f"{int(ours.forwards.max())} forwards" in name
+        for model, score in {"lanes": ours, "bdlm": theirs}.items():
+            assert line[model][0] == pytest.approx(score.per_token, abs=1e-5)
+            shown = with_error(tuple(line[model]))
             assert shown in page
             assert shown in done.stdout
-        gap = scores["dcdm"].per_token - scores["bdlm"].per_token
-        assert line["difference"][0] == pytest.approx(gap, abs=1e-9)
-        if estimator == "trajectory":
-            assert scores["dcdm"].forwards.tolist() == scores["bdlm"].forwards.tolist()
+        assert line["difference"][0] == pytest.approx(ours.per_token - theirs.per_token, abs=1e-5)
 
 
 def test_a_finished_demo_is_not_trained_again_until_a_fresh_start(finished, place):
     folder = place / "again"
     shutil.copytree(finished[0], folder)
-    (folder / "dcdm" / "mark").touch()
-    before = (folder / "dcdm" / "metrics.jsonl").read_bytes()
+    (folder / "lanes" / "mark").touch()
+    before = (folder / "lanes" / "metrics.jsonl").read_bytes()
     assert demo(folder, place / "corpus.txt") == 0
-    assert (folder / "dcdm" / "mark").exists()
-    assert (folder / "dcdm" / "metrics.jsonl").read_bytes() == before
+    assert (folder / "lanes" / "mark").exists()
+    assert (folder / "lanes" / "metrics.jsonl").read_bytes() == before
     assert demo(folder, place / "corpus.txt", "--seed", "1") == 2
     assert demo(folder, place / "corpus.txt", "--seed", "1", "--fresh") == 0
-    assert not (folder / "dcdm" / "mark").exists()
+    assert not (folder / "lanes" / "mark").exists()
 
 
-def test_both_models_have_as_many_parameters_and_as_many_chunks():
-    configs = [resolve(recipe.preset, None, recipe.changes).model for recipe in recipes()]
-    assert parameter_counts(configs[0]) == parameter_counts(configs[1])
-    length = preset("dcdm-debug-causal").context_length
-    assert configs[0].num_groups(length - 1) == configs[1].num_groups(length - 1)
+def test_both_models_have_as_many_parameters_and_the_same_training():
+    settings = [resolve(recipe.preset, None, recipe.changes) for recipe in recipes()]
+    assert parameter_counts(settings[0].model) == parameter_counts(settings[1].model)
+    assert settings[0].train == settings[1].train
 
 
 def test_the_report_needs_nothing_from_outside_and_the_terminal_says_what_comes_next(finished):
     folder, _, done = finished
     page = (folder / "report.html").read_text()
     assert not re.findall(r"""(?:https?:)?//[\w.]+|\b(?:src|href)\s*=(?!"#)|url\((?!#)|@import""", page)
-    assert ">DCDM</text>" in page
+    assert ">Lanes</text>" in page
     assert ">BDLM</text>" in page
-    assert len(re.findall(r"By the (?:bound|exact, 8 forwards) figure", page)) == 2  # neither is left out
+    assert len(re.findall(r"By the exact, \d+ forwards figure", page)) == 2  # neither is left out
     assert f"{folder / 'report.html'}" in done.stdout.replace("\n", "")
-    assert "class Point" in done.stdout
-    assert "░" in done.stdout
-    assert len(re.findall(r"^  dcdm \w+ ", done.stdout, re.MULTILINE)) == 3
+    assert "dcdm serve opens the playground" in done.stdout
+    assert len(re.findall(r"^  dcdm \w+", done.stdout, re.MULTILINE)) == 3
+
+
+def test_shipped_models_come_first_in_lanes_beside_ars_order_and_then_chunks(finished):
+    out = finished[2].stdout
+    shown = [out.index(words) for words in (
+        f"{LANES}: ", *(exercise.about for exercise in exercises()), f"{CHUNKS}: ", "Now two models",
+        "nats per byte, ", "report.html",
+    )]  # fmt: skip
+    assert shown == sorted(shown)
+    for words in ("lanes: forward", "AR’s order (1 lane): forward", "exact −log p"):
+        assert out.count(words) >= len(exercises())
+    assert (finished[0] / "filling.svg").stat().st_size < 400_000
+
+
+def test_without_training_the_first_screen_is_all(place, tmp_path, capsys):
+    assert demo(tmp_path / "quick", place / "corpus.txt", "--no-train") == 0
+    assert [path.name for path in (tmp_path / "quick").iterdir()] == ["filling.svg"]
+    assert "Now two models" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_both_orders_fill_the_same_blanks_and_the_likelihood_is_that_of_the_original(number):
+    model, tokenizer = dcdm.load(LANES)
+    exercise = exercises()[number]
+    lanes, ar = write(model, tokenizer, exercise)
+    ids, blank = exercise.original(tokenizer)
+    assert with_blanks(tokenizer, exercise.prompt(tokenizer)) == [
+        tokenizer.mask_id if hole else token for token, hole in zip(ids, blank, strict=True)
+    ]
+    holes = sum(blank)
+    assert ar.forwards == holes == sum(map(len, ar.filling.steps)) == sum(map(len, lanes.filling.steps))
+    assert lanes.forwards == -(-holes // max(lanes.filling.lanes))
+    tokens = torch.tensor([[tokenizer.bos_id, *ids]])
+    for text in (lanes, ar):
+        assert [group > 0 for group in text.filling.groups] == [False, *blank]
+        given = ~torch.tensor([[False, *blank]])
+        by_decoder = dcdm.score(model, tokens, "trajectory", prompt=given, lanes=max(text.filling.lanes))
+        assert text.nats == pytest.approx(float(by_decoder.nats) / holes, rel=1e-4)
+    assert len(ids) < model.config.context_length
+
+
+def test_a_known_text_is_replayed_chunk_by_chunk():
+    model, tokenizer = dcdm.load(CHUNKS)
+    window, _ = window_of(exercises()[0].text, tokenizer, model.config.context_length)
+    seen = view(model, window)
+    filling = as_filling(seen)
+    assert sorted(at for step in filling.steps for at in step) == list(range(1, len(filling.tokens)))
+    assert filling.came == seen.frames[-1].ids
 
 
 PRESS = """
 <pre id="answers"></pre><script>
 const seen = {};
-for (const name of Object.keys(data.fillings)) {
+const replays = { viewer: data.viewer, ...data.fillings };
+for (const [name, fillings] of Object.entries(replays)) {
   const slider = byId(name).querySelector("input");
-  seen[name] = data.fillings[name].steps.map((_, number) => {
+  const last = Math.max(...fillings.map((each) => each.steps.length));
+  const boxes = [...byId(name).querySelectorAll(".filling")];
+  seen[name] = boxes.map(() => []);
+  for (let number = 0; number <= last; number++) {
     slider.value = number;
     slider.dispatchEvent(new Event("input"));
-    return byId(name).querySelectorAll(".token.masked").length;
-  });
+    boxes.forEach((box, at) => seen[name][at].push(box.querySelectorAll(".token.masked").length));
+  }
+  boxes[boxes.length - 1].querySelectorAll(".token")[3].click();
+  if (name === "viewer") seen.bars = byId(name).querySelectorAll(".scores .track").length;
   const button = byId(name).querySelector(".play");
   button.click();
   seen[name].push(button.title);
@@ -154,16 +215,22 @@ byId("answers").textContent = JSON.stringify(seen);
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
+def test_a_browser_shows_fewer_blanks_with_every_forward_of_both_orders(finished, tmp_path):
     page = (finished[0] / "report.html").read_text().replace("</body>", PRESS)
     (tmp_path / "page.html").write_text(page)
     shown = dumped(tmp_path / "page.html", tmp_path / "profile")
     seen = json.loads(re.search(r'<pre id="answers">(.*?)</pre>', shown, re.DOTALL)[1])
-    for name in ("infilling", "completion"):
-        *blanks, button = seen[name]
-        assert blanks == sorted(set(blanks), reverse=True)
+    for name in ("viewer", "written-1", "written-2"):
+        *texts, button = seen[name]
+        assert len(texts) == 2
         assert "Pause" in button
-    assert seen["infilling"][0] == sum(map(len, ("self, x, y", "self.y", "def move")))
+        for blanks in texts:
+            left = [count for count in blanks if count]
+            assert left == sorted(set(left), reverse=True)
+            assert blanks[-1] == 0
+    for blanks in seen["written-1"][:2]:
+        assert blanks[0] == sum(exercises()[0].original(dcdm.load()[1])[1])
+    assert seen["bars"] == dcdm.load(CHUNKS)[0].config.num_chunks
     assert not seen["wide"]
 
 
@@ -172,26 +239,31 @@ def test_a_browser_shows_fewer_blanks_with_every_forward(finished, tmp_path):
 def test_the_page_opens_playing_unless_motion_is_not_wanted(finished, tmp_path, still):
     pytest.importorskip("selenium")
     with chromium(tmp_path / "profile") as driver:
-        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [motion]})
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        media = {"prefers-reduced-motion": "reduce" if still else "no-preference", "prefers-color-scheme": "dark"}
+        page.cdp("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in media.items()])
+        if still:
+            page.size(390, 844)
         driver.get((finished[0] / "report.html").as_uri())
         time.sleep(1)
-        script = "const b = document.getElementById('infilling'); return [b.querySelector('.play').title, "
+        script = "const b = document.getElementById('viewer'); return [b.querySelector('.play').title, "
         button, masked, top = driver.execute_script(
             script + "b.querySelectorAll('.masked').length, b.getBoundingClientRect().top < innerHeight]"
         )
+        assert page.overflow() == 0
+        assert page.complaints() == []
+        page.shot(f"demo-{'narrow' if still else 'wide'}-dark")
     assert top, "the first thing that one sees"
     assert (button, masked > 0) == (("Play", False) if still else ("Pause", True))
 
 
 def test_the_sentence_follows_the_sign_and_claims_nothing_within_the_error():
-    def line(mean, error, exact=True):
-        return ComparedEstimate("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8, exact)
+    def line(mean, error):
+        return ComparedEstimate("exact", "", (1.0, 0.1), (1.0 - mean, 0.1), (mean, error), 8)
 
-    assert "the DCDM does better" in line(-0.5, 0.01).verdict
+    assert "lanes do better" in line(-0.5, 0.01).verdict
     assert "1.65 times" in line(-0.5, 0.01).verdict
-    assert "the BDLM does better" in line(0.5, 0.01).verdict
-    assert "probable" not in line(-0.5, 0.01, exact=False).verdict
+    assert "BDLM does better" in line(0.5, 0.01).verdict
     assert "do not differ" in line(0.5, 0.4).verdict
     assert with_error((-0.1234, 0.01), sign=True) == "−0.123 ± 0.010"
 
@@ -201,7 +273,3 @@ def test_a_plot_averages_stretches_and_stands_alone_however_short_the_run():
     for values in ([2.0], [2.0, 2.0], [5.0, 1.0, 3.0] * 50):
         assert line_plot([Curve("a<b", values)], "step", "nats").count("a&lt;b") == 2
     assert line_plot([Curve("empty", [])], "step", "nats") == ""
-
-
-def test_the_blanked_snippet_fits_into_the_window():
-    assert len(SNIPPET.encode()) < preset("dcdm-debug-causal").context_length

@@ -63,9 +63,6 @@ def test_two_models_of_one_name_are_refused(capsys):
         with pytest.raises(SystemExit):
             main(["serve", *words])
         assert "a name of its own" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["serve"])
-    assert "name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["ar", "causal"])

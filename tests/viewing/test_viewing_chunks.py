@@ -30,7 +30,7 @@ from dcdm.viewing.chunks import (
     view,
     window_of,
 )
-from dcdm.viewing.terminal import coloured_text, numbered_lines, show
+from dcdm.viewing.terminal import coloured_text, coloured_tokens, numbered_lines, numbered_tokens, show
 
 LENGTH = 14
 NASTY = "</script><script>alert('&')</script> <b>x</b> \u2028"
@@ -407,3 +407,11 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "empty" in refused([folder], capsys)
     main(["chunks", folder, "x" * 200])
     assert "Window 1 of 4" in capsys.readouterr().out
+
+
+def test_a_line_end_with_its_indentation_begins_a_line():
+    tokens, ids = ["if", " x", ":", "\n    ", " y", "\n"], [1, 1, 2, 2, 1, 1]
+    none = [False] * len(ids)
+    assert coloured_tokens(tokens, ids, none).plain == "if x:\n↵     y↵\n"
+    rows = [line for line in numbered_tokens(tokens, ids, none, 80) if line.startswith("text")]
+    assert rows == ["text   if x:", "text   ↵     y↵"]

@@ -11,12 +11,13 @@ from tyro.conf import Positional, arg
 from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
-    ModelArgument,
+    ModelIfAny,
     load_for,
     print_json,
     without_last_newline,
 )
 from dcdm.config import ConfigError
+from dcdm.shipped import default, folder_of
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
@@ -24,14 +25,18 @@ if TYPE_CHECKING:
     from dcdm.viewing.chunks import TokenWindows
 
 EXAMPLES = (
+    "dcdm chunks",
+    'dcdm chunks "for i in range(10): print(i)"',
     'dcdm chunks runs/first "for i in range(10): print(i)"',
     'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
     'dcdm chunks runs/lanes "for i in range(10): print(i)" --lanes 4 --round 3',
 )
+EXAMPLE = "def area(self):\n    return self.width * self.height\n\nfor shape in shapes:\n    print(shape.area())\n"
+"""What the default model divides when nothing is given."""
 
 
 def chunks(
-    model: ModelArgument,
+    model: ModelIfAny = None,
     text: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT]")] = (),
     file: Path | None = None,
     html: Path | None = None,
@@ -48,7 +53,8 @@ def chunks(
 ) -> None:
     """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
 
-    The text is given here, in a file, or on standard input.
+    The text is given here, in a file, or on standard input. A single argument with a space in it that is no folder
+    is a text for the default model, which shows an example where nothing is given.
 
     Args:
         text: The text; without it, --file or standard input.
@@ -66,7 +72,10 @@ def chunks(
     """
     from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
 
-    given = _given_text(" ".join(text) if text else None, file)
+    if model is not None and not text and " " in str(model) and not folder_of(model).exists():
+        model, text = None, (str(model),)
+    given = _given_text(" ".join(text) if text else None, file, has_model=model is not None)
+    model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
     refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
@@ -105,7 +114,7 @@ def _name(model: Path) -> str:
     return f"{model.parent.parent.name}, {model.name}" if model.parent.name == "checkpoints" else model.name
 
 
-def _given_text(text: str | None, file: Path | None) -> str:
+def _given_text(text: str | None, file: Path | None, has_model: bool) -> str:
     if text is not None and file is not None:
         raise ConfigError("give the text as an argument or with --file, not both")
     if text is not None:
@@ -115,9 +124,10 @@ def _given_text(text: str | None, file: Path | None) -> str:
             return file.read_bytes().decode(errors="replace")
         except OSError as error:
             raise ConfigError(f"--file {file}: {error.strerror}") from error
-    if file is None and sys.stdin.isatty():
+    if file is None and sys.stdin.isatty() and has_model:
         raise ConfigError("no text; give one as an argument, with --file, or on standard input")
-    return without_last_newline(sys.stdin.buffer.read().decode(errors="replace"))
+    piped = "" if sys.stdin.isatty() else without_last_newline(sys.stdin.buffer.read().decode(errors="replace"))
+    return piped if piped or has_model or file is not None else EXAMPLE
 
 
 def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:

@@ -1,70 +1,161 @@
-"""`dcdm demo`: a causal DCDM and a BDLM of equal size, trained here, compared, sampled from, and reported on."""
+"""`dcdm demo`: the shipped models at work, two models trained here and compared, and a page about all of it."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import print_json
 from dcdm.config import ConfigError
+from dcdm.shipped import card_of, default
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from dcdm.data.tokenizers import Tokenizer
-    from dcdm.likelihood.estimators import Estimator, Score
+    from dcdm.likelihood.estimators import Score
     from dcdm.model.transformer import Model
-    from dcdm.viewing.chunks import Filling
+    from dcdm.viewing.chunks import ChunkView, Written
     from dcdm.viewing.demo_report import CommandExample, ComparedEstimate, DemoReport
+    from dcdm.viewing.exercises import Exercise
 
-EXAMPLES = ("dcdm demo", "dcdm demo --steps 50 --folder runs/short")
+EXAMPLES = ("dcdm demo", "dcdm demo --no-train", "dcdm demo --steps 50 --folder runs/short")
 
-WINDOWS = 128
-SAMPLES = 4  # mask sets of the bound, for each window
+WINDOWS = 64
 TEMPERATURE = 0.5
-SNIPPET = (
-    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
-    "    def move(self, dx, dy):\n"
-)
-BLANKS = ("self, x, y", "self.y", "def move")
-BEGINNING = "class Reader:\n    def __init__(self, name):\n        self."
+
+
+# --- the shipped models at work ----------------------------------------------------------------------------------
+
+
+def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0) -> list[Written]:
+    """The exercise in the model's lanes and in AR's order: the same weights, the same seed."""
+    from dcdm.model.routing import default_lanes
+
+    orders = (default_lanes(model.config), 1)
+    return [_written(model, tokenizer, exercise, lanes, seed) for lanes in orders]
+
+
+def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int, seed: int) -> Written:
+    import torch
+
+    from dcdm.decoding.engine import generate
+    from dcdm.likelihood.estimators import score
+    from dcdm.viewing.chunks import Written, filling_of
+
+    ids, blank = exercise.original(tokenizer)
+    original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
+    done = generate(
+        model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
+        eos_id=-1,
+    )  # fmt: skip
+    return Written(
+        label=f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)",
+        filling=filling_of(done, tokenizer),
+        seconds=done.statistics.seconds,
+        nats=score(model, original, "exact", prompt=given, lanes=lanes).per_token,
+    )
+
+
+@dataclass(frozen=True)
+class FirstScreen:
+    """What the shipped models did."""
+
+    written: dict[str, list[Written]]
+    """By what was asked: in lanes, and in AR's order."""
+    views: dict[str, ChunkView]
+    """The same text as each model divides it."""
+
+
+def first_screen(console: Console, seed: int = 0) -> FirstScreen:
+    """Show the shipped models filling code in lanes beside AR's order, and the chunks of a text."""
+    from dcdm.decoding.engine import generate
+    from dcdm.io.load import load_model
+    from dcdm.viewing.chunks import view, window_of
+    from dcdm.viewing.exercises import exercises_for
+    from dcdm.viewing.terminal import show_text, show_written
+
+    lanes, chunks = default(), default(chunks=True)
+    model, tokenizer = load_model(lanes)
+    _say_card(lanes, console)
+    generate(model, "x", tokenizer=tokenizer, max_new_tokens=4)  # the first forward of a process is slow
+    written = {}
+    exercises = exercises_for(tokenizer, model.config.context_length)
+    for exercise in exercises:
+        written[exercise.about] = write(model, tokenizer, exercise, seed)
+        console.print(f"[bold]{exercise.about}[/bold], one model, two orders:", highlight=False)
+        show_written(written[exercise.about], console)
+    loaded = {lanes: (model, tokenizer), chunks: load_model(chunks)}
+    texts = [exercises_for(words, one.config.context_length)[0].text for one, words in loaded.values()]
+    views = {}
+    for name, (one, words) in loaded.items():
+        window, _ = window_of(min(texts, key=len), words, one.config.context_length)
+        views[name] = view(one, window, name=name)
+    if chunks != lanes:
+        _say_card(chunks, console)
+        console.print(
+            "[bold]The chunks that it forms from this text[/bold], in the order of filling:", highlight=False
+        )
+        show_text(_all_known(views[chunks]), console)
+    return FirstScreen(written, views)
+
+
+def _all_known(view: ChunkView) -> ChunkView:
+    """The view with nothing marked as MASK: here one looks at chunks, not at what a router knew."""
+    frame = view.frame
+    return replace(view, frames=[replace(frame, hidden=[False] * len(frame.hidden))], shown=0)
+
+
+def _say_card(name: str, console: Console) -> None:
+    card = card_of(name)
+    assert card is not None
+    console.print(f"[bold]{name}[/bold]: {card.sentence}\n", highlight=False)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model of the demo: what it is called, its preset, and what is changed in it."""
+    """A model that the demo trains: what it is called, its preset, and what is changed in it."""
 
     name: str
     preset: str
     says: str
-    """How it forms chunks and how it is trained, for readers."""
+    """How it writes and how it is trained, for readers."""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def recipes() -> tuple[Recipe, Recipe]:
-    """The two models: as many parameters, as many chunks, as many forwards for a window."""
-    dcdm = Recipe(
-        "dcdm", "dcdm-debug-causal",
-        "DCDM, causal routing: 8 chunks of 16 bytes that lie 8 apart (the strided prior decides), every chunk "
-        "trained fully masked",
-        {"model.prior": "strided", "model.prior_weight": math.inf, "objective.full_mask_share": 1.0},
+    """The two models: as many parameters, as many steps, as many forwards for a window."""
+    lanes = Recipe(
+        "lanes", "lanes-debug",
+        "Lanes: trained on 1 to 16 lanes at once, whose loss is an exact likelihood",
     )  # fmt: skip
-    # Shares 0, 0.5 and 1 of fully masked blocks, 300 steps, one seed, 96 windows: bound 2.66, 2.76, 2.97 and exact
-    # 2.99, 2.96, 2.99. None is best at both; 0 loses 0.03 of the one and gains 0.10 of the other.
+    # Shares 0 and 1 of fully masked blocks, 240 steps, one seed, 64 windows: 2.71 and 2.68 in 16 forwards, 2.32 and
+    # 2.59 in 127. So 0, which loses 0.03 of the one and gains 0.27 of the other.
     bdlm = Recipe(
         "bdlm", "bdlm-debug",
-        "BDLM: 8 blocks of 16 bytes in a row, trained with random noise levels: of three objectives tried for it, "
-        "the one with the best bound; training on fully masked blocks, as the DCDM does, made its bound worse",
-        # a wider MLP stands in for the chunking attention: the number of parameters is the same
-        {"model.block_size": 16, "model.intermediate_size": 416},
+        "BDLM: blocks of 8 bytes in a row, trained with random noise levels, the better of two objectives tried",
     )  # fmt: skip
-    return dcdm, bdlm
+    return lanes, bdlm
+
+
+FIGURES = (
+    ("exact, 16 forwards", "−log p of 8 lanes, and of BDLM with one forward for each block of 8", 8, "chunk"),
+    (
+        "exact, 127 forwards",
+        "−log p of one token with each forward: 1 lane, and the surest token of a block",
+        1,
+        "position",
+    ),
+)
+"""What is compared: name, meaning, lanes of the one, and how the other commits."""
 
 
 def demo(
@@ -72,67 +163,84 @@ def demo(
     seed: int = 0,
     folder: Path = Path("runs/demo"),
     data: tuple[str, ...] = ("stdlib",),
+    train: bool = True,
     fresh: bool = False,
     json: bool = False,
 ) -> None:
-    """Train a DCDM and a BDLM on this machine, compare them, watch text being filled in, and write a report.
+    """Watch the model that comes with dcdm fill in code, then train two small ones and compare them.
 
-    It takes a few minutes on two cores. Ctrl-C saves and stops; the same command resumes.
+    The first screen takes seconds, all of it a few minutes on two cores. Ctrl-C saves and stops; the same command
+    resumes.
 
     Args:
-        steps: Optimizer steps of each model.
+        steps: Optimizer steps of each model that is trained.
         seed: Seed of the weights, the data order, the noise and the samples.
-        folder: Where the two runs and report.html go.
+        folder: Where the two runs, report.html and filling.svg go.
         data: Text to train on: stdlib is the source of this Python's standard library.
+        train: Train and compare two models; --no-train ends after the first screen.
         fresh: Delete the two runs of an earlier demo in the folder and start again.
         json: Print the figures as one JSON object; all else goes to standard error.
     """
     from rich.console import Console
 
     from dcdm.files import write_whole
-    from dcdm.io.load import load_model
     from dcdm.viewing.demo_report import demo_page
-    from dcdm.viewing.terminal import show_filling
+    from dcdm.viewing.motion import moving_picture
 
     console = Console(stderr=json)
     if fresh:
         _delete_runs(folder)
-    for recipe in recipes():
-        console.print(f"[bold]{recipe.name}[/bold]: {recipe.says}", highlight=False)
-        if code := _train(recipe, folder / recipe.name, steps, seed, data):
-            sys.exit(code)
-    loaded = {recipe.name: load_model(folder / recipe.name) for recipe in recipes()}
-    models = {name: model for name, (model, _) in loaded.items()}
-    tokenizer = loaded["dcdm"][1]
-    windows = held_out(data, tokenizer, models["dcdm"].config.context_length)
-    lines = compare(models["dcdm"], models["bdlm"], windows, seed)
-    show_comparison(lines, console)
-    fillings = {
-        "infilling": infill(models["dcdm"], tokenizer, seed),
-        "completion": complete(models["dcdm"], tokenizer, seed),
-    }
-    for name, filling in fillings.items():
-        console.print(f"[bold]{name}[/bold] by the DCDM, {len(filling.steps)} forwards:", highlight=False)
-        show_filling(filling, console)
-    console.print("A model this small, trained this briefly, spells badly.", highlight=False)
-    report = _report(folder, models, tokenizer, lines, fillings, steps, data)
+    shown = first_screen(console, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / "filling.svg"
+    write_whole(
+        picture, moving_picture(next(iter(shown.written.values())), "A small model fills blanks in code").encode()
+    )
+    if not train:
+        console.print(f"\n[bold]{picture}[/bold] is this as a picture that moves.", highlight=False)
+        _say_next(_commands()[:3], console)
+        return
+    lines = _train_and_compare(steps, seed, folder, data, console)
+    report = _report(folder, shown, lines, steps, data)
     place = folder / "report.html"
     write_whole(place, demo_page(report).encode())
     if json:
         print_json({"figures": [line.to_dict() for line in lines], "report": str(place)})
-    console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try", highlight=False)
-    for command in report.commands[:3]:
+    console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser.", highlight=False)
+    _say_next(report.commands[:3], console)
+
+
+def _say_next(commands: Sequence[CommandExample], console: Console) -> None:
+    console.print("[bold]dcdm serve[/bold] opens the playground. Then try", highlight=False)
+    for command in commands:
         console.print(f"  {command.text}", markup=False, highlight=False, soft_wrap=True)
 
 
 # --- training ----------------------------------------------------------------------------------------------------
 
 
+def _train_and_compare(
+    steps: int, seed: int, folder: Path, data: tuple[str, ...], console: Console
+) -> list[ComparedEstimate]:
+    from dcdm.io.load import load_model
+
+    console.print("\n[bold]Now two models from nothing[/bold], trained here:", highlight=False)
+    for recipe in recipes():
+        console.print(f"[bold]{recipe.name}[/bold]: {recipe.says}", highlight=False)
+        if code := _train(recipe, folder / recipe.name, steps, seed, data):
+            sys.exit(code)
+    lanes, bdlm = (load_model(folder / recipe.name) for recipe in recipes())
+    windows = held_out(data, lanes[1], lanes[0].config.context_length)
+    lines = compare(lanes[0], bdlm[0], windows)
+    show_comparison(lines, console)
+    return lines
+
+
 def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str, ...]) -> int:
     from dcdm.training.run import run_training
 
     changes = {
-        "train.steps": steps, "train.learning_rate": 3e-3, "train.warmup_steps": min(40, steps), "train.seed": seed,
+        "train.steps": steps, "train.optimizer": "muon", "train.warmup_steps": min(40, steps), "train.seed": seed,
         "data.sources": data, "evaluate_every": steps, "evaluate_sequences": 16, "checkpoint_every": 50,
         "log_every": 25, "tensorboard": False, **recipe.changes,
     }  # fmt: skip
@@ -165,26 +273,20 @@ def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: in
     return torch.stack([windows[place]["tokens"] for place in places])
 
 
-def compare(dcdm: Model, bdlm: Model, windows: Tensor, seed: int = 0) -> list[ComparedEstimate]:
-    """Both models on the same windows: by a valid bound, and exactly, as decoders of one forward per chunk."""
-    return [_line(estimator, dcdm, bdlm, windows, seed) for estimator in ("bound", "trajectory")]
-
-
-def _line(estimator: Estimator, dcdm: Model, bdlm: Model, windows: Tensor, seed: int) -> ComparedEstimate:
+def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate]:
+    """Both models on the same windows, exactly, by decoders that take the same number of forwards."""
     from dcdm.likelihood.estimators import score
     from dcdm.likelihood.statistics import mean_and_stderr
     from dcdm.viewing.demo_report import ComparedEstimate
 
-    ours, theirs = (score(model, windows, estimator, SAMPLES, seed, commit="chunk") for model in (dcdm, bdlm))
-    exact = estimator == "trajectory"
-    return ComparedEstimate(
-        name=f"exact, {int(ours.forwards.max())} forwards" if exact else "bound",
-        meaning="−log p of the decoder that fills a chunk with each forward" if exact
-        else f"an upper bound of −log p, {SAMPLES} draws of masks for each window",
-        dcdm=mean_and_stderr(_rows(ours)), bdlm=mean_and_stderr(_rows(theirs)),
-        difference=mean_and_stderr([(a - b, n) for (a, n), (b, _) in zip(_rows(ours), _rows(theirs), strict=True)]),
-        windows=len(windows), exact=exact,
-    )  # fmt: skip
+    lines = []
+    for name, meaning, number, commit in FIGURES:
+        ours = _rows(score(lanes, windows, "exact", lanes=number))
+        theirs = _rows(score(bdlm, windows, "trajectory", commit=commit, batch_size=len(windows)))
+        apart = [(a - b, n) for (a, n), (b, _) in zip(ours, theirs, strict=True)]
+        means = [mean_and_stderr(rows) for rows in (ours, theirs, apart)]
+        lines.append(ComparedEstimate(name, meaning, means[0], means[1], means[2], windows=len(windows)))
+    return lines
 
 
 def _rows(scores: Score) -> list[tuple[float, int]]:
@@ -195,11 +297,11 @@ def show_comparison(lines: list[ComparedEstimate], console: Console) -> None:
     """The table, and what it means."""
     from rich.table import Table
 
-    from dcdm.viewing.demo_report import CAUTION
+    from dcdm.viewing.demo_report import CAUTION, COLUMNS
 
     title = f"nats per byte, {lines[0].windows} held-out windows; lower is better"
     table = Table(title=title, title_justify="left")
-    for name in ("", "DCDM", "BDLM", "DCDM − BDLM"):
+    for name in ("", *COLUMNS):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for line in lines:
         table.add_row(line.name, *line.cells)
@@ -212,50 +314,29 @@ def show_comparison(lines: list[ComparedEstimate], console: Console) -> None:
     console.print(CAUTION + "\n", highlight=False, style="dim")
 
 
-# --- samples -----------------------------------------------------------------------------------------------------
-
-
-def infill(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
-    """A piece of code with stretches blanked out and filled by the model, one forward per chunk."""
-    text = SNIPPET
-    for stretch in BLANKS:
-        text = text.replace(stretch, f"[[{len(stretch)}]]", 1)
-    return _filled(model, text, tokenizer, seed)
-
-
-def complete(model: Model, tokenizer: Tokenizer, seed: int = 0) -> Filling:
-    """The rest of a window behind the beginning of a piece of code."""
-    return _filled(model, BEGINNING, tokenizer, seed)
-
-
-def _filled(model: Model, text: str, tokenizer: Tokenizer, seed: int) -> Filling:
-    from dcdm.decoding.engine import generate
-    from dcdm.viewing.chunks import filling_of
-
-    done = generate(model, text, tokenizer=tokenizer, commit="chunk", temperature=TEMPERATURE, seed=seed)
-    return filling_of(done, tokenizer)
-
-
 # --- the report --------------------------------------------------------------------------------------------------
 
 
 def _report(
-    folder: Path, models: Mapping[str, Model], tokenizer: Tokenizer, lines: list[ComparedEstimate],
-    fillings: Mapping[str, Filling], steps: int, data: tuple[str, ...],
-) -> DemoReport:  # fmt: skip
-    from dcdm.viewing.chunks import view, window_of
+    folder: Path, shown: FirstScreen, lines: list[ComparedEstimate], steps: int, data: tuple[str, ...]
+) -> DemoReport:
+    from dcdm.model.transformer import parameter_counts
+    from dcdm.presets import preset
     from dcdm.viewing.demo_report import Curve, DemoReport
 
-    size = sum(p.numel() for p in models["dcdm"].parameters())
-    window, _ = window_of(SNIPPET, tokenizer, models["dcdm"].config.context_length)
+    size = parameter_counts(preset(recipes()[0].preset))[0]
+    cards = [card for name in shown.views if (card := card_of(name)) is not None]
     return DemoReport(
+        cards=cards,
+        views=shown.views,
+        written=shown.written,
         summary=f"{size:,} parameters each, {steps} steps on {_corpus(data)}, byte by byte",
         recipes=[recipe.says for recipe in recipes()],
         lines=lines,
-        curves=[Curve(recipe.name.upper(), _losses(folder / recipe.name)) for recipe in recipes()],
-        chunks={name.upper(): view(model, window, name=name) for name, model in models.items()},
-        fillings=dict(fillings),
-        commands=_commands(folder / "dcdm"),
+        curves=[
+            Curve(name, _losses(folder / r.name)) for name, r in zip(("Lanes", "BDLM"), recipes(), strict=True)
+        ],
+        commands=_commands(),
     )
 
 
@@ -270,20 +351,17 @@ def _losses(run: Path) -> list[float]:
     return [row["nll"] for row in read_rows(run / "metrics.jsonl") if isinstance(row.get("nll"), float)]
 
 
-def _commands(model: Path) -> list[CommandExample]:
+def _commands() -> list[CommandExample]:
     from dcdm.viewing.demo_report import CommandExample
 
     return [
-        CommandExample(
-            f'dcdm sample {model} --prompt "def main(" --commit chunk --temperature 0.5', "a text of your own"
-        ),
-        CommandExample(
-            f'dcdm chunks {model} "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"
-        ),
+        CommandExample('dcdm sample --prompt "def main(" --stream', "a text of your own, written in lanes"),
+        CommandExample('dcdm chunks "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"),
+        CommandExample("dcdm models", "what comes with dcdm, and how good it is"),
+        CommandExample("dcdm serve", "the playground, and an API that OpenAI’s clients understand"),
         CommandExample(
             "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
-            "a model whose router forms the chunks by itself",
+            "a model of your own, whose router forms the chunks",
         ),
-        CommandExample(f"dcdm export {model} exported", "a folder that transformers loads"),
         CommandExample("dcdm presets", "every model of the paper's table, and more"),
     ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from dcdm.commands.options import AdapterOption
+from dcdm.commands.options import AdapterOption, DtypeOption, compute_on
 from dcdm.config import ConfigError
 
 EXAMPLES = (
@@ -23,6 +23,7 @@ def export(
     average: bool = True,
     adapter: AdapterOption = None,
     adapter_only: bool = False,
+    dtype: DtypeOption = "fp32",
 ) -> None:
     """Write a trained model as a folder that Hugging Face tools load.
 
@@ -41,5 +42,5 @@ def export(
     if adapter_only:
         export_adapter(source, folder)
     else:
-        write_export(source, folder, average=average, adapter=adapter)
+        write_export(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
     print(f"{folder}: written; `dcdm verify {folder}` checks it")

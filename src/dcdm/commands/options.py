@@ -48,9 +48,14 @@ NamesOfTypes: Any = PrimitiveConstructorSpec(
 )
 """For --dtype, which has the same names in every command."""
 
-ModelArgument = Annotated[
-    Path, Positional, arg(metavar="MODEL", help="A run folder, a checkpoint in it, or an exported folder.")
+MODEL_HELP = "A run folder, a checkpoint in it, an exported folder, or a name that `dcdm models` lists."
+ModelArgument = Annotated[Path, Positional, arg(metavar="MODEL", help=MODEL_HELP)]
+ModelIfAny = Annotated[
+    Path | None,
+    Positional,
+    arg(metavar="[MODEL]", help=f"{MODEL_HELP} By default a model that comes with dcdm.", help_behavior_hint=""),
 ]
+"""For commands that take a shipped model where none is named."""
 DeviceOption = Annotated[
     Device, arg(help="Where to compute; auto is cuda where there is a GPU, else cpu.")
 ]  # fmt: skip
@@ -87,7 +92,7 @@ def compute_on(device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]
 
 
 def load_for(
-    model: str | Path, device: Device, dtype: Dtype, adapter: Path | None = None
+    model: str | Path | None, device: Device, dtype: Dtype, adapter: Path | None = None
 ) -> tuple[Model, Tokenizer]:
     """The model that a command was given, ready for evaluation, and its tokenizer."""
     from dcdm.io.load import load_model

@@ -12,7 +12,7 @@ from dcdm.commands.options import (
     AdapterOption,
     DeviceOption,
     DtypeOption,
-    ModelArgument,
+    ModelIfAny,
     at_least_one,
     harmless,
     load_for,
@@ -27,15 +27,22 @@ if TYPE_CHECKING:
     from dcdm.decoding.session import Event
 
 EXAMPLES = (
+    "dcdm sample",
+    'dcdm sample --prompt "def area(self):" --lanes 8 --stream',
     'dcdm sample runs/first --prompt "def main(" --length 64',
     'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
     "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
 )
 OPTION_OF = {"max_new_tokens": "length"}
+EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
+"""What the default model continues when nothing is asked."""
+EXAMPLE_LENGTH = 64
+CAREFUL = 0.5
+"""The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
 
 def sample(
-    model: ModelArgument,
+    model: ModelIfAny = None,
     adapter: AdapterOption = None,
     prompt: tuple[str, ...] = (),
     file: Path | None = None,
@@ -47,7 +54,7 @@ def sample(
     routing: str = "auto",
     commit: str = "auto",
     lanes: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     delimiters: tuple[str, ...] = ("\n",),
@@ -66,7 +73,7 @@ def sample(
     """Complete prompts, or fill the blanks in them.
 
     In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe,
-    without the line end behind it.
+    without the line end behind it; where there is neither that nor a model, the default model continues an example.
 
     Args:
         prompt: The text to continue; several are completed in one batch.
@@ -79,7 +86,8 @@ def sample(
         routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
         commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
         lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order.
-        temperature: 0 takes the most probable token.
+        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
+            is named).
         top_k: Draw from the k most probable tokens.
         top_p: Draw from the most probable tokens that together reach this probability.
         delimiters: Where adablock may end a block: tokens of the tokenizer.
@@ -89,18 +97,23 @@ def sample(
         blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
         stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
-        picture: Draw how the first text was filled, chunk by chunk or in lanes, into this PNG or SVG; into an
-            HTML file: a page that replays it.
+        picture: Draw how the first text was filled, chunk by chunk or in lanes: a PNG stands still, an SVG moves by
+            itself, an HTML file is a page that replays it.
         batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
     """
     from dcdm.decoding.config import adablock_of
     from dcdm.decoding.engine import generate
+    from dcdm.shipped import folder_of
 
-    prompts = _prompts(prompt, file, jsonl, field)
+    prompts = _prompts(prompt, file, jsonl, field, has_model=model is not None)
+    if temperature is None:
+        temperature = 1.0 if model is not None else CAREFUL
     at_least_one(num=num, batch_size=batch_size)
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
+    if prompts[0] == EXAMPLE and length is None:
+        length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
     _warn_of_window(window, loaded.config.context_length)
     adablock = None
     if routing == "adablock":
@@ -114,7 +127,7 @@ def sample(
             on_event=on_event, blanks=blanks,
         )  # fmt: skip
     if picture is not None:
-        _draw(result, tokenizer, picture, model.name)
+        _draw(result, tokenizer, picture, folder_of(model).name)
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
@@ -123,7 +136,9 @@ def sample(
     print(_costs(result), file=sys.stderr)
 
 
-def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str) -> list[str]:
+def _prompts(
+    prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str, has_model: bool
+) -> list[str]:
     if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
         raise ConfigError("--prompt, --file and --jsonl exclude each other")
     if prompt:
@@ -134,9 +149,10 @@ def _prompts(prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, fie
         if not file.is_file():
             raise ConfigError(f"--file {file}: no such file")
         return [file.read_text(encoding="utf-8")]
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() and has_model:
         raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
-    return [without_last_newline(sys.stdin.read())]
+    piped = "" if sys.stdin.isatty() else without_last_newline(sys.stdin.read())
+    return [piped if piped or has_model else EXAMPLE]
 
 
 def _warn_of_window(window: int | None, trained: int) -> None:
@@ -191,22 +207,28 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
 
 
 def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:
-    from dcdm.viewing.chunks import filling_of
+    """How the first text was filled: PNG stands still, SVG moves, HTML has buttons."""
+    from dcdm.files import write_whole
+    from dcdm.viewing.chunks import Written, filling_of, replay_page
+    from dcdm.viewing.motion import moving_picture
+    from dcdm.viewing.plots import draw_filling
 
     filling = filling_of(result, tokenizer)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    if picture.suffix != ".html":
-        from dcdm.viewing.plots import draw_filling
-
-        draw_filling(filling, picture)
-        return
-    from dcdm.files import write_whole
-    from dcdm.viewing.chunks import replay_page
-
-    what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
     tokens, forwards = int(result.statistics.new_tokens[0]), int(result.forwards[0])
-    sentence = f"{model}: {tokens} tokens in {forwards} forwards. {what}; grey text was given."
-    write_whole(picture, replay_page(filling, "A text being written", sentence).encode())
+    sentence = f"{model}: {tokens} tokens in {forwards} forwards."
+    if picture.suffix == ".svg":
+        lanes = max(filling.lanes, default=0)
+        label = f"{lanes} lane{'s' if lanes > 1 else ''}" if lanes else f"{max(filling.chunks)} chunks"
+        write_whole(
+            picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
+        )
+    elif picture.suffix == ".html":
+        what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
+        page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
+        write_whole(picture, page.encode())
+    else:
+        draw_filling(filling, picture)
 
 
 def _costs(result: Generation) -> str:

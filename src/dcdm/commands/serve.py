@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, compute_on
 from dcdm.config import ConfigError
 
 EXAMPLES = (
+    "dcdm serve",
     "dcdm serve runs/first",
     "dcdm serve base --adapter adapters",
     "dcdm serve exported/small exported/large",
@@ -19,7 +20,7 @@ EXAMPLES = (
 
 
 def serve(
-    model: Annotated[tuple[Path, ...], Positional],
+    model: Annotated[tuple[Path, ...], Positional, arg(metavar="[MODEL...]")] = (),
     adapter: AdapterOption = None,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -48,8 +49,9 @@ def serve(
     Ctrl-C, SIGTERM or SIGHUP stops it: no new requests are taken, running ones may finish.
 
     Args:
-        model: Exported folders; a run folder or a checkpoint in it is exported to a temporary folder first.
-            Requests that name no model get the first.
+        model: Exported folders or names that `dcdm models` lists; a run folder or a checkpoint in it is exported to
+            a temporary folder first. Requests that name no model get the first. By default the model that comes
+            with dcdm.
         host: Address to listen on; beyond this machine a key is required.
         port: Port; 0 takes a free one.
         name: The name by which callers ask for the model, by default that of its folder; of several models their
@@ -83,6 +85,7 @@ def serve(
     from dcdm.serving.monitoring import start_logging
     from dcdm.serving.served import Served
     from dcdm.serving.server import listen, load_safetensors, serve_app
+    from dcdm.shipped import card_of, default
 
     settings = Settings(
         api_key=api_key if api_key is not None else os.environ.get("DCDM_API_KEY") or None,
@@ -94,8 +97,7 @@ def serve(
     )  # fmt: skip
     if settings.api_key is None and not is_loopback(host):
         raise ConfigError(f"--host {host} can be reached by others: set DCDM_API_KEY, or give --api-key KEY")
-    if not model:
-        raise ConfigError("name a folder to serve, or several: dcdm serve runs/first")
+    model = model or (Path(default()),)
     names = [path.resolve().name for path in model] if name is None else name.split(",")
     if len(names) != len(model) or len({*names}) < len(names):
         raise ConfigError(
@@ -110,8 +112,12 @@ def serve(
     served = []
     for path, called in zip(model, names, strict=True):
         loaded, tokenizer = load_safetensors(path, adapter=adapter, device=place, dtype=weights)
-        folder = str(path.resolve()) if is_loopback(host) else str(path)  # others need not know where homes are
-        served.append(Served(loaded, tokenizer, called, settings, folder))
+        card = card_of(path)
+        # a shipped model has the same name on every machine; of folders, others need not know where homes are
+        folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)
+        served.append(Served(loaded, tokenizer, called, settings, folder, about=card.sentence if card else None))
+        if card is not None:
+            print(f"dcdm: {card.name}: {card.sentence}", flush=True)
     app = create_app_for(served)
     start_logging()
     address, bound_port = listening.getsockname()[:2]

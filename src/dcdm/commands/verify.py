@@ -18,10 +18,12 @@ def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
     """Check a run, a checkpoint or an exported folder: checksums, finite weights, leaks, reload equality.
 
     Args:
-        path: The folder.
+        path: The folder, or the name of a model that `dcdm models` lists.
     """
     from dcdm.io.verify import verify as run_checks
+    from dcdm.shipped import folder_of
 
+    path = folder_of(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run, a checkpoint in it, or an exported folder")
     problems = {}

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
 from dcdm.io import adapters
-from dcdm.io.load import SUMS, find_model, load_model
+from dcdm.io.load import CONFIG, SUMS, WEIGHTS, find_model, load_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
+from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
 from dcdm.training.metrics import read_rows
@@ -33,14 +35,19 @@ __all__ = ["DCDMConfig", "DCDMForCausalLM", "DCDMForMaskedLM"]
 '''
 
 
-def export(source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None) -> None:
+def export(
+    source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     """Write the model in `source` to `folder`: safetensors, config.json, tokenizer, model card and checksums.
 
-    The folder appears whole or not at all. Adapters, those of a run or in the folder `adapter`, are merged.
+    The folder appears whole or not at all. Adapters, those of a run or in the folder `adapter`, are merged. `dtype`
+    is the type of the weights in the file; whoever loads them chooses a type of their own.
     """
     check_free(folder)
+    source = folder_of(source)
     model, tokenizer = load_model(source, average=average, adapter=adapter)
-    write(model, tokenizer, folder, _card(model, source))
+    write(model, tokenizer, folder, _card(model, source), dtype=dtype)
 
 
 def export_adapter(source: Path, folder: Path) -> None:
@@ -71,15 +78,30 @@ def _adapter_card(adapter: adapters.Adapter, run: Path) -> str:
     return "\n".join(["---", "library_name: dcdm", f"base_model: {base}", "---", "", f"# {run.name}", "", text, ""])
 
 
-def write(model: Model, tokenizer: Tokenizer, folder: Path, card: str) -> None:
-    """A model in memory as an exported folder with this model card."""
+def write(
+    model: Model, tokenizer: Tokenizer, folder: Path, card: str, *, dtype: torch.dtype = torch.float32,
+    code: bool = True, more: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """A model in memory as an exported folder with this model card.
+
+    `code` adds the file by which `trust_remote_code=True` finds the classes; `more` are further files by name.
+    """
     with _appearing(folder) as aside:
-        weights = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+        weights = {f"model.{name}": _as(value, dtype) for name, value in model.state_dict().items()}
+        save_file(weights, aside / WEIGHTS, metadata={"format": "pt"})
         tokenizer.save(aside)
-        (aside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n", encoding="utf-8")
-        (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        config = _config(model)
+        if code:
+            (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
+        else:
+            del config["auto_map"]
+        texts = {CONFIG: json.dumps(config, indent=2) + "\n", "README.md": card, **(more or {})}
+        for name, text in texts.items():
+            (aside / name).write_text(text, encoding="utf-8")
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype).contiguous() if value.is_floating_point() else value.contiguous()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dcdm.io import adapters
 from dcdm.io.importing import is_transformers, load_transformers
 from dcdm.model import lora
 from dcdm.model.transformer import Model, build, state_shapes
+from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
 from dcdm.training.checkpoint_folder import MANIFEST, read_manifest
@@ -90,16 +91,17 @@ class ModelSource:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     average: bool = True,
     adapter: str | Path | None = None,
 ) -> tuple[Model, Tokenizer]:
-    """The model, ready for evaluation, and its tokenizer.
+    """The model, ready for evaluation, and its tokenizer; without a path, of the one that comes with the package.
 
-    Of a run folder the newest whole checkpoint is taken; with `average`, its averaged weights where it has any.
+    `path` may be a name that `dcdm models` lists; a folder of that name wins. Of a run folder the newest whole
+    checkpoint is taken; with `average`, its averaged weights where it has any.
     `adapter` is a folder of LoRA adapters, which are merged into the model; such a folder can also stand for the
     model, if its base is where it was in training.
     """
@@ -107,13 +109,18 @@ def load_model(
     return found.load(device, dtype), found.tokenizer
 
 
-def find_model(path: str | Path, *, average: bool = True, adapter: str | Path | None = None) -> ModelSource:
+def find_model(
+    path: str | Path | None = None, *, average: bool = True, adapter: str | Path | None = None
+) -> ModelSource:
     """Configuration and tokenizer of what `load_model` would load."""
-    path = Path(path)
+    path = folder_of(path)
     if adapter is not None:
         return _adapted(find_model(path, average=average), Path(adapter))
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give a run folder, a checkpoint in it, or an exported folder")
+        raise ConfigError(
+            f"{path} is not a folder; give a run folder, a checkpoint in it, an exported folder, or a name that "
+            "`dcdm models` lists"
+        )
     if adapters.is_adapter(path):
         base = adapters.read(path).base
         if not Path(base).is_dir():

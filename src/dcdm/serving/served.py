@@ -23,6 +23,7 @@ from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import FORMAT, Refusal, ResponseFormat, bad_request, queue_full, refused_setting
 from dcdm.serving.settings import Settings
+from dcdm.viewing.exercises import exercises_for
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Served:
     settings: Settings
     folder: str | None = None
     """Where it was loaded from, for commands that others may copy."""
+    about: str | None = None
+    """What it is and what it was trained on, of models that have a card."""
     created: int = field(default_factory=lambda: int(time.time()))
     constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
 
@@ -128,6 +131,20 @@ class Served:
     def _too_much(self, message: str) -> Refusal:
         return bad_request(message, "prompt", "context_length_exceeded")
 
+    def examples(self) -> list[dict[str, Any]]:
+        """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
+        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window)}
+        found: list[dict[str, Any]] = []
+        if "blanks" in fitting and self.model.config.kind != "ar":
+            found.append({"name": "Fill blanks", "prompt": fitting["blanks"].prompt(self.tokenizer)})
+        if "function" in fitting:
+            (given, _), (_, length) = fitting["function"].segments(self.tokenizer)
+            found.append({"name": "Complete", "prompt": given, "length": length})
+        if found and self.model.config.kind != "ar":
+            orders = "AR’s order and lanes" if self.model.config.lanes else "two orders"
+            found.append({**found[-1], "name": f"Compare {orders}", "compare": True})
+        return [{"length": None, "compare": False, **one} for one in found]
+
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, and under `dcdm` what this one can do."""
         config, settings = self.model.config, self.settings
@@ -140,6 +157,7 @@ class Served:
             "dcdm": {
                 "kind": config.kind,
                 "folder": self.folder,
+                "about": self.about,
                 "routing": config.routing if config.kind == "dcdm" else None,
                 "described": described(config),
                 "context_length": config.context_length,
@@ -154,6 +172,7 @@ class Served:
                 "default_commit": default_commit(config),
                 "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
+                "examples": self.examples(),
                 "limits": {
                     "max_tokens": settings.max_tokens,
                     "max_prompt_tokens": self.max_prompt_tokens,

@@ -532,6 +532,43 @@ class Filling:
     lanes: list[int] = field(default_factory=list)
     """The lane of each position, from 1, and 0 where the text was given; [] for models without lanes."""
 
+    @property
+    def came(self) -> list[int]:
+        """The forward that each position came with, 0 where the text was given."""
+        forwards = [0] * len(self.tokens)
+        for number, positions in enumerate(self.steps, start=1):
+            for position in positions:
+                forwards[position] = number
+        return forwards
+
+    @property
+    def groups(self) -> list[int]:
+        """What colours stand for: the lane of each position, or its chunk."""
+        return self.lanes or self.chunks
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text as one decoder filled it, and what that took."""
+
+    label: str
+    """Which decoder, such as "4 lanes"."""
+    filling: Filling
+    seconds: float
+    nats: float | None = None
+    """−log p of what stood in the blanks before they were blanks, per token, under this decoder: exact."""
+
+    @property
+    def forwards(self) -> int:
+        return len(self.filling.steps)
+
+    @property
+    def sentence(self) -> str:
+        """What it took, in figures."""
+        tokens = sum(map(len, self.filling.steps))
+        exact = "" if self.nats is None else f"; exact −log p of the original: {self.nats:.2f} nats per token"
+        return f"{tokens} tokens in {self.forwards} forwards, {self.seconds:.2f} s{exact}"
+
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
     """The row's tokens, and the chunk and the forward that each of them came with."""
@@ -544,6 +581,13 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
                 chunks[position], lanes[position] = event.chunk, lane
     steps = [[p for p in event.positions if p < len(ids)] for event in events]
     return Filling(labels(window_from(ids, tokenizer)), chunks, steps, lanes if any(lanes) else [])
+
+
+def as_filling(view: ChunkView) -> Filling:
+    """A text that is known, as its model would fill it: one forward for each chunk."""
+    ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
+    steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
+    return Filling([token.text for token in view.tokens], ids, [step for step in steps if step], view.lanes)
 
 
 def replay_page(filling: Filling, title: str, sentence: str) -> str:

@@ -1,4 +1,4 @@
-"""The page of `dcdm demo`: figures, loss curves, chunks, and texts being filled in."""
+"""The page of `dcdm demo`: lanes and chunks of a text, texts being filled in, figures and loss curves."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import asdict, dataclass
 from string import Template
 from typing import Any
 
-from dcdm.viewing.chunks import ChunkView, Filling
-from dcdm.viewing.page import assemble, asset
+from dcdm.shipped import Card
+from dcdm.viewing.chunks import ChunkView, Written, as_filling, page_data
+from dcdm.viewing.page import assemble, asset, grid
 from dcdm.viewing.plots import Curve, line_plot
 
 CAUTION = (
     "One seed each, a few minutes of training, each model with an objective of its own: errors over windows do not "
     "cover any of that."
 )
+COLUMNS = ("Lanes", "BDLM", "Lanes − BDLM")
 MinusSign = str.maketrans("-", "−")
 
 
 @dataclass(frozen=True)
 class ComparedEstimate:
-    """One estimate of both models, each with its standard error, in nats per byte."""
+    """A likelihood of both models, each with its standard error, in nats per byte."""
 
     name: str
     meaning: str
-    dcdm: tuple[float, float]
+    lanes: tuple[float, float]
     bdlm: tuple[float, float]
     difference: tuple[float, float]
-    """DCDM − BDLM, window by window."""
+    """Lanes − BDLM, window by window."""
     windows: int
-    exact: bool
-    """Whether the values are likelihoods, not bounds."""
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        return with_error(self.dcdm), with_error(self.bdlm), with_error(self.difference, sign=True)
+        return with_error(self.lanes), with_error(self.bdlm), with_error(self.difference, sign=True)
 
     @property
     def verdict(self) -> str:
@@ -44,12 +44,10 @@ class ComparedEstimate:
         mean, error = self.difference
         if not abs(mean) > 2 * error:
             return f"By the {self.name} figure the two models do not differ by more than chance explains."
-        better, worse = ("DCDM", "BDLM") if mean < 0 else ("BDLM", "DCDM")
-        if not self.exact:  # bounds may be loose, so they say nothing about how probable text is
-            return f"By the {self.name} figure the {better} does better, by {abs(mean):.3f} nats per byte."
+        better, worse = ("lanes do", "BDLM") if mean < 0 else ("BDLM does", "lanes")
         return (
-            f"By the {self.name} figure the {better} does better: a byte of held-out text is "
-            f"{math.exp(abs(mean)):.2f} times as probable as under the {worse} (geometric mean)."
+            f"By the {self.name} figure {better} better: a byte of held-out text is "
+            f"{math.exp(abs(mean)):.2f} times as probable as under {worse} (geometric mean)."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,13 +64,17 @@ class CommandExample:
 
 @dataclass(frozen=True)
 class DemoReport:
+    cards: Sequence[Card]
+    """Of the shipped models that are shown."""
+    views: Mapping[str, ChunkView]
+    """The same text as each of them divides it."""
+    written: Mapping[str, Sequence[Written]]
+    """What was asked, and how one model wrote it in two orders."""
     summary: str
+    """Of the two models that were trained here."""
     recipes: Sequence[str]
     lines: Sequence[ComparedEstimate]
     curves: Sequence[Curve]
-    chunks: Mapping[str, ChunkView]
-    """The same text as each model divides it."""
-    fillings: Mapping[str, Filling]
     commands: Sequence[CommandExample]
 
 
@@ -84,9 +86,17 @@ def with_error(value: tuple[float, float], sign: bool = False) -> str:
 
 def demo_page(report: DemoReport) -> str:
     """The report as one self-contained HTML file."""
+    names = [f"written-{number}" for number in range(1, len(report.written) + 1)]
     body = Template(asset("demo.html")).substitute(
+        models="".join(f"<li><b>{html.escape(c.name)}</b>: {html.escape(c.sentence)}</li>" for c in report.cards),
+        written="".join(
+            _exercise(name, about, texts)
+            for name, (about, texts) in zip(names, report.written.items(), strict=True)
+        ),
+        shipped="".join(_shipped(card) for card in report.cards),
         summary=html.escape(report.summary),
         recipes="".join(f"<li>{html.escape(text)}.</li>" for text in report.recipes),
+        columns="".join(f'<th scope="col">{name}</th>' for name in COLUMNS),
         rows="".join(_row(line) for line in report.lines),
         windows=report.lines[0].windows,
         meanings="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(r.meaning)}.</li>" for r in report.lines),
@@ -95,7 +105,31 @@ def demo_page(report: DemoReport) -> str:
         curves=line_plot(report.curves, across="step", up="nats per byte"),
         commands="".join(_command(example) for example in report.commands),
     )
-    return assemble("DCDM demo", body, _data(report), "report")
+    return assemble("DCDM demo", body, _data(report, names), "report")
+
+
+def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
+    return (
+        f'<section class="panel wide">\n<h2>{html.escape(about)}: lanes beside AR’s order</h2>\n'
+        '<p class="small quiet">Grey text was given. One set of weights, the same seed, two orders of writing; '
+        f'both replays move forward by forward.</p>\n<div id="{name}"></div>\n'
+        f"{''.join(_figures(text) for text in texts)}</section>\n"
+    )
+
+
+def _figures(text: Written) -> str:
+    return f'<p class="small"><b>{html.escape(text.label)}</b>: {html.escape(text.sentence)}.</p>'
+
+
+def _shipped(card: Card) -> str:
+    """The figures of a card as a table."""
+    rows = [
+        [one.lanes or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
+         f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
+        for one in card.figures
+    ]  # fmt: skip
+    header = ["lanes", "forwards", "nats/token", "nats/byte", "figure"]
+    return f"<div><h3>{html.escape(card.name)}</h3>{grid(header, rows, ())}</div>"
 
 
 def _row(line: ComparedEstimate) -> str:
@@ -107,12 +141,25 @@ def _command(example: CommandExample) -> str:
     return f"<dt><code>{html.escape(example.text)}</code></dt><dd>{html.escape(example.gives)}</dd>"
 
 
-def _data(report: DemoReport) -> dict[str, Any]:
+def _data(report: DemoReport, names: Sequence[str]) -> dict[str, Any]:
+    fillings = {
+        name: [{**asdict(text.filling), "label": text.label} for text in texts]
+        for name, texts in zip(names, report.written.values(), strict=True)
+    }
+    return {"viewer": [_viewed(view) for view in report.views.values()], "fillings": fillings}
+
+
+def _viewed(view: ChunkView) -> dict[str, Any]:
+    """A text that is known, as its model would fill it, with the scores by which it was divided."""
+    data = page_data(view)
+    last = data["frames"][view.shown]
     return {
-        "chunks": [
-            {"name": name, "rule": view.rule, "tokens": [token.text for token in view.tokens],
-             "ids": view.frames[-1].ids}
-            for name, view in report.chunks.items()
-        ],
-        "fillings": {name: asdict(filling) for name, filling in report.fillings.items()},
+        **asdict(as_filling(view)), "label": f"{view.model}: {_called(view)}", "rule": view.rule,
+        "scores": last["scores"], "bias": data["bias"], "kinds": [token.kind for token in view.tokens],
     }  # fmt: skip
+
+
+def _called(view: ChunkView) -> str:
+    if view.lanes:
+        return f"{view.num_lanes} lanes, {view.num_chunks} forwards"
+    return f"{view.num_chunks} chunks, {view.num_chunks} forwards"

@@ -267,10 +267,7 @@ def _draw_lanes(filling: Filling, path: Path) -> None:
     lines = _lane_lines(filling)
     width, last = max(len(line) for _, line in lines), len(filling.steps)
     moments = sorted({max(1, last // 4), max(1, round(last * 0.6)), last})
-    came = [0] * len(filling.tokens)
-    for number, positions in enumerate(filling.steps, start=1):
-        for position in positions:
-            came[position] = number
+    came = filling.came
     across = (len(moments), 1) if width > MOST_BESIDE else (1, len(moments))
     size = (0.8 + 0.19 * width * across[1] + 0.3 * (across[1] - 1), (0.5 + 0.3 * len(lines)) * across[0])
     figure = Figure(figsize=size, layout="constrained")

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView, Filling
+from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView, Filling, Written
 from dcdm.viewing.palette import colour, on_colour
 
 BAR = 10
 SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "␡", ord("\n"): "↵", ord("\t"): "→"}
+CONTROLS = {code: sign for code, sign in SIGNS.items() if chr(code) not in "\n\t"}
+LEAST_BESIDE = 96
+"""Columns of a terminal from which on two texts stand side by side."""
 MOST_ROWS = 32
 BLANK = "░"
 
 
 def show(view: ChunkView, console: Console) -> None:
     """Print the view's frame: tokens, sizes and kinds of tokens."""
-    coloured = console.is_terminal and not console.no_color
+    show_text(view, console)
+    console.print()
+    console.print(_legend(view, _in_colour(console)))
+    source = f"sizes: this text; kinds: {view.kind_counts.source}"
+    console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if len(view.sizes) > MOST_ROWS:
+        name = "lanes" if view.lanes else "chunks"
+        console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
+
+
+def show_text(view: ChunkView, console: Console) -> None:
+    """Print the tokens of the view's frame, and what they are."""
+    coloured = _in_colour(console)
     console.print(headline(view), markup=False, highlight=False, soft_wrap=True)
     if view.note:
         console.print(view.note, markup=False, highlight=False, soft_wrap=True)
@@ -34,13 +52,10 @@ def show(view: ChunkView, console: Console) -> None:
         for line in numbered_lines(view, console.width):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(_key(view, coloured), style="dim", soft_wrap=True)
-    console.print()
-    console.print(_legend(view, coloured))
-    source = f"sizes: this text; kinds: {view.kind_counts.source}"
-    console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
-    if len(view.sizes) > MOST_ROWS:
-        name = "lanes" if view.lanes else "chunks"
-        console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
+
+
+def _in_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
 
 
 def headline(view: ChunkView) -> str:
@@ -63,6 +78,8 @@ def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[
     """Tokens on their chunks' colours; hidden ones in the colour, underlined."""
     text = Text()
     for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
+        if _begins_line(token):
+            text.append("\n")
         if chunk < 0:
             style = "dim"
         elif is_hidden:
@@ -73,6 +90,11 @@ def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[
         if token.endswith("\n"):
             text.append("\n")
     return text
+
+
+def _begins_line(token: str) -> bool:
+    """Whether a token is a line end with the indentation behind it: it is shown at the beginning of its line."""
+    return token.startswith("\n") and not token.endswith("\n")
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
@@ -90,7 +112,7 @@ def numbered_tokens(
     for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
         cells = (token.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if is_hidden else "")
         room = max(map(cell_len, cells)) + spaced
-        if rows[0] and len(heads[0]) + cell_len(rows[0]) + room > width:
+        if rows[0] and (_begins_line(token) or len(heads[0]) + cell_len(rows[0]) + room > width):
             yield from _finished(heads, rows)
             rows = [""] * 3
         rows = [row + cell + " " * (room - cell_len(cell)) for row, cell in zip(rows, cells, strict=True)]
@@ -153,19 +175,57 @@ def _bands(rooms: list[int], width: int) -> Iterator[range]:
         start = end
 
 
-def show_filling(filling: Filling, console: Console) -> None:
-    """Print a filled text twice: with its blanks, and filled, each in its chunk's colour."""
-    blanks = [chunk > 0 for chunk in filling.chunks]
-    asked = [BLANK if blank else token for token, blank in zip(filling.tokens, blanks, strict=True)]
-    shown = slice(1, None)  # without BOS
-    for tokens, hidden in ((asked, blanks), (filling.tokens, [False] * len(blanks))):
-        if console.is_terminal and not console.no_color:
-            console.print(coloured_tokens(tokens[shown], filling.chunks[shown], hidden[shown]), soft_wrap=True)
+def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.0) -> None:
+    """Texts that decoders filled, side by side, with what they took; in a terminal forward by forward.
+
+    All of them move at the same number of forwards per second, so that the longest takes about `seconds`.
+    """
+    last = max(text.forwards for text in texts)
+    if console.is_terminal:
+        with Live(_side_by_side(texts, 0, console), console=console, auto_refresh=False) as live:
+            for at in range(1, last + 1):
+                time.sleep(seconds / last)
+                live.update(_side_by_side(texts, at, console), refresh=True)
+    else:
+        console.print(_side_by_side(texts, last, console))
+
+
+def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
+    """The texts after `at` forwards: in columns where there is room, else one below the other."""
+    coloured = _in_colour(console)
+    panels = []
+    for text in texts:
+        done = min(at, text.forwards)
+        head = f"{text.label}: forward {done} of {text.forwards}"
+        below = text.sentence if done == text.forwards else ""
+        inner = Text("\n").join([filling_text(text.filling, done, coloured), Text(below, "dim")])
+        panels.append(Panel(inner, title=head, title_align="left"))
+    widest = max(len(line) for text in texts for line in "".join(text.filling.tokens[1:]).splitlines())
+    beside = console.width >= max(LEAST_BESIDE, 2 * (widest + 5))
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in panels if beside else panels[:1]:
+        table.add_column(ratio=1)
+    for row in [panels] if beside else [[panel] for panel in panels]:
+        table.add_row(*row)
+    return table
+
+
+def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
+    """A text after `at` forwards as it reads: what was written on its colour, what is missing as blanks."""
+    text = Text()
+    for position, came in enumerate(filling.came):
+        if not position:
+            continue  # BOS
+        token = filling.tokens[position]
+        if came > at:
+            text.append(BLANK, colour(filling.groups[position]) if coloured else "")
+        elif came:
+            style = on_colour(filling.groups[position]) if coloured else ""
+            shown = token.replace("\n", "↵\n") if coloured else token
+            text.append(shown.translate(CONTROLS), f"bold {style}" if came == at and coloured else style)
         else:
-            none = [False] * len(blanks)
-            for line in numbered_tokens(tokens[shown], filling.chunks[shown], none[shown], console.width):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print()
+            text.append(token.translate(CONTROLS))
+    return text
 
 
 def _finished(heads: tuple[str, ...], rows: list[str]) -> Iterator[str]:

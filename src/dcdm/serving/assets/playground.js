@@ -9,12 +9,7 @@ import { FIGURES, RunView, verdict } from "./run_view.js";
 import { choice, Decoder, Shared } from "./settings.js";
 import { models } from "./stream.js";
 
-const EXAMPLES = {
-  method: "class Point:\n    def __init__([[10]]):\n        self.x = x\n        [[6]] = y\n",
-  line: "def [[6]](self):[[20]]return self",
-  continue: "import os\n\ndef ",
-  empty: "",
-};
+const CAREFUL = "0.5"; // the temperature of examples: small models write better if they stay with what they are surer of
 const BLANK = /\[\[(\d+)\]\]/g;
 
 async function begin() {
@@ -30,6 +25,8 @@ async function begin() {
   const facts = [info.described, `${info.parameters.toLocaleString("en")} parameters`, many(info.context_length, "token") + " of context"];
   if (info.num_chunks) facts.push(many(info.num_chunks, "chunk"));
   byId("model").replaceChildren(make("strong", {}, model.id), ` · ${facts.join(" · ")}`);
+  byId("about").textContent = info.about ?? "";
+  byId("about").hidden = !info.about;
   document.title = `${model.id} · DCDM playground`;
   new Playground(model.id, info);
 }
@@ -42,6 +39,8 @@ class Playground {
       ? "For the shell and for Python, on the machine that serves the model."
       : "For the shell and for Python, the model's name stands for the folder it was served from.";
     this.chunks = info.num_chunks;
+    this.lanes = info.lanes;
+    this.examples = info.examples ?? [];
     this.shared = new Shared(byId("shared"), info);
     this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
     byId("decoders").append(...this.decoders.map((each) => each.element));
@@ -80,11 +79,16 @@ class Playground {
   }
 
   wire() {
-    for (const [name, text] of Object.entries(EXAMPLES)) {
-      const chip = make("button", { type: "button", className: "chip" }, name);
-      chip.addEventListener("click", () => this.prompt(text));
+    for (const example of this.examples) {
+      const chip = make("button", { type: "button", className: "chip" }, example.name);
+      chip.addEventListener("click", () => {
+        if (this.abort) return;
+        this.restore(this.settingsOf(example));
+        this.generate();
+      });
       byId("examples").append(chip);
     }
+    byId("examples").hidden = !this.examples.length;
     byId("figures-about").append(...FIGURES.map(([name, , , about]) => make("div", {}, make("dt", {}, name), make("dd", {}, about))));
     byId("insert").addEventListener("click", () => {
       const area = byId("prompt");
@@ -106,6 +110,18 @@ class Playground {
       if (event.key === "Escape") this.abort?.abort();
     });
     if (innerWidth < 768) this.decoders.forEach((each) => (each.element.open = false));
+  }
+
+  /** An example as the address would keep it; two decoders write in AR's order and in lanes, or position by position and by chunk. */
+  settingsOf({ prompt, length, compare }) {
+    const kept = new URLSearchParams({ prompt, "a.temperature": CAREFUL });
+    if (length) kept.set("length", length);
+    if (!compare) return kept;
+    kept.set("compare", "1");
+    kept.set("b.temperature", CAREFUL);
+    if (this.lanes) kept.set("a.lanes", "1");
+    else if (this.decoders[0].preset !== "position") kept.set("a.commit", "position");
+    return kept;
   }
 
   prompt(text) {
@@ -312,9 +328,11 @@ class Playground {
     this.keeping = setTimeout(() => history.replaceState(null, "", `#${this.kept}`), 200);
   }
 
-  restore() {
-    const kept = new URLSearchParams(location.hash.slice(1));
-    byId("prompt").value = kept.get("prompt") ?? Object.values(EXAMPLES)[0];
+  restore(kept = new URLSearchParams(location.hash.slice(1))) {
+    if (!kept.has("prompt") && this.examples.length) {
+      for (const [name, value] of this.settingsOf(this.examples[0])) if (!kept.has(name)) kept.set(name, value);
+    }
+    byId("prompt").value = kept.get("prompt") ?? "";
     this.shared.restore(kept);
     this.decoders.forEach((each) => each.restore(kept));
     byId("compare").checked = kept.get("compare") === "1";

@@ -1,5 +1,6 @@
 import { data } from "./data.js";
 import { byId, chunkClass, colourNumber, make, swatch } from "./dom.js";
+import { scoreBars, signed } from "./scores.js";
 import { ChunkText } from "./tokens.js";
 
 const { tokens, frames } = data;
@@ -55,31 +56,6 @@ function show(number) {
 
 // --- one token ---------------------------------------------------------------------------------------------------
 
-/** r of a token, one bar for each chunk: how far it lies above or below the token's mean. */
-function scoreBars(scores, own) {
-  const decides = scores.map((score, k) => score + (data.bias[k] ?? 0));
-  const mean = decides.reduce((sum, value) => sum + value, 0) / decides.length;
-  const most = Math.max(1e-12, ...decides.map((value) => Math.abs(value - mean)));
-  const grid = make("div", { className: "scores scroll" });
-  scores.forEach((score, k) => {
-    const chunk = k + 1;
-    const length = (50 * Math.abs(decides[k] - mean)) / most;
-    const bar = make("i");
-    bar.style.width = `${length}%`;
-    bar.style.left = `${decides[k] < mean ? 50 - length : 50}%`;
-    const name = `value${chunk === own ? " own" : ""}`;
-    grid.append(
-      swatch(chunk),
-      make("span", { className: `track ${chunkClass(chunk)}` }, bar),
-      make("span", { className: name }, score.toFixed(3)),
-      make("span", { className: name }, data.bias.length ? signed(data.bias[k]) : ""),
-    );
-  });
-  return grid;
-}
-
-const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3);
-
 function showToken() {
   const token = tokens[position];
   const chunk = frame.ids[position];
@@ -91,7 +67,7 @@ function showToken() {
   name.push(`${state} · ${token.free ? token.kind : "not counted"}`);
   byId("token-name").replaceChildren(...name);
   const scores = frame.scores ? frame.scores[position] : [];
-  byId("token-scores").replaceChildren(...(scores.length ? [scoreBars(scores, chunk)] : []));
+  byId("token-scores").replaceChildren(...(scores.length ? [scoreBars(scores, chunk, data.bias)] : []));
   byId("token-note").textContent = scoreNote(scores, chunk);
 }
 

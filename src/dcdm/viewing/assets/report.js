@@ -3,6 +3,7 @@
 import { data } from "./data.js";
 import { byId, make, many, stillness } from "./dom.js";
 import { Player } from "./player.js";
+import { scoreBars } from "./scores.js";
 import { ChunkText } from "./tokens.js";
 
 /** Texts as models divide them, each under its name and a sentence about it. */
@@ -33,43 +34,66 @@ function hintAtScrolling(box) {
   new ResizeObserver(look).observe(box);
 }
 
-/** A text being filled in, forward by forward: from the moment it is first seen, unless motion is not wanted. */
-function fillingReplay(container, { tokens, chunks, steps, lanes = [] }, name) {
-  const forward = tokens.map(() => 0); // which forward filled a position, 0 where it was given
+/** The forward that filled each position, 0 where it was given. */
+function forwardsOf({ tokens, steps }) {
+  const forward = tokens.map(() => 0);
   steps.forEach((positions, number) => positions.forEach((position) => (forward[position] = number + 1)));
-  const controls = make("div", { className: "player", role: "group", ariaLabel: `replay of the ${name}` });
-  const box = make("div", { className: "numbers covered filling" });
-  const sentence = make("p", { className: "small quiet sentence", ariaLive: "polite" });
-  container.append(controls, box, sentence);
+  return forward;
+}
 
-  const text = new ChunkText(box, name, tokens, (position) => {
-    const token = `${JSON.stringify(tokens[position])} at ${position}`;
-    const group = lanes.length ? `lane ${lanes[position]}` : `chunk ${chunks[position]}`;
-    if (!forward[position]) sentence.textContent = `${token} was given.`;
-    else if (forward[position] > player.at) sentence.textContent = `A blank at ${position}, of ${group}.`;
-    else sentence.textContent = `${token}, ${group}, came with forward ${forward[position]}.`;
-  }, lanes);
+/** What there is to say of a token: where it lies, when it came, and the scores by which a router chose it. */
+function tokenNote({ tokens, chunks, lanes = [], scores, bias = [], rule = "" }, forward, position, at) {
+  const token = `${JSON.stringify(tokens[position])} at ${position}`;
+  const group = lanes.length ? `lane ${lanes[position]}` : `chunk ${chunks[position]}`;
+  if (!forward[position]) return [`${token} was given.`];
+  const came = forward[position] > at ? `A blank at ${position}, of ${group}.` : `${token}, ${group}, came with forward ${forward[position]}.`;
+  const bars = scores?.[position]?.length ? [scoreBars(scores[position], chunks[position], bias)] : [];
+  return [rule ? `${came} ${rule}` : came, ...bars];
+}
+
+/**
+ * Texts being filled in, forward by forward, by one set of buttons: from the moment they are first seen, unless motion is
+ * not wanted. Each may have a label and, if a router chose, its scores.
+ */
+function fillingReplay(container, fillings, name) {
+  const length = Math.max(...fillings.map(({ steps }) => steps.length));
+  const controls = make("div", { className: "player", role: "group", ariaLabel: `replay of the ${name}` });
+  const columns = make("div", { className: fillings.length > 1 ? "texts" : "" });
+  container.append(controls, columns);
   let player = null;
-  player = new Player(controls, {
-    length: () => steps.length,
-    speed: "1",
-    show: (at, moving) => {
+  const texts = fillings.map((filling) => {
+    const forward = forwardsOf(filling);
+    const { tokens, chunks, steps, label = "", lanes = [] } = filling;
+    const box = make("div", { className: "numbers covered filling" });
+    const sentence = make("div", { className: "small quiet sentence", ariaLive: "polite" });
+    const head = label ? [make("h3", {}, label)] : [];
+    columns.append(make("div", { className: "filled" }, ...head, box, sentence));
+    const called = label || name;
+    const text = new ChunkText(box, called, tokens, (position) => sentence.replaceChildren(...tokenNote(filling, forward, position, player.at)), lanes);
+    const draw = (at, moving) => {
       sentence.ariaLive = player?.playing ? "off" : "polite"; // every forward would be too much to listen to
       const newest = (position) => at > 0 && forward[position] === at;
       text.draw(chunks, forward.map((when) => when > at), (position) => moving && newest(position), (position) => lanes.length && newest(position));
-      sentence.textContent = at ? `Forward ${at} filled ${many(steps[at - 1].length, "token")}.` : "Nothing is filled in yet.";
-    },
+      const done = at >= steps.length && fillings.length > 1;
+      if (!at) sentence.textContent = "Nothing is filled in yet.";
+      else if (done) sentence.textContent = `Done after ${many(steps.length, "forward")}.`;
+      else sentence.textContent = `Forward ${at} filled ${many(steps[at - 1].length, "token")}.`;
+    };
+    return { draw };
   });
-  player.go(steps.length);
+  const speed = length > 40 ? "10" : length > 10 ? "3" : "1";
+  player = new Player(controls, { length: () => length, speed, show: (at, moving) => texts.forEach(({ draw }) => draw(at, moving)) });
+  player.go(length);
   if (stillness.matches) return;
   const watcher = new IntersectionObserver((entries) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
     watcher.disconnect();
-    if (player.at === steps.length && !player.playing) player.open();
+    if (player.at === length && !player.playing) player.open();
   });
-  watcher.observe(box);
+  watcher.observe(columns);
 }
 
 for (const box of document.querySelectorAll(".scroll")) hintAtScrolling(box);
 for (const id of ["chunks", "texts"]) if (byId(id)) chunkTexts(byId(id), data[id]);
-for (const [name, filling] of Object.entries(data.fillings ?? {})) fillingReplay(byId(name), filling, name);
+if (data.viewer) fillingReplay(byId("viewer"), data.viewer, "lanes and chunks");
+for (const [name, fillings] of Object.entries(data.fillings ?? {})) fillingReplay(byId(name), [fillings].flat(), name);

@@ -58,6 +58,7 @@ export class TokenCells {
     const shown = special ? [special] : text === null ? ["\u00a0"] : visible(text);
     place.replaceChildren(make("span", { className: "letters" }, ...shown));
     if (text?.endsWith("\n") && place.nextSibling?.tagName !== "BR") place.after(make("br"));
+    else if (text?.startsWith("\n") && place.previousSibling && place.previousSibling.tagName !== "BR") place.before(make("br")); // a line end with the indentation behind it
   }
 
   /** The classes of a cell, and the numbers that may stand below it. */

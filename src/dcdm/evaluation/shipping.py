@@ -1,0 +1,253 @@
+"""A run made into a model that ships: exported in bf16, measured on held-out files, with its card.
+
+    python -m dcdm.evaluation.shipping RUN NAME --says "What it is, in a sentence."
+
+writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib`, whose split by file says which files it
+never saw. Figures are those of the exported weights, in fp32, over disjoint windows of the held-out files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from tyro.conf import Positional
+
+from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.sources import STDLIB_SHARE, stdlib_files
+from dcdm.evaluation.corpora import Corpus
+from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate
+from dcdm.evaluation.windows import WindowSettings
+from dcdm.files import digest, file_digest
+from dcdm.io.export import check_free, write
+from dcdm.io.load import WEIGHTS, find_model, load_model
+from dcdm.likelihood.estimators import LABELS
+from dcdm.likelihood.statistics import with_stderr
+from dcdm.model.transformer import parameter_counts
+from dcdm.presets import preset, presets
+from dcdm.shipped import CARD, HOME, TRAINING, Card, Figure
+from dcdm.training import settings as run_settings
+from dcdm.training.metrics import read_rows
+from dcdm.training.vouching import SETTINGS
+
+LICENCE = "PSF-2.0"
+SOURCE = "Python's standard library"
+WINDOWS = 256
+CHECKED = 24  # windows of the figure that tests make again
+LARGEST = 12 << 20
+
+
+def ship(
+    run: Annotated[Path, Positional], name: Annotated[str, Positional], says: str, windows: int = WINDOWS,
+    overwrite: bool = False, into: Path = HOME,
+) -> None:  # fmt: skip
+    """Export a run in bf16, measure it on held-out files, and write it, with its card, as a model that ships.
+
+    Args:
+        run: A finished run on stdlib.
+        name: What users will call it.
+        says: What it is, in a sentence.
+        windows: Windows of held-out text for each figure, spread evenly.
+        overwrite: Put it in the place of the model that has this name now.
+        into: The folder of all shipped models.
+    """
+    folder = into / name
+    if not overwrite:
+        check_free(folder)
+    settings = _settings(run)
+    model, tokenizer = load_model(run)
+    with tempfile.TemporaryDirectory(prefix="dcdm-ship-") as place:
+        exported = Path(place) / name
+        write(model, tokenizer, exported, "", dtype=torch.bfloat16, code=False)
+        if (size := (exported / WEIGHTS).stat().st_size) > LARGEST:
+            raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
+        card = card_of(exported, run, settings, name, says, windows)
+    more = {CARD: json.dumps(asdict(card), indent=1) + "\n", TRAINING: (run / SETTINGS).read_text(encoding="utf-8")}
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
+    print(model_card(card))
+
+
+def _settings(run: Path) -> run_settings.RunConfig:
+    if not (run / SETTINGS).is_file():
+        raise ConfigError(f"{run} is not a run folder: it has no {SETTINGS}")
+    settings = run_settings.read(run / SETTINGS)
+    reading = settings.data.reading
+    if settings.data.sources != ("stdlib",) or settings.data.validation or reading.validation_share != STDLIB_SHARE:
+        raise ConfigError(
+            f"{run} was not trained on stdlib with its own held-out files (data.sources={settings.data.sources}, "
+            f"validation_share={reading.validation_share}); a card could not say which text was never seen"
+        )
+    return settings
+
+
+# --- held-out files ----------------------------------------------------------------------------------------------
+
+
+def held_out_files() -> dict[str, str]:
+    """The standard library's held-out files of this Python, each with its SHA-256."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return {path.relative_to(root).as_posix(): file_digest(path) for path in stdlib_files("validation")}
+
+
+def held_out_corpus(names: list[str]) -> Corpus:
+    """These files of the standard library, those of them that are there and hold text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = [(root / name).read_bytes().decode("utf-8", "replace") for name in names if (root / name).is_file()]
+    kept = tuple(text for text in texts if text.strip())
+    mark = hashlib.sha256("\0".join(kept).encode("utf-8", "replace")).hexdigest()
+    return Corpus("held-out files", SOURCE, kept, fingerprint=mark, empty_documents=len(texts) - len(kept))
+
+
+def measure(
+    folder: Path, corpus: Corpus, windows: int, lanes: tuple[int, ...] = (), estimators: tuple[str, ...] = ()
+) -> list[tuple[Figures, Figure]]:
+    """The likelihoods of a model, in fp32: exact ones of its decoders, and its bound where it has one."""
+    config = find_model(folder).config
+    if not estimators:
+        estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
+    result = evaluate(
+        [str(folder)],
+        [corpus],
+        estimators,
+        EstimatorSettings(samples=4, lanes=lanes),
+        WindowSettings(limit=windows),
+    )
+    rows = [row for row in result.rows if isinstance(row, Figures)]
+    numbers = lanes or config.lanes or (None,) * len(rows)
+    numbers = (1,) if config.kind == "ar" else numbers
+    return [(row, _figure(row, number)) for row, number in zip(rows, numbers, strict=True)]
+
+
+def _figure(row: Figures, lanes: int | None) -> Figure:
+    forwards = None
+    if row.estimator == "trajectory":
+        forwards = round(row.forwards / row.windows, 2)
+    elif lanes is not None:
+        forwards = float(-(-(row.window_length - 1) // lanes))
+    return Figure(
+        row.estimator, lanes, _digits(row.nats_per_token), _digits(row.document_stderr),
+        _digits(row.nats_per_token * row.tokens / row.bytes), forwards,
+    )  # fmt: skip
+
+
+def _digits(value: float | None) -> Any:
+    return None if value is None else float(f"{value:.5g}")
+
+
+# --- the card ----------------------------------------------------------------------------------------------------
+
+
+def card_of(
+    folder: Path, run: Path, settings: run_settings.RunConfig, name: str, says: str, windows: int = WINDOWS
+) -> Card:
+    """What there is to say of the exported model in `folder`, which came of this run."""
+    config = find_model(folder).config
+    files = held_out_files()
+    corpus = held_out_corpus(list(files))
+    measured = measure(folder, corpus, windows)
+    whole = measured[0][0]
+    lanes = () if config.lanes is None else (min(config.lanes, key=lambda number: abs(number - 4)),)
+    (check, quick), *_ = sorted(
+        measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator == "bound"
+    )
+    train = stdlib_files("train")
+    steps, rows = find_model(run).identity()["step"], list(read_rows(run / "metrics.jsonl"))
+    if steps < settings.train.steps:
+        print(f"{run} has done {steps} of its {settings.train.steps} steps; its card will say so", file=sys.stderr)
+    return Card(
+        name=name, says=says, kind=config.kind, parameters=parameter_counts(config)[0],
+        context_length=config.context_length, tokenizer=settings.data.tokenizer, vocab_size=config.vocab_size,
+        preset=_preset_like(config),
+        command=f"dcdm train --config src/dcdm/shipped/{name}/{TRAINING} --run runs/{name}",
+        seed=settings.train.seed, steps=steps,
+        tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
+        trained_on={
+            "source": SOURCE, "licence": LICENCE, "python": sys.version.split()[0], "files": len(train),
+            "bytes": sum(path.stat().st_size for path in train),
+            "sha256": digest([file_digest(path) for path in train]),
+        },
+        held_out={
+            "files": files, "texts": len(corpus.texts), "windows": whole.windows,
+            "window_length": whole.window_length, "tokens": whole.tokens, "bytes": whole.bytes,
+        },
+        figures=tuple(figure for _, figure in measured),
+        check={"windows": check.windows, **asdict(quick)},
+        weights={
+            "dtype": "bf16", "bytes": (folder / WEIGHTS).stat().st_size, "sha256": file_digest(folder / WEIGHTS)
+        },
+    )  # fmt: skip
+
+
+def _preset_like(config: ModelConfig) -> str | None:
+    """The preset of this shape, whatever its vocabulary and its context."""
+    same = {"vocab_size": config.vocab_size, "context_length": config.context_length}
+    for name in presets():
+        if replace(preset(name), **same) == config:  # type: ignore[arg-type]
+            return name
+    return None
+
+
+def model_card(card: Card) -> str:
+    """The card for people: README.md of the folder."""
+    text, out = card.trained_on, card.held_out
+    rows = []
+    for one in card.figures:
+        lanes, forwards = ("–" if value is None else f"{value:g}" for value in (one.lanes, one.forwards_per_window))
+        nats = with_stderr(one.nats_per_token, one.stderr)
+        label = LABELS[one.estimator]
+        rows.append(f"| {lanes} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
+    files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
+    return f"""---
+library_name: dcdm
+license: apache-2.0
+---
+
+# {card.name}
+
+{card.says}
+
+A model of kind `{card.kind}` with {card.parameters:,} parameters, a vocabulary of {card.vocab_size:,}
+({card.tokenizer}) and a context of {card.context_length} tokens. It shows what the method does; it is far
+too small to be of use for writing code.
+
+| | |
+|---|---|
+| training text | {text["source"]} ({text["python"]}): {text["files"]} files, {text["bytes"] / 1e6:.1f} MB |
+| its licence | {text["licence"]} |
+| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed} |
+| preset of this shape | {card.preset or "none"} |
+| again | `{card.command}` |
+| weights | {card.weights["dtype"]}, {card.weights["bytes"] / 1e6:.1f} MB, SHA-256 {card.weights["sha256"][:16]}… |
+
+## Held-out files
+
+{out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on
+({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.
+
+| lanes | forwards per window | nats per token | nats per byte | what the figure is |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+
+The files, with the beginnings of their SHA-256:
+
+{files}
+"""
+
+
+if __name__ == "__main__":
+    import tyro
+
+    try:
+        tyro.cli(ship)
+    except ConfigError as error:
+        raise SystemExit(f"dcdm: {error}") from None

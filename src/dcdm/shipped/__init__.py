@@ -1,0 +1,135 @@
+"""Trained models that come with the package: what there is, where it lies, and what its card says.
+
+Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
+how good it is, and `training.yaml`, the settings that train it again. Reading cards needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcdm.config import ConfigError
+from dcdm.files import UnreadableFile, read_json_object
+
+HOME = Path(__file__).parent
+CARD, TRAINING = "card.json", "training.yaml"
+LANES, CHUNKS = "python-lanes", "python-chunks"
+"""The models that commands take when none is named: the first, and where chunks are shown, the second."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A likelihood of held-out text."""
+
+    estimator: str
+    """How it was measured: exact and trajectory are likelihoods, bound is an upper bound."""
+    lanes: int | None
+    """How many lanes wrote; None for models without lanes."""
+    nats_per_token: float
+    stderr: float | None
+    """Of `nats_per_token`, over documents."""
+    nats_per_byte: float
+    forwards_per_window: float | None
+    """Of the decoder; None for a bound, which holds for every decoder that is faithful to the chunks."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the card of a shipped model says."""
+
+    name: str
+    says: str
+    """What it is, in a sentence."""
+    kind: str
+    parameters: int
+    context_length: int
+    tokenizer: str
+    """As it was asked for in training, such as `bpe:2048`."""
+    vocab_size: int
+    preset: str | None
+    """The preset that it has the shape of, if any."""
+    command: str
+    """Trains it again."""
+    seed: int
+    steps: int
+    tokens: int
+    """Tokens that were predicted in training, all steps together."""
+    trained_on: Mapping[str, Any]
+    """source, licence, python (the version whose library it was), files, bytes."""
+    held_out: Mapping[str, Any]
+    """files (name → SHA-256), bytes, windows and their length: what the figures were made with."""
+    figures: tuple[Figure, ...]
+    check: Mapping[str, Any]
+    """A figure of a few windows, quick to make again: windows, and the rest as in `figures`."""
+    weights: Mapping[str, Any]
+    """dtype, bytes and SHA-256 of the file of weights."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Card:
+        try:
+            values = read_json_object(folder / CARD)
+            return cls(**{**values, "figures": tuple(Figure(**one) for one in values["figures"])})
+        except (UnreadableFile, OSError, TypeError, KeyError) as error:
+            raise ConfigError(f"{folder / CARD} cannot be read: {error}; install the package again") from error
+
+    @property
+    def best(self) -> Figure:
+        """The lowest of the figures."""
+        return min(self.figures, key=lambda one: one.nats_per_token)
+
+    def figure(self, lanes: int | None) -> Figure:
+        """The figure of so many lanes."""
+        for one in self.figures:
+            if one.lanes == lanes and one.estimator != "bound":
+                return one
+        raise ConfigError(f"the card of {self.name} has no figure of {lanes} lanes")
+
+    @property
+    def sentence(self) -> str:
+        """What it is, what it was trained on and how good it is, for a page or a terminal."""
+        best, text = self.best, self.trained_on
+        order = "" if best.lanes is None else f" in {best.lanes} lane{'s' if best.lanes > 1 else ''}"
+        kind = "upper bound" if best.estimator == "bound" else "exact"
+        return (
+            f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.steps:,} steps on {text['source']}; "
+            f"{best.nats_per_byte:.2f} nats per byte of held-out files ({kind}{order})."
+        )
+
+
+def names() -> list[str]:
+    """The shipped models, the default first."""
+    there = {path.parent.name for path in HOME.glob(f"*/{CARD}")}
+    return sorted(there, key=lambda name: (name != LANES, name != CHUNKS, name))
+
+
+def cards() -> list[Card]:
+    """The card of every shipped model."""
+    return [Card.read(HOME / name) for name in names()]
+
+
+def default(*, chunks: bool = False) -> str:
+    """The model to take when none is named; with `chunks` the one with chunks from content, if it is there."""
+    there = names()
+    if not there:
+        raise ConfigError("no trained model came with this installation; name a run or an exported folder")
+    return CHUNKS if chunks and CHUNKS in there else there[0]
+
+
+def folder_of(model: str | Path | None) -> Path:
+    """The folder that a user means: nothing is the default, a name that `dcdm models` lists is a shipped model.
+
+    A folder of that name wins over a shipped model.
+    """
+    if model is None:
+        return HOME / default()
+    path = Path(model)
+    return HOME / path if not path.exists() and str(model) in names() else path
+
+
+def card_of(model: str | Path | None) -> Card | None:
+    """The card of what a user means, if it is a shipped model."""
+    folder = folder_of(model)
+    return Card.read(folder) if (folder / CARD).is_file() else None

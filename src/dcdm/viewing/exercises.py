@@ -1,0 +1,82 @@
+"""What newcomers see a model do: blanks of a class, the body of a function. Shared by demo and playground."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import groupby
+
+from dcdm.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A text with parts of it blanked out: whole tokens, as the model reads the text when nothing is missing."""
+
+    name: str
+    about: str
+    marked: str
+    """The text; ⟦ and ⟧ stand around what is blanked out, with the space before a word."""
+
+    @property
+    def text(self) -> str:
+        return re.sub("[⟦⟧]", "", self.marked)
+
+    def original(self, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+        """The tokens of the whole text, without BOS, and which are blanked out: all that are marked in part."""
+        pieces = re.split("[⟦⟧]", self.marked)
+        marked = b"".join(bytes([number % 2]) * len(piece.encode()) for number, piece in enumerate(pieces))
+        ids = tokenizer.encode(self.text)
+        blank, at = [], 0
+        for piece in tokenizer.pieces(ids):
+            blank.append(any(marked[at : at + len(piece)]))
+            at += len(piece)
+        return ids, blank
+
+    def segments(self, tokenizer: Tokenizer) -> list[tuple[str, int]]:
+        """Stretches of the text, and how many tokens of each are blanked out: none, or all."""
+        ids, blank = self.original(tokenizer)
+        runs = [[at for at, _ in run] for _, run in groupby(enumerate(blank), key=lambda pair: pair[1])]
+        texts = [b"".join(tokenizer.pieces([ids[at] for at in run])).decode(errors="replace") for run in runs]
+        return [(text, len(run) if blank[run[0]] else 0) for text, run in zip(texts, runs, strict=True)]
+
+    def prompt(self, tokenizer: Tokenizer) -> str:
+        """The text with blanks of as many tokens as stood there."""
+        return "".join(f"[[{count}]]" if count else text for text, count in self.segments(tokenizer))
+
+
+CLASS = Exercise(
+    "blanks",
+    "Fill the blanks of a class",
+    'class Point:\n    """A point in the plane."""\n\n    def __init__(⟦self, x, y⟧):\n       ⟦ self.x = x⟧\n'
+    "        self.y = y\n\n    def __eq__(self, other):\n       ⟦ if not isinstance(other, Point):\n"
+    "            return NotImplemented⟧\n        return⟦ self.x == other.x⟧ and self.y == other.y\n\n"
+    '    def __repr__(self):\n       ⟦ return⟧ "Point(%r, %r)" % (self.x,⟦ self.y⟧)\n',
+)
+SHORT_CLASS = Exercise(
+    "blanks",
+    "Fill the blanks of a class",
+    "class Point:\n    def __init__(⟦self, x, y⟧):\n       ⟦ self.x⟧ = x\n        self.y = y\n\n"
+    "   ⟦ def move⟧(self):\n",
+)
+FUNCTION = Exercise(
+    "function",
+    "Complete a function",
+    'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
+    "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
+    "    return [line.rstrip() for line in lines]\n⟧",
+)
+SHORT_FUNCTION = Exercise(
+    "function",
+    "Complete a function",
+    'def read(filename):\n    """Return the lines of a file."""'
+    "⟦\n    with open(filename) as file:\n        return file.readlines()\n⟧",
+)
+EXERCISES = ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION))
+"""Each in a longer and a shorter form."""
+
+
+def exercises_for(tokenizer: Tokenizer, length: int) -> list[Exercise]:
+    """The exercises that fit into a context of `length` tokens, BOS among them, each in its longest form."""
+    fitting = [[one for one in forms if len(one.original(tokenizer)[0]) < length] for forms in EXERCISES]
+    return [forms[0] for forms in fitting if forms]

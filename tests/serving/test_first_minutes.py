@@ -1,0 +1,136 @@
+"""`dcdm serve` without an argument: the model that comes with the package, and three examples to click."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+import dcdm
+from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
+from dcdm.decoding.engine import generate
+from dcdm.serving.served import Served
+from dcdm.serving.settings import Settings
+from dcdm.shipped import CHUNKS, LANES, card_of
+from dcdm.viewing.exercises import exercises_for
+from live import live, tiny_model
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The server as a newcomer starts it."""
+    command = [sys.executable, "-m", "dcdm", "serve", "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "DCDM_API_KEY"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if found := re.search(r"http://[\d.:]+\d", line):
+                    break
+            assert card_of(LANES).sentence in said[0]
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def test_it_serves_the_shipped_model_by_its_name(address):
+    (model,) = httpx.get(f"{address}/v1/models").json()["data"]
+    assert (model["id"], model["dcdm"]["folder"]) == (LANES, LANES)
+    assert model["dcdm"]["about"] == card_of(LANES).sentence
+
+
+def served(name: str, **changes) -> Served:
+    return Served(*(tiny_model(name, **changes) if name in ("ar", "causal") else dcdm.load(name)), name, Settings())
+
+
+def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
+    one = served(LANES)
+    tokenizer = one.tokenizer
+    blanks, function = exercises_for(tokenizer, one.window)
+    fill, complete, compare = one.examples()
+    assert fill == {"name": "Fill blanks", "prompt": blanks.prompt(tokenizer), "length": None, "compare": False}
+    (given, none), (rest, length) = function.segments(tokenizer)
+    assert (given + rest, none) == (function.text, 0)
+    assert (complete["prompt"], complete["length"]) == (given, length)
+    assert compare == {**complete, "name": "Compare AR’s order and lanes", "compare": True}
+    assert [each["name"] for each in served(CHUNKS).examples()][-1] == "Compare two orders"
+    assert [each["name"] for each in served("ar", context_length=128).examples()] == ["Complete"]
+    assert served("causal").examples() == [], "they do not fit into 64 tokens"
+
+
+# --- in a browser ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(MISSING)
+    pytest.importorskip("selenium")
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(driver, tmp_path):
+    page = Page(driver, artefacts(tmp_path))
+    yield page
+    assert page.complaints() == []
+
+
+def click(page: Page, number: int) -> None:
+    page.click(f"#examples .chip:nth-of-type({number})")
+    page.until("document.getElementById('runs').ariaBusy === 'true'", "the run to begin")
+    page.finished()
+
+
+def texts(page: Page) -> list[str]:
+    page.click("#languages label:last-child")
+    both = [page.text("code")]
+    if page.js("!document.getElementById('which').hidden"):
+        page.click("#which label:last-child")
+        both.append(page.text("code"))
+    return both
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_greets_with_the_model_and_its_examples_run_at_a_click(page, address, width):
+    page.open(address, width=width, dark=width < 1000)
+    model, tokenizer = dcdm.load()
+    blanks, function = exercises_for(tokenizer, model.config.context_length)
+    assert page.text("about") == card_of(LANES).sentence
+    assert page.js("document.getElementById('prompt').value") == blanks.prompt(tokenizer)
+    assert page.js("document.querySelectorAll('#examples .chip').length") == 3
+
+    click(page, 1)
+    alike = {"tokenizer": tokenizer, "temperature": 0.5}
+    assert texts(page) == generate(model, [blanks.prompt(tokenizer)], **alike).texts
+    click(page, 3)
+    (given, _), (_, length) = function.segments(tokenizer)
+    assert texts(page) == [
+        given + generate(model, [given], max_new_tokens=length, lanes=lanes, **alike).texts[0]
+        for lanes in (1, None)
+    ]
+    assert f"where A took {length}" in page.text("verdict")
+    page.click("#languages label:nth-of-type(1)")
+    assert f"dcdm sample {LANES}" in page.text("code")
+    page.shot(f"compared-orders-{width}")
+    click(page, 2)
+    assert not page.js("document.getElementById('compare').checked")
+    assert len(texts(page)) == 1
+    assert page.overflow() == 0
+
+
+def test_a_model_without_lanes_compares_position_by_position_with_chunks(page):
+    with live(model=dcdm.load(CHUNKS)) as other:
+        page.open(other.url)
+        assert page.js("document.getElementById('about').hidden")
+        click(page, 3)
+        assert page.js("document.getElementById('a-commit').value") == "position"
+        assert page.js("document.getElementById('b-commit').value") == "chunk"

@@ -1,0 +1,279 @@
+"""The models that come with the package: whole, as good as their cards say, found by name, and in the wheel."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcdm
+import tiny
+from dcdm import shipped
+from dcdm.cli import main
+from dcdm.config import ConfigError
+from dcdm.evaluation import shipping
+from dcdm.io.load import WEIGHTS, find_model, wrong_sums
+from dcdm.shipped import CARD, CHUNKS, HOME, LANES, TRAINING, Card, card_of, folder_of
+
+ROOT = Path(__file__).parent.parent
+MODELS = shipped.names()
+CLOSE = 0.15
+"""How far a figure may lie from the card's where the files of another Python are not the same."""
+
+
+def test_both_defaults_are_there():
+    assert MODELS[:2] == [LANES, CHUNKS]
+    assert (shipped.default(), shipped.default(chunks=True)) == (LANES, CHUNKS)
+    assert Card.read(HOME / LANES).kind == "lanes"
+
+
+# --- what lies in the folders ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_file_is_what_its_checksums_and_its_card_vouch_for(name):
+    folder, card = HOME / name, Card.read(HOME / name)
+    assert wrong_sums(folder) == []
+    listed = {*json.loads((folder / "checksums.json").read_text()), "checksums.json"}
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == listed
+    assert {CARD, TRAINING, "README.md", "tokenizer.json"} <= listed
+    assert shipping.file_digest(folder / WEIGHTS) == card.weights["sha256"]
+    assert (folder / WEIGHTS).stat().st_size == card.weights["bytes"] <= shipping.LARGEST
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_bf16_in_the_file_and_fp32_on_a_cpu(name):
+    stored = find_model(name).weights()
+    assert {value.dtype for value in stored.values() if value.is_floating_point()} == {torch.bfloat16}
+    model, tokenizer = dcdm.load(name)
+    assert {value.dtype for value in model.parameters()} == {torch.float32}
+    card = Card.read(HOME / name)
+    assert sum(p.numel() for p in model.parameters()) == card.parameters
+    assert tokenizer.vocab_size == card.vocab_size == model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
+    card = Card.read(HOME / name)
+    settings = shipping.run_settings.read(HOME / name / TRAINING)
+    assert settings.train.seed == card.seed
+    assert 0 < card.steps <= settings.train.steps
+    assert f"shipped/{name}/{TRAINING}" in card.command
+    assert settings.data.sources == ("stdlib",)
+    assert card.trained_on["licence"] == "PSF-2.0"
+    text = (HOME / name / "README.md").read_text()
+    assert card.command in text
+    assert card.says in text
+    assert all(f"{figure.nats_per_byte:.3f}" in text for figure in card.figures)
+    assert all(f"`{file}`" in text for file in card.held_out["files"])
+
+
+def same_files(card: Card) -> bool:
+    return shipping.held_out_files() == card.held_out["files"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_quick_figure_of_a_card_comes_out_again_on_the_held_out_files(name):
+    card = Card.read(HOME / name)
+    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
+    lanes = () if card.check["lanes"] is None else (card.check["lanes"],)
+    found = shipping.measure(HOME / name, corpus, card.check["windows"], lanes, (card.check["estimator"],))
+    (figure,) = (one for _, one in found)
+    room = 0.005 if same_files(card) else CLOSE * card.check["nats_per_byte"]
+    assert figure.nats_per_byte == pytest.approx(card.check["nats_per_byte"], abs=room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
+    card = Card.read(HOME / name)
+    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
+    found = [figure for _, figure in shipping.measure(HOME / name, corpus, card.held_out["windows"])]
+    room = 0.005 if same_files(card) else CLOSE
+    for again, figure in zip(found, card.figures, strict=True):
+        assert (again.estimator, again.lanes) == (figure.estimator, figure.lanes)
+        assert again.nats_per_token == pytest.approx(figure.nats_per_token, abs=room)
+
+
+def test_another_text_has_another_figure():
+    """The check above would notice: negative control."""
+    card = Card.read(HOME / LANES)
+    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
+    mixed = shipping.replace(corpus, texts=tuple(text[::-1] for text in corpus.texts))
+    ((_, figure),) = shipping.measure(HOME / LANES, mixed, 8, (card.check["lanes"],))
+    assert abs(figure.nats_per_byte - card.check["nats_per_byte"]) > CLOSE
+
+
+# --- names -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_taken_wherever_a_folder_is_and_a_folder_of_that_name_wins(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert folder_of(LANES) == folder_of(Path(LANES)) == folder_of(None) == HOME / LANES
+    assert folder_of("nowhere") == Path("nowhere")
+    main(["verify", CHUNKS])
+    assert "FAIL" not in capsys.readouterr().out
+    tiny.exported("causal", tmp_path / LANES)
+    assert folder_of(LANES) == Path(LANES)
+    assert find_model(LANES).config.kind == "dcdm"
+    assert dcdm.load()[0].config.kind == "lanes"
+    with pytest.raises(ConfigError, match="dcdm models"):
+        dcdm.load("nowhere")
+
+
+def test_cards_are_those_of_shipped_models_only(tmp_path):
+    assert card_of(LANES) is not None
+    assert card_of(tmp_path) is None
+    (tmp_path / CARD).write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        card_of(tmp_path)
+
+
+def test_models_lists_what_there_is_and_how_good_it_is(capsys):
+    main(["models", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in told] == MODELS
+    main(["models"])
+    shown = capsys.readouterr().out
+    for card in shipped.cards():
+        assert card.says in shown
+        assert "PSF-2.0" in shown
+        for figure in card.figures:
+            assert f"{figure.nats_per_byte:.3f}" in shown
+
+
+def test_listing_models_needs_no_pytorch():
+    code = "import sys; from dcdm.cli import main; main(['models', '--json']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# --- commands without a model ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stdin", [Terminal(), io.StringIO()], ids=["terminal", "nothing piped"])
+def test_sample_without_arguments_continues_an_example(monkeypatch, capsys, stdin):
+    from dcdm.commands.sample import EXAMPLE
+
+    monkeypatch.setattr(sys, "stdin", stdin)
+    main(["sample", "--length", "8"])
+    assert capsys.readouterr().out.startswith(EXAMPLE)
+
+
+def test_sample_without_a_model_is_careful_and_with_its_name_as_it_was(capsys):
+    asked = ["--prompt", "def main(", "--length", "16", "--json"]
+    main(["sample", *asked])
+    careful = json.loads(capsys.readouterr().out)["completion"]
+    main(["sample", LANES, *asked, "--temperature", "0.5"])
+    assert json.loads(capsys.readouterr().out)["completion"] == careful
+    model, tokenizer = dcdm.load(LANES)
+    main(["sample", LANES, *asked])
+    plain = dcdm.generate(model, ["def main("], tokenizer=tokenizer, max_new_tokens=16)
+    assert json.loads(capsys.readouterr().out)["completion"] == plain.texts[0]
+
+
+def test_chunks_without_a_model_takes_the_one_that_forms_them(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    main(["chunks"])
+    assert capsys.readouterr().out.startswith(f"{CHUNKS}: dcdm")
+    main(["chunks", "x = 1"])
+    assert "5 tokens and BOS" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["chunks", "runs/typo", "x = 1"])
+    assert "is not a folder" in capsys.readouterr().err
+
+
+# --- making one --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A small run as if it had been trained on a small standard library, made into a model that ships."""
+    library = tmp_path / "library"
+    library.mkdir()
+    for name, text in {"seen.py": "x = 1\n" * 400, "unseen.py": "def f(y):\n    return y\n" * 60}.items():
+        (library / name).write_text(text)
+    (tmp_path / "seen.txt").write_text("x = 1\n" * 400)
+    run = tmp_path / "run"
+    sizes = (
+        "hidden_size=16",
+        "num_layers=2",
+        "num_heads=2",
+        "num_kv_heads=1",
+        "head_dim=8",
+        "intermediate_size=24",
+    )
+    with pytest.raises(SystemExit):
+        main([
+            "train", "--preset", "lanes-debug", "--run", str(run), "--data", str(tmp_path / "seen.txt"),
+            "--steps", "2", "--batch-size", "2", "--set", *(f"model.{size}" for size in sizes),
+            "model.context_length=32", "tensorboard=false", "evaluate_sequences=2",
+        ])  # fmt: skip
+    files = {"train": [library / "seen.py"], "validation": [library / "unseen.py"]}
+    monkeypatch.setattr(shipping, "stdlib_files", files.__getitem__)
+    monkeypatch.setattr(shipping.sysconfig, "get_path", lambda _: str(library))
+    with pytest.raises(ConfigError, match="not trained on stdlib"):
+        shipping.ship(run, "mine", "Mine.", into=tmp_path / "box")
+    monkeypatch.setattr(shipping, "_settings", lambda folder: shipping.run_settings.read(folder / "settings.yaml"))
+    shipping.ship(run, "mine", "Mine.", windows=8, into=tmp_path / "box")
+    return run, tmp_path / "box" / "mine"
+
+
+def test_a_run_becomes_a_model_that_ships(made, capsys):
+    run, folder = made
+    card = Card.read(folder)
+    assert wrong_sums(folder) == []
+    assert not list(folder.glob("*.py")), "code there would be taken for modules of the package"
+    assert list(card.held_out["files"]) == ["unseen.py"]
+    assert (card.name, card.preset, card.steps) == ("mine", None, 2)
+    assert [figure.lanes for figure in card.figures] == [1, 2, 4, 8, 16]
+    before, after = dcdm.load(run)[0], dcdm.load(folder)[0]
+    for name, value in before.state_dict().items():
+        assert torch.equal(value.to(torch.bfloat16).float(), after.state_dict()[name])
+    corpus = shipping.held_out_corpus(["unseen.py"])
+    scored = shipping.evaluate([str(folder)], [corpus], ("exact",)).rows
+    assert card.figures[0].nats_per_token == pytest.approx(scored[0].nats_per_token, rel=1e-3)
+    assert card.best.nats_per_token == min(figure.nats_per_token for figure in card.figures)
+    assert math.isfinite(card.check["nats_per_byte"])
+    assert asdict(Card.read(folder)) == json.loads((folder / CARD).read_text()) | {"figures": card_figures(card)}
+    with pytest.raises(ConfigError, match="exists"):
+        shipping.ship(run, "mine", "Mine.", into=folder.parent)
+    shipping.ship(run, "mine", "Other.", windows=4, overwrite=True, into=folder.parent)
+    assert Card.read(folder).says == "Other."
+
+
+def card_figures(card: Card) -> tuple:
+    return tuple(asdict(figure) for figure in card.figures)
+
+
+# --- the wheel ---------------------------------------------------------------------------------------------------
+
+
+def test_a_wheel_holds_the_models(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    code = "import setuptools.build_meta as build; build.build_wheel('dist')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (tree / "dist").glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for name in MODELS:
+        wanted = {f"dcdm/shipped/{name}/{path.name}" for path in (HOME / name).iterdir() if path.is_file()}
+        assert wanted <= held
