@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 import json
 import math
@@ -166,6 +167,29 @@ def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
     assert poisson(5.0, 9, seed=1)[:9] == arrivals[:9], "the same for every schedule"
     row = summary(5.0, "step", [Answered(0.1, 0.2, 0.3, 4), Answered(0.1, 0.3, 0.4, 4), LOST], 2.0)
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
+
+
+def test_a_stream_that_ends_with_an_error_is_lost():
+    from dcdm.bench.arrivals import LOST, ask
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        lines = (
+            b'data: {"choices": [{"text": "a"}]}',
+            b'data: {"error": {"code": "timeout"}}',
+            b"data: [DONE]",
+            b"",
+        )
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"\n\n".join(lines))
+        await writer.drain()
+        writer.close()
+
+    async def asked():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            return await ask(server.sockets[0].getsockname()[1], {})
+
+    assert asyncio.run(asked()) == LOST
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"qk_norm": False, "attention_bias": True}])

@@ -257,3 +257,13 @@ def test_what_was_remembered_is_freed_with_the_last_token(kind):
         assert held() <= before
     finally:
         gc.enable()
+
+
+def test_memory_is_that_of_the_rows_that_are_there():
+    cache = tiny.model("causal").new_cache()
+    cache.add_rows(1, 40)
+    cache.add_rows(3, 8)
+    assert cache.positions == 4 * 40
+    cache.keep_rows(torch.tensor([1, 2, 3]))
+    cache.add_rows(5, 8)
+    assert cache.positions == 8 * 8, "the long row has left"

@@ -181,6 +181,10 @@ def test_a_text_that_takes_too_many_forwards_is_ended():
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "too_many_forwards"
         assert server.post("/v1/completions", {**BODY, "max_tokens": 5}).status_code == 200
+        revise = {"share": 0.5, "groups": 20}  # twenty forwards to look at the draft, of which nothing is sent
+        answer = server.post("/v1/denoise", {"prompt": "a draft to be revised", "revise": revise})
+        assert "too_many_forwards" in answer.text
+        assert server.figure("dcdm_forwards_total") < 20
 
 
 @pytest.mark.parametrize("stream", [False, True])

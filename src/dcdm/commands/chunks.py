@@ -53,8 +53,8 @@ def chunks(
 ) -> None:
     """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
 
-    The text is given here, in a file, or on standard input. A single argument with a space in it that is no folder
-    is a text for the default model, which shows an example where nothing is given.
+    The text is given here, in a file, or on standard input. A single argument with a space in it, if it is not a
+    folder, is a text for the default model, which shows an example where nothing is given.
 
     Args:
         text: The text; without it, --file or standard input.

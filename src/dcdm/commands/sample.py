@@ -211,6 +211,7 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
     from dcdm.files import write_whole
     from dcdm.viewing.chunks import Written, filling_of, replay_page
     from dcdm.viewing.motion import moving_picture
+    from dcdm.viewing.page import many
     from dcdm.viewing.plots import draw_filling
 
     filling = filling_of(result, tokenizer)
@@ -219,7 +220,7 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
     sentence = f"{model}: {tokens} tokens in {forwards} forwards."
     if picture.suffix == ".svg":
         lanes = max(filling.lanes, default=0)
-        label = f"{lanes} lane{'s' if lanes > 1 else ''}" if lanes else f"{max(filling.chunks)} chunks"
+        label = many(lanes, "lane") if lanes else many(max(filling.chunks), "chunk")
         write_whole(
             picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
         )

@@ -12,7 +12,6 @@ from dcdm.commands.options import JsonOption, print_json
 
 if TYPE_CHECKING:
     from dcdm.reproduction.results import Interval
-    from dcdm.reproduction.study import Study
 
 EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -63,7 +62,7 @@ def study(
     elif rows:
         columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"minus {asked.against}")
         lines = [
-            (_named(asked, row.variant), row.figure, row.estimator,
+            (asked.named(row.variant), row.figure, row.estimator,
              None if row.forwards is None else f"{row.forwards:.1f}",
              _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
             for row in rows
@@ -72,11 +71,6 @@ def study(
     if not complete:
         print("unfinished: the same command resumes", file=sys.stderr)
         sys.exit(1)
-
-
-def _named(asked: Study, variant: str) -> str:
-    label = asked.variants[variant].label
-    return f"{variant}: {label}" if label else variant
 
 
 def _interval(value: Interval | None, sign: str = "") -> str | None:

@@ -165,9 +165,7 @@ class Tokenizer:
             return bytes(_BYTE_OF[letter] for letter in str(self.backend.id_to_token(token)) if letter in _BYTE_OF)
         if single := _BYTE_TOKEN.fullmatch(str(self.backend.id_to_token(token))):
             return bytes([int(single[1], 16)])
-        before = self.encode("a")
-        text = self.backend.decode([*before, token], skip_special_tokens=True)
-        return text.removeprefix(self.backend.decode(before, skip_special_tokens=True)).encode()
+        return self.continuation([token]).encode()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -84,6 +84,11 @@ class Study:
                 f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}"
             )
 
+    def named(self, variant: str) -> str:
+        """A variant with its label, for readers."""
+        label = self.variants[variant].label
+        return f"{variant}: {label}" if label else variant
+
     def ancestors(self, name: str) -> list[str]:
         """The variants whose weights this one comes from, the nearest first."""
         found: list[str] = []
@@ -400,11 +405,10 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
         )
         if not points:
             continue
-        label = study.variants[variant].label
         axes.errorbar(
             [forwards for forwards, _ in points], [mean.mean for _, mean in points],
             [mean.half or 0.0 for _, mean in points], marker=MARKERS[number % len(MARKERS)], capsize=3,
-            label=f"{variant}: {label}" if label else variant, linewidth=1.2, markersize=6,
+            label=study.named(variant), linewidth=1.2, markersize=6,
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
