@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 VERSION = "0.2.0"
@@ -348,6 +348,9 @@ class ObjectiveConfig:
     """With noise_draws=2: the second draw masks what the first leaves visible."""
     prompt_share: float = 0.2
     """Share of training windows with a random visible prefix or random visible spans."""
+    grow_steps: int = 0
+    """Steps over which the task grows, in equal stages: lanes from the fewest to all of the model's list, BDLM's
+    blocks by doubling from (nearly) single tokens to block_size. 0: the whole task from the first step."""
     chunk_loss_weight: float | None = None
     chunk_loss_eps: float | None = None
     """ε inside the logarithm of the per-sequence balance loss; None means 1/L."""
@@ -359,6 +362,7 @@ class ObjectiveConfig:
         if not 0 < self.t_min <= self.t_max <= 1:
             raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
         _at_least("noise_draws", self.noise_draws, 1)
+        _at_least("grow_steps", self.grow_steps, 0)
         if self.complementary_draws and self.noise_draws != 2:
             raise ConfigError(f"complementary_draws needs noise_draws=2, got noise_draws={self.noise_draws}")
         for name in ("full_mask_share", "prompt_share"):
@@ -368,6 +372,39 @@ class ObjectiveConfig:
                 _within(name, getattr(self, name), 0, math.inf)
         if self.chunk_loss_eps is not None and not self.chunk_loss_eps > 0:
             raise ConfigError(f"chunk_loss_eps={self.chunk_loss_eps} must be above 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
+        values = asdict(self)
+        if not self.grow_steps:
+            del values["grow_steps"]
+        return values
+
+    def check_fits(self, config: ModelConfig) -> None:
+        """Refuse growth for models that have nothing to grow."""
+        if self.grow_steps and config.kind not in ("lanes", "bdlm"):
+            raise ConfigError(
+                f"grow_steps={self.grow_steps} needs lanes or blocks that can grow; kind={config.kind!r} has none: "
+                "leave it out, or choose kind lanes or bdlm"
+            )
+
+    def task_at(self, config: ModelConfig, step: int | None) -> ModelConfig:
+        """`config` with the lanes or blocks that are trained in `step`, counted from 1; None: with all of them."""
+        if step is None or step >= self.grow_steps:
+            return config
+        self.check_fits(config)
+        if config.kind == "lanes":
+            assert config.lanes is not None
+            order = sorted(range(len(config.lanes)), key=config.lanes.__getitem__)
+            kept = order[: math.ceil(step / self.grow_steps * len(order))]
+            weights = config.lane_weights
+            return replace(
+                config, lanes=tuple(config.lanes[at] for at in kept),
+                lane_weights=None if weights is None else tuple(weights[at] for at in kept),
+            )  # fmt: skip
+        assert config.block_size is not None
+        stages = config.block_size.bit_length()
+        return replace(config, block_size=config.block_size >> stages - math.ceil(step / self.grow_steps * stages))
 
     def chunk_weight_for(self, config: ModelConfig) -> float:
         return self._default_for(config, self.chunk_loss_weight)

@@ -88,9 +88,13 @@ def test_an_interrupted_demo_saves_leaves_with_130_and_resumes(finished):
         assert steps_of(folder / name) == list(range(1, STEPS + 1))
 
 
-def test_the_figures_are_those_of_score_in_terminal_json_and_report(finished, place, capsys):
+def test_the_figures_are_those_of_score_in_terminal_json_and_report_and_nothing_is_trained_again(
+    finished, place, capsys
+):
     folder, _, done = finished
+    before = (folder / "lanes" / "metrics.jsonl").read_bytes()
     assert demo(folder, place / "corpus.txt", "--json") == 0
+    assert (folder / "lanes" / "metrics.jsonl").read_bytes() == before
     found = json.loads(capsys.readouterr().out)["figures"]
     page = (folder / "report.html").read_text()
     models = {name: dcdm.load(folder / name) for name in ("lanes", "bdlm")}
@@ -109,15 +113,13 @@ def test_the_figures_are_those_of_score_in_terminal_json_and_report(finished, pl
         assert line["difference"][0] == pytest.approx(ours.per_token - theirs.per_token, abs=1e-5)
 
 
-def test_a_finished_demo_is_not_trained_again_until_a_fresh_start(finished, place):
+@pytest.mark.slow
+def test_other_settings_need_a_fresh_start(finished, place):
     folder = place / "again"
     shutil.copytree(finished[0], folder)
     (folder / "lanes" / "mark").touch()
-    before = (folder / "lanes" / "metrics.jsonl").read_bytes()
-    assert demo(folder, place / "corpus.txt") == 0
-    assert (folder / "lanes" / "mark").exists()
-    assert (folder / "lanes" / "metrics.jsonl").read_bytes() == before
     assert demo(folder, place / "corpus.txt", "--seed", "1") == 2
+    assert (folder / "lanes" / "mark").exists()
     assert demo(folder, place / "corpus.txt", "--seed", "1", "--fresh") == 0
     assert not (folder / "lanes" / "mark").exists()
 

@@ -5,10 +5,11 @@ import torch
 
 import dcdm
 import tiny
-from dcdm.config import ObjectiveConfig
+from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion import noise
-from dcdm.diffusion.objectives import Batch, draw, loss
+from dcdm.diffusion.objectives import Batch, GlobalBatch, draw, loss
 from dcdm.keys import Key
+from dcdm.training.settings import RunConfig
 
 PLAIN = ObjectiveConfig(prompt_share=0.0)
 
@@ -159,6 +160,39 @@ def test_loss_takes_a_key_a_seed_or_a_generator():
 def same_weights(target, source):
     target.load_state_dict({k: v for k, v in source.state_dict().items() if k in target.state_dict()}, strict=False)
     return target
+
+
+def test_lanes_and_blocks_grow_in_equal_stages():
+    growing = ObjectiveConfig(grow_steps=6)
+    lanes = tiny.config("mdlm", kind="lanes", lanes=(4, 1, 2), lane_weights=(3.0, 1.0, 2.0))
+    told = [growing.task_at(lanes, step) for step in (1, 2, 3, 4, 5, 6, None)]
+    assert [task.lanes for task in told] == [(1,), (1,), (1, 2), (1, 2), (1, 2, 4), (4, 1, 2), (4, 1, 2)]
+    assert told[2].lane_weights == (1.0, 2.0)
+    assert told[-1] is told[-2] is lanes
+    blocks = tiny.config("bdlm", block_size=6)
+    assert [growing.task_at(blocks, step).block_size for step in (1, 2, 3, 4, 5, 6)] == [1, 1, 3, 3, 6, 6]
+    assert ObjectiveConfig().task_at(blocks, 1) is blocks
+    for kind in ("ar", "mdlm", "causal"):
+        with pytest.raises(ConfigError, match="grow_steps=6 needs lanes or blocks"):
+            RunConfig(tiny.config(kind), growing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "early"),
+    [("mdlm", {"kind": "lanes", "lanes": (1, 2, 4)}, {"kind": "lanes", "lanes": (1, 2)}),
+     ("bdlm", {"block_size": 4}, {"block_size": 2}),
+     ("bdlm", {"block_size": 4, "predict": "left"}, {"block_size": 2, "predict": "left"})],
+)  # fmt: skip
+def test_a_growing_task_is_that_of_the_smaller_model(kind, whole, early):
+    model = tiny.model(kind, **whole)
+    smaller = same_weights(tiny.model(kind, seed=5, **early), model)
+    batch = Batch(tiny.tokens(4, 17))
+    growing = ObjectiveConfig(prompt_share=0.0, grow_steps=6)
+    free = torch.tensor(4 * 16)
+    for step, same in ((4, smaller), (6, model)):
+        found = loss(model, batch, 3, growing, GlobalBatch(free, 4, step=step))
+        torch.testing.assert_close(found.total, loss(same, batch, 3, PLAIN).total)
+    assert loss(smaller, batch, 3, PLAIN).nll != loss(model, batch, 3, PLAIN).nll
 
 
 def test_bdlm_with_one_block_is_mdlm():

@@ -37,7 +37,9 @@ def finished(tmp_path_factory):
     settings = {**SMALL, "data.sources": [str(folder / "text.txt")]}
     asked = read_study(write(folder, definition(settings=settings)))
     said: list[str] = []
-    assert carry_out(asked, folder / "work", 2, said.append), said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCDM_CACHE", str(folder / "cache"))
+        assert carry_out(asked, folder / "work", 2, said.append), said
     return asked, folder / "work"
 
 

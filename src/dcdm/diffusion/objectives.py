@@ -17,6 +17,7 @@ from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
 from dcdm.model.head import weighted_nll
+from dcdm.model.routing import fixed_partition
 from dcdm.model.transformer import Encoded, Model
 
 
@@ -47,6 +48,8 @@ class GlobalBatch:
     micro_steps: int = 1
     total: Callable[[Tensor], Tensor] = lambda x: x
     """Sums over ranks."""
+    step: int | None = None
+    """The step's number, from 1, for objectives that grow; None: fully grown."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ def loss(
     """The kind's training loss on one batch.
 
     `generator` is the step's `Key`, a seed, or a `torch.Generator`; all randomness follows from it and from
-    `batch.rows`, so that splitting a batch over processes changes nothing. Without `whole` the batch is all
-    there is.
+    `batch.rows`, so that splitting a batch over processes changes nothing. Without
+    `global_batch` the batch is all there is.
     """
     settings = settings or ObjectiveConfig()
     key = Key.of(generator)
+    task = settings.task_at(model.config, None if global_batch is None else global_batch.step)
     if model.config.kind == "ar":
         free = visibility(model, batch, key, settings)[0][:, 1:]
         encoded = model.encode(batch.tokens)
@@ -90,13 +94,13 @@ def loss(
     elif model.config.predicts_from_left:
         refuse_noise(settings)
         free, prompt = visibility(model, batch, key, settings)
-        lanes = draw_lanes(model.config, key, _rows(batch)[0], free.sum(dim=-1).cpu())
-        ids = model.partition(batch.tokens, prompt, batch.index, lanes).ids
+        lanes = draw_lanes(task, key, _rows(batch)[0], free.sum(dim=-1).cpu())
+        ids = _partition(model, task, batch, prompt, lanes)
         encoded = model.encode(batch.tokens, prompt=prompt, chunk_ids=ids)
         states, targets = encoded.states[free], batch.tokens[free]
         weight = torch.ones_like(targets)
     else:
-        sample = draw(model, batch, key, settings)
+        sample = draw(model, batch, key, settings, task)
         encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
         where, free = sample.masked, sample.free
         clean = batch.tokens if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
@@ -164,9 +168,14 @@ class Sample:
     """Chunk ids where they do not depend on noise; None in the paper's routing."""
 
 
-def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sample:
-    """Which positions of `batch` are visible, masked and with what weight, and its partition."""
-    tokens = batch.tokens
+def draw(
+    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, task: ModelConfig | None = None
+) -> Sample:
+    """Which positions of `batch` are visible, masked and with what weight, and its partition.
+
+    `task` has the sizes of blocks that are trained, where they are not yet those of the model.
+    """
+    tokens, task = batch.tokens, task or model.config
     rows, num_rows = _rows(batch)
     free, prompt = visibility(model, batch, key, settings)
     if model.config.routes_from_noise:
@@ -177,12 +186,22 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
             )
         ids, groups, num_groups = None, free.long(), 1
     else:
-        ids = model.partition(tokens, prompt, batch.index).ids
-        groups, num_groups = ids, model.config.num_groups(tokens.shape[1])
+        ids = _partition(model, task, batch, prompt)
+        groups, num_groups = ids, task.num_groups(tokens.shape[1])
     masked, weight = noise.draws(key, rows, num_rows, groups.cpu(), num_groups, settings)
     if settings.noise_draws == 1:
         masked, weight = masked[:, 0], weight[:, 0]
     return Sample(masked.to(tokens.device), weight.to(tokens.device), free, prompt, ids)
+
+
+def _partition(
+    model: Model, task: ModelConfig, batch: Batch, prompt: Tensor, lanes: Tensor | None = None
+) -> Tensor:
+    """Chunk ids of the clean tokens; where the task still grows, those of its own sizes."""
+    if task is model.config:
+        return model.partition(batch.tokens, prompt, batch.index, lanes).ids
+    sets = model.sets(batch.tokens, prompt)
+    return fixed_partition(task, sets.free, sets.real, batch.index, lanes)
 
 
 def _with_balance(

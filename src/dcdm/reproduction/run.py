@@ -123,7 +123,7 @@ def _train(spec: RunSpec, places: Places) -> int:
         return code
     tuning = spec.parent is not None
     changes: dict[str, Any] = {f"model.{name}": value for name, value in spec.model.to_dict().items()}
-    changes |= {f"objective.{name}": value for name, value in vars(spec.objective).items()}
+    changes |= {f"objective.{name}": value for name, value in spec.objective.to_dict().items()}
     changes |= {
         **spec.train, "data.sources": (str(places.prepared(spec.scale, tuning)),), "tensorboard": False,
         "evaluate_every": spec.evaluate_every, "evaluate_sequences": spec.scale.curve_windows,
@@ -181,7 +181,7 @@ def _result(spec: RunSpec, places: Places, figures: Mapping[str, Any]) -> dict[s
         "run": spec.name, "variant": spec.variant.name, "says": spec.variant.label, "seed": spec.seed,
         "scale": spec.scale.name, "identity": spec.identity(),
         "settings": {
-            "model": config.to_dict(), "objective": vars(spec.objective), "train": spec.train,
+            "model": config.to_dict(), "objective": spec.objective.to_dict(), "train": spec.train,
             "tokenizer": spec.scale.tokenizer, "data": data.fingerprint,
             "parent": None if spec.parent is None else spec.parent.name,
         },

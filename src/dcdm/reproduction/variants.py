@@ -197,7 +197,7 @@ class RunSpec:
     def identity(self) -> str:
         """What weights and curves follow from, as a short hash; measures of the weights do not enter."""
         parts: dict[str, Any] = {
-            "model": self.model.to_dict(), "objective": vars(self.objective), "train": self.train,
+            "model": self.model.to_dict(), "objective": self.objective.to_dict(), "train": self.train,
             "tokenizer": self.scale.tokenizer, "data": [*TRAINING, VALIDATION] if self.parent is None else [TUNING],
             "curve": [self.evaluate_every, self.scale.curve_windows, self.scale.curve_samples],
         }  # fmt: skip

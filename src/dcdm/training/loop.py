@@ -161,7 +161,7 @@ def _gradients(
     free = [visibility(model, batch, key, objective)[0] for batch in micro]
     counted = [f[:, 1:] if model.config.kind == "ar" else f for f in free]
     tokens = total(torch.stack([f.sum() for f in counted]).sum())
-    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total)
+    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total, step + 1)
     model.zero_grad(set_to_none=True)
     parts: list[Loss] = []
     for number, batch in enumerate(micro):

@@ -132,6 +132,7 @@ class RunConfig:
         for name in ("evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self.objective.check_fits(self.model)
         if not 2 <= self.window <= self.model.max_position:
             raise ConfigError(
                 f"data.window={self.window} must lie between 2 and model.max_position={self.model.max_position}"
