@@ -14,7 +14,9 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,7 +170,7 @@ def card_of(
         name=name, says=says, kind=config.kind, parameters=parameter_counts(config)[0],
         context_length=config.context_length, tokenizer=settings.data.tokenizer, vocab_size=config.vocab_size,
         preset=_preset_like(config),
-        command=f"dcdm train --config src/dcdm/shipped/{name}/{TRAINING} --run runs/{name}",
+        command=_command(name, [*earlier_ends(rows, settings.train.warmup_steps), settings.train.steps]),
         seed=settings.train.seed, steps=steps,
         tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
         trained_on={
@@ -186,6 +188,22 @@ def card_of(
             "dtype": "bf16", "bytes": (folder / WEIGHTS).stat().st_size, "sha256": file_digest(folder / WEIGHTS)
         },
     )  # fmt: skip
+
+
+def earlier_ends(rows: Iterable[Mapping[str, Any]], warmup: int) -> list[int]:
+    """The steps at which a run had ended before it was made longer: where its decayed learning rate rose again."""
+    rates = [(int(row["step"]), row["learning_rate"]) for row in rows if "learning_rate" in row]
+    return [step for (step, rate), (_, after) in pairwise(rates) if step > warmup and after > 2 * rate]
+
+
+def _command(name: str, ends: Sequence[int]) -> str:
+    """What trains it again; a run that was made longer went down to its first end, and from there on."""
+    first = f"dcdm train --config src/dcdm/shipped/{name}/{TRAINING} --run runs/{name}"
+    if len(ends) == 1:
+        return first
+    return " && ".join(
+        [f"{first} --steps {ends[0]}", *(f"dcdm train --run runs/{name} --steps {n}" for n in ends[1:])]
+    )
 
 
 def _preset_like(config: ModelConfig) -> str | None:
