@@ -5,11 +5,13 @@ from train import given_or_trained
 
 import dcdm
 
-path = given_or_trained()  # a run folder, a checkpoint in it, or an exported folder
+path = (
+    given_or_trained()
+)  # a folder of a run, checkpoint or export, or a name that `dcdm models` lists
 
 model, tokenizer = dcdm.load(path)
 tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("def area(self):")]])
 masked = torch.zeros_like(tokens, dtype=torch.bool)
 masked[0, -5:] = True
-out = model(tokens, masked)
+out = model(tokens, None if model.config.predicts_from_left else masked)  # lanes predict every free token
 print(out.chunk_ids[0].tolist(), tuple(out.logits.shape))

@@ -54,7 +54,8 @@ def chat(
 
     Args:
         system: The system message.
-        lanes: For models that write in lanes: how many; an answer of --length tokens is cut into so many runs.
+        lanes: For models that write in lanes: how many (default as in dcdm sample); an answer of --length
+            tokens is cut into so many runs.
         length: Most tokens of an answer.
         temperature: 0 takes the most probable token.
         top_p: Draw from the most probable tokens that together reach this probability.

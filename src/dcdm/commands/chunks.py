@@ -63,7 +63,8 @@ def chunks(
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
         round: The round to show, for every other model (default the last).
-        lanes: For models that write in lanes: how many; each is a row, or a colour of the page.
+        lanes: For models that write in lanes: how many (default as in dcdm sample); each is a row, or a
+            colour of the page.
         window: Which window to show of a text that is longer than the model's context.
         corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
             `dcdm data prepare` reads, or a folder that it wrote.

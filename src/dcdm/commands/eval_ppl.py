@@ -60,7 +60,7 @@ def ppl(
     Under torchrun, processes share the work: torchrun --nproc-per-node 8 -m dcdm eval ppl …
 
     Args:
-        models: Run folders, checkpoints in them, or exported folders.
+        models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
         data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, or folders of
             `dcdm data prepare`. The names ptb, wikitext, lm1b, lambada, ag_news, pubmed and arxiv choose how a
             corpus is detokenised.

@@ -33,7 +33,8 @@ def quality(
 
     Args:
         scorer: A local folder with a causal model of transformers and its tokenizer.
-        model: The model whose texts are measured: a run folder, a checkpoint in it, or an exported folder.
+        model: The model whose texts are measured: a run folder, a checkpoint in it, an exported folder, or a
+            name that `dcdm models` lists.
         texts: A file of texts instead of a model: .jsonl with a field text, or parted by blank lines.
         num: Texts to generate.
         length: Tokens of a generated text.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from dcdm.commands.options import AdapterOption, DtypeOption, compute_on
+from dcdm.commands.options import AdapterOption, DtypeOption, ModelArgument, compute_on
 from dcdm.config import ConfigError
 
 EXAMPLES = (
@@ -18,8 +18,8 @@ EXAMPLES = (
 
 
 def export(
-    source: Annotated[Path, Positional],
-    folder: Annotated[Path, Positional],
+    source: ModelArgument,
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")],
     average: bool = True,
     adapter: AdapterOption = None,
     adapter_only: bool = False,
@@ -28,7 +28,6 @@ def export(
     """Write a trained model as a folder that Hugging Face tools load.
 
     Args:
-        source: A run folder or a checkpoint in it; with --adapter also an exported folder.
         folder: The folder to write; it must not exist.
         average: Take the averaged weights where the run kept any.
         adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters

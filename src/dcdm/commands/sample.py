@@ -72,20 +72,21 @@ def sample(
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
-    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from a pipe,
-    without the line end behind it; where there is neither that nor a model, the default model continues an example.
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from standard
+    input, without its last line break. `dcdm sample` alone continues an example with the default model.
 
     Args:
         prompt: The text to continue; several are completed in one batch.
         file: A text file that is the prompt.
         jsonl: A file with one JSON object per line, each a prompt.
         field: The name of the prompt in those objects.
-        length: New tokens behind each prompt; by default the rest of the window, or none if there are blanks.
+        length: New tokens after each prompt; by default the rest of the window, or none if there are blanks.
         num: Samples of each prompt.
         window: Positions of a canvas; by default the model's context length. Longer texts take several.
         routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
         commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
-        lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order.
+        lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order. By
+            default 4, or the nearest smaller number that the model was trained with.
         temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
             is named).
         top_k: Draw from the k most probable tokens.

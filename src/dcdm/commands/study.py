@@ -31,8 +31,8 @@ def study(
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
 
-    How long it takes is the study's affair; it says what is done on the way, and resumes where it stopped. The
-    table has nats per token, 95 % intervals over seeds, and differences from the study's reference.
+    It may take hours; progress is printed, and the same command resumes. The table has nats per token, 95 %
+    intervals over seeds, and differences from the study's reference.
 
     Args:
         file: The study: variants, seeds and settings (docs/studies.md).

@@ -340,8 +340,9 @@ class _Job:
 
 
 def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
-    """A model for evaluation; `device` may be auto, `dtype` is a name such as float32."""
+    """A model for evaluation; `device` may be auto, `dtype` is a name such as float32 or fp32."""
     kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+    dtype = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}.get(dtype, dtype)
     if dtype not in kinds:
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
     place = choose_device("auto" if device == DEFAULT_DEVICE else device)

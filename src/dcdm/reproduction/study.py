@@ -419,7 +419,7 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
 
 
 def summary(study: Study, work: Path) -> dict[str, Any]:
-    """The study's results as plain values: figures per run without windows, and the comparison."""
+    """The study's results as plain values: figures per run, without those of single windows."""
     runs = {
         run.name: {
             name: {key: value for key, value in figure.items() if key != "nats"} for name, figure in part.items()
