@@ -381,7 +381,25 @@ class ObjectiveConfig:
         return values
 
     def check_fits(self, config: ModelConfig) -> None:
-        """Refuse growth for models that have nothing to grow."""
+        """Refuse what has no effect on such a model, or no meaning."""
+        plain = ObjectiveConfig()
+        if config.kind == "ar" or config.predicts_from_left:
+            model = "AR" if config.kind == "ar" else "a model that predicts from the left"
+            for name in ("t_min", "t_max", "noise_draws", "complementary_draws"):
+                if getattr(self, name) != getattr(plain, name):
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} has no effect on {model}, which knows no noise; leave it out"
+                    )
+            if self.full_mask_share not in (0.0, 1.0):
+                raise ConfigError(
+                    f"full_mask_share={self.full_mask_share}: {model} trains on every token; leave it out, or "
+                    "set it to 1"
+                )
+        if config.routes_from_noise and self.noise_draws > 1:
+            raise ConfigError(
+                f"noise_draws={self.noise_draws} needs chunks that do not depend on noise; "
+                "set noise_draws=1 or routing='causal'"
+            )
         if self.grow_steps and config.kind not in ("lanes", "bdlm"):
             raise ConfigError(
                 f"grow_steps={self.grow_steps} needs lanes or blocks that can grow; kind={config.kind!r} has none: "

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +18,21 @@ import dcdm
 import tiny
 from dcdm.cli import main
 from dcdm.config import ConfigError
+from dcdm.data.prepare import prepare
+from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
+from dcdm.distributed import World
 from dcdm.io.export import export, write
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import leaks, verify
 from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
+from dcdm.training.checkpoint_folder import read_manifest
 from dcdm.training.metrics import Recorder
 from dcdm.training.run import describe, run_training
+from dcdm.training.validation import evaluate
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
 SMALL = {
@@ -241,7 +247,7 @@ def test_a_loss_that_is_not_finite_keeps_the_batch_and_names_the_part(corpus, tm
     monkeypatch.setattr("dcdm.diffusion.objectives.weighted_nll", lambda *a: original(*a) * float("nan"))
     with pytest.raises(FloatingPointError, match="the loss is not finite"):
         start("mdlm-debug", tmp_path / "other", corpus, train__steps=2)
-    assert list((tmp_path / "other").glob("bad-batch-step0-rank0.safetensors"))
+    assert list((tmp_path / "other").glob("bad-batch-step1-rank0.safetensors"))
     assert all(torch.isfinite(v).all() for v in before.values())
 
 
@@ -253,9 +259,69 @@ def test_start_weights_come_from_a_run_and_from_an_export(corpus, tmp_path):
         start("mdlm-debug", folder, corpus, train__steps=1, train__learning_rate=1e-12, init=str(source))
         ours, theirs = load_weights(newest(folder)), load_weights(newest(tmp_path / "first"))
         torch.testing.assert_close(ours["embed_tokens.weight"], theirs["embed_tokens.weight"])
-    with pytest.raises(ConfigError, match="init"):
-        start("ar-debug", tmp_path / "wrong", corpus, train__steps=1, init=str(tmp_path / "first"),
-              model__hidden_size=64)  # fmt: skip
+    for changes, message in (
+        ({"model__hidden_size": 64}, "hidden_size=64"),
+        ({"model__rope_theta": 1e4}, "rope_theta=10000.0; there it is"),
+        ({"data__tokenizer": "bpe:270"}, "another tokenizer than that of the data"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start("ar-debug", tmp_path / "wrong", corpus, train__steps=1, init=str(tmp_path / "first"), **changes)
+    untied = {"train__steps": 1, "train__learning_rate": 1e-12, "model__tie_embeddings": False}
+    start("mdlm-debug", tmp_path / "untied", corpus, init=str(tmp_path / "exported"), **untied)
+    weights = load_weights(newest(tmp_path / "untied"))
+    torch.testing.assert_close(weights["lm_head.weight"], weights["embed_tokens.weight"])
+    shutil.rmtree(tmp_path / "exported")  # no more needed: a checkpoint has all weights
+    start("mdlm-debug", tmp_path / "untied", corpus, init=str(tmp_path / "exported"), **untied)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        start("mdlm-debug", tmp_path / "late", corpus, train__steps=1, init=str(tmp_path / "exported"))
+
+
+def test_figures_of_checkpoints_and_cards_are_those_of_their_weights(corpus, tmp_path):
+    folder = tmp_path / "run"
+    changes = {"train__steps": 5, "evaluate_every": 2, "checkpoint_every": 3, "train__ema_decay": 0.9}
+    start("lanes-debug", folder, corpus, **changes)
+    third, last = (newest(folder).parent / f"step-{step:08}" for step in (3, 5))
+    assert read_manifest(third).metrics == {}, "not those of step 2"
+    found = read_manifest(last).metrics["valid_nll"]
+    valid = PreparedData.open(next((tmp_path / "cache/data").iterdir())).dataset("validation", 32, "truncate")
+    again = evaluate(load_model(folder)[0], valid, World(), sequences=4, samples=2)
+    assert found == pytest.approx(again["valid_nll"], abs=1e-5), "of the averaged weights, as they are loaded"
+    for source, average, shown in ((folder, True, True), (folder, False, False), (third, True, False)):
+        target = tmp_path / f"{source.name}-{average}"
+        export(source, target, average=average)
+        card = (target / "README.md").read_text()
+        assert (f"{found:.4f}" in card) == ("validation figure" in card) == shown
+        assert ("4 lanes" in card) == shown
+
+
+def test_settings_that_have_no_effect_or_no_meaning_leave_no_folder(corpus, tmp_path):
+    prepared = prepare([str(corpus)], "bytes", tmp_path / "prepared").folder
+    for preset, changes, message in (
+        ("dcdm-debug", {"objective__noise_draws": 2}, "noise_draws=2 needs chunks"),
+        ("ar-debug", {"objective__noise_draws": 2}, "no effect on AR"),
+        ("lanes-debug", {"objective__t_min": 0.5}, "no effect on a model that predicts from the left"),
+        ("lanes-debug", {"objective__grow_steps": 9, "train__steps": 5}, "would never be trained"),
+        ("ar-debug", {"train__lora": 4}, "there are none: name them with init"),
+        ("ar-debug", {"train__lora_alpha": 4.0}, "needs adapters"),
+        ("ar-debug", {"train__weight_decay": float("nan")}, "weight_decay=nan"),
+        ("ar-debug", {"train__betas": [0.9]}, "must hold 2 values"),
+        ("ar-debug", {"data__sources": []}, "names nothing"),
+        ("ar-debug", {"data__sources": [3]}, "sources.0.=3"),
+        ("ar-debug", {"data__loader_workers": -2}, "loader_workers=-2"),
+        ("ar-debug", {"data__sources": [str(prepared)], "data__tokenizer": "gpt2"}, "tokenizer=gpt2: no effect"),
+        ("ar-debug", {"data__sources": [str(prepared)], "data__validation": ["x.txt"]}, "validation=.*no effect"),
+        ("ar-debug", {"data__sources": [str(prepared)], "data__reading__field": "f"}, "reading.field=f: no effect"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(preset, tmp_path / "run", corpus, **changes)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["model:", "train: 3", "preset: 3", "3: 4", "model: {1: 2}"])
+def test_a_file_of_settings_with_anything_in_it_is_refused_in_words(text, tmp_path):
+    (tmp_path / "settings.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        run_settings.resolve("ar-debug", tmp_path / "settings.yaml")
 
 
 @pytest.mark.parametrize("option", [{"train__micro_batch": 1}, {"train__activation_checkpointing": True}])
@@ -272,7 +338,8 @@ def test_the_averaged_weights_follow_their_recursion(corpus, tmp_path):
     places = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     first, second = (load_weights(place)["norm.weight"] for place in places)
     start_weight = torch.ones_like(first)
-    expected = 0.75 * (0.75 * start_weight + 0.25 * first) + 0.25 * second
+    early, later = 2 / 11, 3 / 12  # (1 + n) / (10 + n) of the n-th step, while it lies below the decay
+    expected = later * (early * start_weight + (1 - early) * first) + (1 - later) * second
     torch.testing.assert_close(load_weights(places[-1], "ema")["norm.weight"], expected)
 
 

@@ -92,9 +92,9 @@ class Loader:
 def in_order(
     dataset: WindowSet, batch_size: int, *, rank: int = 0, world: int = 1, limit: int | None = None
 ) -> Iterator[Item]:
-    """One pass for evaluation: every `world`-th window (of the first `limit`) from `rank` on, unshuffled."""
+    """One pass for evaluation, unshuffled: every `world`-th window from `rank` on, of `limit` spread evenly."""
     count = len(dataset) if limit is None else min(limit, len(dataset))
-    mine = range(rank, count, world)
+    mine = [number * len(dataset) // count for number in range(rank, count, world)]
     for start in range(0, len(mine), batch_size):
         items = [dataset[i] for i in mine[start : start + batch_size]]
         yield {name: _stacked([item[name] for item in items]) for name in ("tokens", "prompt", "index")}

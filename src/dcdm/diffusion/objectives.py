@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcdm.config import LANE_LENGTH, ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
@@ -84,6 +84,7 @@ def loss(
     `global_batch` the batch is all there is.
     """
     settings = settings or ObjectiveConfig()
+    settings.check_fits(model.config)
     key = Key.of(generator)
     task = settings.task_at(model.config, None if global_batch is None else global_batch.step)
     if model.config.kind == "ar":
@@ -92,7 +93,6 @@ def loss(
         states, targets = encoded.states[:, :-1][free], batch.tokens[:, 1:][free]
         weight = torch.ones_like(targets)
     elif model.config.predicts_from_left:
-        refuse_noise(settings)
         free, prompt = visibility(model, batch, key, settings)
         lanes = draw_lanes(task, key, _rows(batch)[0], free.sum(dim=-1).cpu())
         ids = _partition(model, task, batch, prompt, lanes)
@@ -111,22 +111,6 @@ def loss(
     passes = 1 if model.config.kind == "ar" or model.config.predicts_from_left else settings.noise_draws
     nll = summed / (passes * global_batch.tokens.clamp(min=1))
     return _with_balance(model, batch, key, settings, encoded, nll, tokens, global_batch)
-
-
-def refuse_noise(settings: ObjectiveConfig) -> None:
-    """Refuse settings of the noise for a model that predicts from the left: its chunks are always fully masked."""
-    plain = ObjectiveConfig()
-    for name in ("t_min", "t_max", "noise_draws", "complementary_draws"):
-        if getattr(settings, name) != getattr(plain, name):
-            raise ConfigError(
-                f"{name}={getattr(settings, name)} has no effect on a model that predicts from the left, "
-                "whose chunks are always fully masked; leave it out"
-            )
-    if settings.full_mask_share not in (0.0, 1.0):
-        raise ConfigError(
-            f"full_mask_share={settings.full_mask_share}: a model that predicts from the left trains every chunk "
-            "fully masked; leave it out, or set it to 1"
-        )
 
 
 def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) -> Tensor | None:
@@ -179,11 +163,6 @@ def draw(
     rows, num_rows = _rows(batch)
     free, prompt = visibility(model, batch, key, settings)
     if model.config.routes_from_noise:
-        if settings.noise_draws > 1:
-            raise ConfigError(
-                f"noise_draws={settings.noise_draws} needs chunks that do not depend on noise; "
-                "set noise_draws=1 or routing='causal'"
-            )
         ids, groups, num_groups = None, free.long(), 1
     else:
         ids = _partition(model, task, batch, prompt)

@@ -17,11 +17,11 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
 from dcdm.io import adapters
-from dcdm.io.load import CONFIG, SUMS, WEIGHTS, find_model, load_model
+from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
+from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
-from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import load_weights
 from dcdm.training.metrics import read_rows
@@ -45,9 +45,9 @@ def export(
     is the type of the weights in the file; whoever loads them chooses a type of their own.
     """
     check_free(folder)
-    source = folder_of(source)
-    model, tokenizer = load_model(source, average=average, adapter=adapter)
-    write(model, tokenizer, folder, _card(model, source), dtype=dtype)
+    found = find_model(source, average=average, adapter=adapter)
+    model = found.load()
+    write(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
 
 
 def export_adapter(source: Path, folder: Path) -> None:
@@ -141,13 +141,16 @@ def _config(model: Model) -> dict[str, object]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def _card(model: Model, source: Path) -> str:
-    """A model card with the last evaluation of the run, named by its estimator."""
-    config = model.config
-    runs = (place for place in (source, source.parent.parent) if (place / SETTINGS).exists())
-    run = next(runs, source)
-    figures = _last_evaluation(run / "metrics.jsonl")
+def _card(model: Model, found: ModelSource, average: bool) -> str:
+    """A model card with the evaluation of these very weights, where the run has one, named by its estimator."""
+    config, run = model.config, found.run or found.place
+    figures = None
+    averages = found.run is not None and run_settings.read(run / SETTINGS).train.ema_decay > 0
+    if found.run is not None and found.base is None and (average or not averages):
+        figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
     label = LABELS[default_estimator(model)]
+    if config.lanes is not None:
+        label += f", {default_lanes(config)} lanes"
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6
@@ -166,10 +169,11 @@ def _card(model: Model, source: Path) -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def _last_evaluation(path: Path) -> tuple[int, dict[str, float]] | None:
+def _evaluation(path: Path, step: int) -> tuple[int, dict[str, float]] | None:
+    """The run's evaluation of this step."""
     found = None
     for row in read_rows(path):
-        figures = row.get("evaluation")
+        figures = row.get("evaluation") if row["step"] == step else None
         if isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()):
-            found = row["step"], figures
+            found = step, figures
     return found

@@ -51,7 +51,7 @@ _SIZES = {
     "head_dim": "head_dim",
     "intermediate_size": "intermediate_size",
 }  # our name: theirs
-_FIXED = (*_SIZES, "rope_theta", "rope_scaling", "norm_eps", "attention_bias", "qk_norm")
+FIXED = (*_SIZES, "rope_theta", "rope_scaling", "norm_eps", "attention_bias", "qk_norm")
 """The weights mean something else under any other value."""
 _SCALING = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -276,7 +276,7 @@ def _check_fits(config: ModelConfig, source: Source) -> None:
             f"moe={config.moe} has no counterpart in {source.place}, a dense model; leave moe out, "
             f"with intermediate_size={source.fields['intermediate_size']}"
         )
-    for name in _FIXED:
+    for name in FIXED:
         if getattr(config, name) != source.fields[name]:
             raise ConfigError(
                 f"{name}={getattr(config, name)} does not fit {source.place}, where it is "

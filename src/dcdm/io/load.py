@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
-from dcdm.io.importing import is_transformers, load_transformers
+from dcdm.io.importing import EMBEDDING, FIXED, HEAD, is_transformers, load_transformers
 from dcdm.model import lora
 from dcdm.model.transformer import Model, build, state_shapes
 from dcdm.shipped import folder_of
@@ -128,7 +128,7 @@ def find_model(
         return _adapted(find_model(base), path)
     if (path / "config.json").exists():
         return _exported(path)
-    run = path if (path / SETTINGS).exists() else path.parent.parent
+    run = path if (path / SETTINGS).exists() else path.absolute().parent.parent
     if not (run / SETTINGS).exists():
         raise ConfigError(f"{path} is neither a run folder, nor a checkpoint in one, nor an exported folder")
     checkpoint = _newest(run) if path == run else _whole(path)
@@ -273,19 +273,46 @@ def _special_float(found: dict) -> object:
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
-def load_init(model: Model, source: str) -> None:
-    """Copy start weights, the `init` of a run's settings, into a model.
+def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
+    """Copy start weights, the `init` of a run's settings, into a model that reads text by `tokenizer`.
 
-    `source` is a run, a checkpoint, an exported folder, or a local folder of `transformers` with a Llama, Qwen2 or
-    Qwen3.
+    `source` is a run, a checkpoint, an exported folder, a name that `dcdm models` lists, or a local folder of
+    `transformers` with a Llama, Qwen2 or Qwen3. Its tokenizer must be the same: ids keep their meaning.
     """
     path = Path(source)
     if is_transformers(path):
+        _check_same_ids(source, path, _own_tokenizer(path), tokenizer)
         load_transformers(model, path)
         return
-    start, _ = load_model(path)
-    wrong = [n for n, p in start.state_dict().items()
-             if n not in model.state_dict() or model.state_dict()[n].shape != p.shape]  # fmt: skip
+    found = find_model(path)
+    _check_same_ids(source, found.place if found.run is None else found.run / TOKENIZER, found.tokenizer, tokenizer)
+    for name in FIXED:
+        ours, theirs = getattr(model.config, name), getattr(found.config, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"init={source}: its weights mean something else under {name}={ours}; there it is {theirs}: leave "
+                f"model.{name} out, or set it so"
+            )
+    start, state = found.load().state_dict(), model.state_dict()
+    if HEAD in state and HEAD not in start:
+        start[HEAD] = start[EMBEDDING]  # the start's head is its embedding
+    wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
+    wrong += [name for name in state if name not in start and not name.startswith("chunking.")]
     if wrong:
         raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
-    model.load_state_dict(start.state_dict(), strict=False)
+    model.load_state_dict(start, strict=False)
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a folder of `transformers`, where it has one."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
+        return None
+    return load_tokenizer(str(folder))
+
+
+def _check_same_ids(source: str, place: Path, theirs: Tokenizer | None, ours: Tokenizer) -> None:
+    if theirs is not None and theirs.fingerprint != ours.fingerprint:
+        raise ConfigError(
+            f"init={source} was trained with another tokenizer than that of the data, so token ids would change "
+            f"their meaning; take its own: --tokenizer {place}"
+        )

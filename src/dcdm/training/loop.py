@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,6 @@ def train(
     hooks.on_resume(step)
     key, bias_rate = Key(settings.seed), objective.bias_rate_for(model.config)
     batches = _batches(loader, world)
-    figures: Mapping[str, float] = {}
     if evaluate is not None and evaluate_first and step == 0:
         hooks.on_evaluation(0, evaluate(model, 0))
 
@@ -119,15 +118,17 @@ def train(
         if model.chunking is not None and bias_rate > 0:
             assert report.chunk_counts is not None
             update_bias(model.chunking.balance_bias, report.chunk_counts, bias_rate)
-        _update_average(average, model, settings.ema_decay)
         step += 1
+        _update_average(average, model, min(settings.ema_decay, (1 + step) / (10 + step)))
         hooks.on_step(report)
 
         stop = any_true(hooks.should_stop(), world)
         last = stop or step == settings.steps
+        figures: Mapping[str, float] = {}
         # also when stopping: a resumed run starts after this step and would never come back to it
         if evaluate is not None and (step % evaluate_every == 0 or step == settings.steps):
-            figures = evaluate(model, step)
+            with _averaged(model, average):  # what the run gives: of a run that averages, its averages
+                figures = evaluate(model, step)
             hooks.on_evaluation(step, figures)
         if checkpointer is not None and (step % checkpoint_every == 0 or last):
             state.record = {"loader": loader.state_dict(), **hooks.record}
@@ -177,7 +178,7 @@ def _gradients(
             for n in names if getattr(parts[0], n) is not None}  # fmt: skip
     for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
         if not math.isfinite(value):
-            raise NotFinite(step, "the loss" if name == "total" else name, micro)
+            raise NotFinite(step + 1, "the loss" if name == "total" else name, micro)
     counts = None
     if parts[0].counts is not None:
         counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
@@ -212,6 +213,20 @@ def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
 
 
 @torch.no_grad()
+@contextmanager
+def _averaged(model: Model, average: dict[str, Tensor]) -> Iterator[None]:
+    """The model with its averaged weights, where there are any."""
+    trained = {name: parameter.detach().clone() for name, parameter in trainable(model)} if average else {}
+    with torch.no_grad():
+        for name, parameter in trainable(model) if average else ():
+            parameter.copy_(average[name])
+        try:
+            yield
+        finally:
+            for name, parameter in trainable(model) if average else ():
+                parameter.copy_(trained[name])
+
+
 def _update_average(average: dict[str, Tensor], model: Model, decay: float) -> None:
     for name, parameter in trainable(model) if average else ():
         average[name].lerp_(parameter, 1 - decay)

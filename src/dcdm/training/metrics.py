@@ -209,9 +209,9 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop lines beyond `step`, and those that are none, such as a last one that a kill cut short."""
+    """Drop lines beyond `step` (all if it is 0), and what is no line, such as a last one that a kill cut short."""
     if path.exists():
-        write_whole(path, b"".join(line for line, row in _rows(path) if row["step"] <= step))
+        write_whole(path, b"".join(line for line, row in _rows(path) if 0 <= row["step"] <= step > 0))
 
 
 def _spelled(seconds: float) -> str:

@@ -20,6 +20,7 @@ from rich.console import Console
 from dcdm.config import ConfigError
 from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
+from dcdm.data.settings import DataConfig
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
@@ -34,7 +35,7 @@ from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
 from dcdm.training.metrics import Recorder
 from dcdm.training.optimizers import kept_bytes
-from dcdm.training.settings import RunConfig, TrainConfig
+from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
 from dcdm.training.validation import MAIN, evaluate
 from dcdm.training.vouching import (
     CHECKPOINTS,
@@ -62,8 +63,8 @@ ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
 
 MakePicture = Callable[[Model, torch.Tensor], Any]
 """(model, windows of text) → a figure of their chunks."""
-LoadInit = Callable[[Model, str], None]
-"""Copy start weights from what `init` names into the model."""
+LoadInit = Callable[[Model, str, Tokenizer], None]
+"""Copy start weights from what `init` names into a model that reads text by this tokenizer."""
 
 
 def run_training(
@@ -176,6 +177,8 @@ def _run(
             stack.callback(lambda: None if (folder / SETTINGS).exists() else checkpointer.leave_no_trace())
         config = _from_main(ask, world)  # again, under the lock: another start may have been first
         data = open_data(config, world)
+        if is_prepared(config.data) and not (folder / SETTINGS).exists():
+            check_as_prepared(config.data, data)
         hashed = _from_main(lambda: hash_data(data, folder), world)
         return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture, signals)
 
@@ -194,8 +197,12 @@ def _train(
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip
     model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
+    lost_init = None
     if config.init is not None and load_init is not None:
-        load_init(model, config.init)
+        try:
+            load_init(model, config.init, data.tokenizer)
+        except ConfigError as error:  # of no account if the run is resumed: a checkpoint has all weights
+            lost_init = error
     if config.train.lora:
         lora.attach(model, config.train.lora, config.train.lora_alpha, config.train.seed)
 
@@ -209,6 +216,7 @@ def _train(
             hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
             hooks.on_resume = _begin(recorder, console, folder, config, data.tokenizer, hashed)
             hooks.on_skipped = lambda path, reason: console.print(f"{path}: passed over, for {reason}")
+        hooks.on_resume = _unless_lost(lost_init, hooks.on_resume)
 
         def assess(model: Model, step: int) -> Mapping[str, float]:
             if picture is not None and config.tensorboard:
@@ -246,6 +254,17 @@ def _samples(dataset: WindowSet) -> torch.Tensor:
     return torch.stack([dataset[number]["tokens"] for number in range(min(4, len(dataset)))])
 
 
+def _unless_lost(lost: ConfigError | None, begin: Callable[[int], None]) -> Callable[[int], None]:
+    """`begin`, or the failure to read start weights, where the run would begin with them."""
+
+    def on_resume(step: int) -> None:
+        if step == 0 and lost is not None:
+            raise lost
+        begin(step)
+
+    return on_resume
+
+
 def _begin(
     recorder: Recorder, console: Console, folder: Path, config: RunConfig, tokenizer: Tokenizer, hashed: Hashed
 ) -> Callable[[int], None]:
@@ -265,12 +284,35 @@ def _begin(
     return on_resume
 
 
+def is_prepared(choice: DataChoice) -> bool:
+    """Whether the data is a folder that `dcdm data prepare` wrote."""
+    return len(choice.sources) == 1 and (Path(choice.sources[0]) / "manifest.json").exists()
+
+
+def check_as_prepared(choice: DataChoice, data: PreparedData) -> None:
+    """Refuse settings of the data that have no effect, since it was prepared with others."""
+    given = data.manifest.get("given", {})
+    defaults = {DataChoice.tokenizer, run_settings.preset_defaults("lanes-small")["data.tokenizer"]}
+    ignored = []
+    if choice.tokenizer not in {*defaults, given.get("tokenizer")}:
+        ignored.append(f"data.tokenizer={choice.tokenizer}")
+    if choice.validation and list(choice.validation) != given.get("validation"):
+        ignored.append(f"data.validation={list(choice.validation)}")
+    if choice.reading != DataConfig():
+        asked, kept = choice.reading.identity(bool(choice.validation)), data.manifest["plan"]["settings"]
+        ignored += [f"data.reading.{name}={value}" for name, value in asked.items() if kept.get(name) != value]
+    if ignored:
+        raise ConfigError(
+            f"{', '.join(ignored)}: no effect on {choice.sources[0]}, which is prepared already; leave it out, or "
+            "prepare the text anew with it (`dcdm data prepare`)"
+        )
+
+
 def open_data(config: RunConfig, world: World) -> PreparedData:
     """The prepared data: given as such, or prepared now by the main process."""
     choice = config.data
-    first = Path(choice.sources[0])
-    if len(choice.sources) == 1 and (first / "manifest.json").exists():
-        return PreparedData.open(first)
+    if is_prepared(choice):
+        return PreparedData.open(Path(choice.sources[0]))
 
     def prepared() -> Path:
         with ConsoleProgress() as reporter:

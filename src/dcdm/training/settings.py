@@ -84,8 +84,13 @@ class TrainConfig:
             raise ConfigError(f"lora={self.lora} must be 0 or more: the rank of the adapters")
         if self.lora_alpha is not None and not self.lora_alpha > 0:
             raise ConfigError(f"lora_alpha={self.lora_alpha} must be above 0")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={self.warmup_steps} must be 0 or more")
+        if self.lora_alpha is not None and not self.lora:
+            raise ConfigError(f"lora_alpha={self.lora_alpha} needs adapters: set lora, their rank, or leave it out")
+        for name in ("warmup_steps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas={self.betas} must be two numbers, each at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,13 @@ class DataChoice:
     workers: int | None = None
     """Processes of the preparation."""
     loader_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("data.sources names nothing; give stdlib, files, folders or hub data sets")
+        for name in ("workers", "loader_workers"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"data.{name}={getattr(self, name)} must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,16 @@ class RunConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         self.objective.check_fits(self.model)
+        if self.objective.grow_steps > self.train.steps:
+            raise ConfigError(
+                f"objective.grow_steps={self.objective.grow_steps} is above train.steps={self.train.steps}: the "
+                "whole task would never be trained; lower it"
+            )
+        if self.train.lora and self.init is None:
+            raise ConfigError(
+                f"train.lora={self.train.lora} trains adapters beside frozen weights, and there are none: name "
+                "them with init, or leave it out"
+            )
         if not 2 <= self.window <= self.model.max_position:
             raise ConfigError(
                 f"data.window={self.window} must lie between 2 and model.max_position={self.model.max_position}"
@@ -189,7 +211,12 @@ def _sources(
     from_file: dict[str, Any] = {}
     if file is not None:
         from_file = _read_yaml(Path(file), f"--config {file}")
+        for group in ("model", "objective", "train", "data"):
+            if group in from_file and not isinstance(from_file[group], Mapping):
+                raise ConfigError(f"--config {file}: {group} must hold settings by name, not {from_file[group]!r}")
         named = from_file.pop("preset", None)
+        if named is not None and not isinstance(named, str):
+            raise ConfigError(f"preset={named!r} must be a name; `dcdm presets` lists them")
         preset_name = preset_name or named
     if preset_name is None and "model" not in {*from_file, *changes}:
         raise ConfigError("--preset is missing; `dcdm presets` lists them")
@@ -247,6 +274,8 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     """Dotted names of the settings that differ and may not, when a run of `one` is resumed with `other`."""
     ours, theirs = flat(to_dict(one)), flat(to_dict(other))
     free = FREE_TO_CHANGE | ({"train.steps"} if _only_longer(one.train, other.train) else set())
+    if one.model.moe is not None:  # its balance loss is taken for each pass
+        free = free - {"train.micro_batch"}
     return [n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n) and n not in free]
 
 
@@ -293,10 +322,14 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
     values[last] = value
 
 
-def _merge(base: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> None:
     for name, value in more.items():
-        if isinstance(value, Mapping) and isinstance(base.get(name), dict):
-            _merge(base[name], value)
+        if not isinstance(name, str):
+            raise ConfigError(f"{path}{name!r} is no name of a setting: write it as text")
+        if isinstance(base.get(name), dict):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path}{name} must hold settings by name, not {value!r}")
+            _merge(base[name], value, f"{path}{name}.")
         else:
             base[name] = value
 
@@ -327,7 +360,14 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if is_dataclass(option) and isinstance(value, Mapping):
             return _made(option, value, f"{where}.")  # type: ignore[arg-type]
         if get_origin(option) is tuple and isinstance(value, list | tuple):
-            return tuple(value)
+            kinds = get_args(option)
+            kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
+            if len(kinds) != len(value):
+                raise ConfigError(f"{where}={value!r} must hold {len(kinds)} values")
+            return tuple(
+                _value(kind, each, f"{where}[{at}]")
+                for at, (kind, each) in enumerate(zip(kinds, value, strict=True))
+            )
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if option is float and isinstance(value, str):  # YAML reads 1e-3 as text

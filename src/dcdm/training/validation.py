@@ -18,9 +18,9 @@ MAIN = "valid_nll"
 def evaluate(
     model: Model, dataset: WindowSet, world: World, *, sequences: int, samples: int, batch_size: int = 16
 ) -> dict[str, float]:
-    """Nats per token on the first `sequences` windows: `valid_nll` by the valid estimator with its standard error
-    over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll` beside it, which
-    is not a bound; for a model that writes in lanes `lanes_S_nll` for each number S it is trained with.
+    """Nats per token on `sequences` windows spread evenly over the data: `valid_nll` by the valid estimator with
+    its standard error over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll`
+    beside it, which is not a bound; for a model that writes in lanes `lanes_S_nll` for each number S of its list.
 
     Neither batch size nor number of ranks changes the result.
     """
