@@ -146,6 +146,27 @@ def test_a_validation_source_is_taken_whole_and_nothing_else_is_held_out(tmp_pat
     assert stored(prepared, "validation") == ["held", "out"]
 
 
+def test_a_validation_file_and_its_copies_are_left_out_of_training(tmp_path):
+    folder, heard = tmp_path / "corpus", Heard()
+    for name in ("a.txt", "valid.txt", "sub/copy.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text of a" if name == "a.txt" else "held out")
+    for name in ("empty.txt", "sub/empty.txt"):
+        (folder / name).touch()
+    (folder / "link.txt").symlink_to(folder / "valid.txt")
+    held = [str(folder / "valid.txt"), str(folder / "empty.txt")]
+    prepared = prepare(str(folder), out=tmp_path / "out", validation=held, reporter=heard)
+    assert (stored(prepared), stored(prepared, "validation")) == (["text of a"], ["held out"])
+    left_out = "left out of training: 3 (link.txt; sub/copy.txt; valid.txt)"
+    assert any(left_out in said for said in heard.said)
+    assert prepared.manifest["passed_over"]["in_validation"] == ["link.txt", "sub/copy.txt", "valid.txt"]
+    apart = prepare(str(folder / "a.txt"), out=tmp_path / "apart", validation=held[0])
+    assert [entry["split"] for entry in apart.manifest["plan"]["source"]] == ["train", "validation"]
+    with pytest.raises(DataError, match=r"none is left to train on; name other files for validation"):
+        prepare(held[0], out=tmp_path / "none", validation=str(folder))
+    assert not (tmp_path / "none").exists()
+
+
 def test_data_sets_saved_by_datasets_are_read_split_by_split(tmp_path):
     both = datasets.DatasetDict(
         {
