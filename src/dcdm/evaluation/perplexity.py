@@ -316,5 +316,5 @@ def _model_described(source: ModelSource, path: str) -> dict[str, Any]:
 def _described(corpus: Corpus) -> dict[str, Any]:
     return {
         "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
-        "split": corpus.split if corpus.prepared is not None else None,
+        "split": corpus.split,
     }  # fmt: skip
