@@ -260,6 +260,29 @@ def test_a_chat_follows_the_tokenizers_template_and_ends_with_eos_once():
     assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
 
 
+def test_chats_with_one_prompt_are_in_one_split_and_their_bytes_are_those_of_the_answers(tmp_path):
+    rows = [
+        [*CHAT[:1], {"role": "user", "content": f"prompt {n}"}, {"role": "assistant", "content": answer}, *more]
+        for n in range(40)
+        for answer, more in (("the tree", []), ("über", []), ("the tree", CHAT[3:5]))
+    ]
+    path, chosen = tmp_path / "a.jsonl", DataConfig(messages_field="m", validation_share=0.3)
+    write_jsonl(path, [{"m": row} for row in rows])
+    prepared = prepare(str(path), chat_tokenizer(), tmp_path / "out", settings=chosen, workers=1)
+    prompts = [
+        {text.split("prompt ")[1].split("\n")[0] for text in stored(prepared, split) if "prompt " in text}
+        for split in ("train", "validation")
+    ]
+    assert all(prompts)
+    assert not prompts[0] & prompts[1]
+    assert [prepared.documents(split) for split in ("train", "validation")] == [3 * len(names) for names in prompts]
+    assert sum(map(prepared.text_bytes, ("train", "validation"))) == 40 * sum(
+        len(text.encode()) for text in ("the tree", "über", CHAT[4]["content"])
+    )
+    assert "chat_format" in chosen.identity(True)
+    assert "chat_format" not in DataConfig(prompt_field="q", response_field="a").identity(True)
+
+
 def test_a_template_that_hides_where_the_response_begins_is_refused():
     maker = ExampleMaker(DataConfig(messages_field="m"), chat_tokenizer("{{ messages | length }}"))
     with pytest.raises(DataError, match="told apart"):
