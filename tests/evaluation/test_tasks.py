@@ -198,6 +198,21 @@ def test_a_cache_answers_the_second_time_and_only_for_the_same_weights(monkeypat
     assert tasks_command._fingerprint(other) != known == tasks_command._fingerprint(model())
 
 
+def test_a_cache_is_another_s_for_all_that_decides_an_answer():
+    networks = {
+        "ar": tiny.model("ar", 257), "paper": tiny.model("paper", 257), "biased": tiny.model("paper", 257),
+        "lanes": tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2)),
+    }  # fmt: skip
+    networks["biased"].chunking.balance_bias[:2] += torch.tensor([0.5, -0.5])
+    asked = [
+        ("ar", {}), ("ar", {"max_gen_toks": 8}), ("ar", {"add_bos_token": False}),
+        ("paper", {}), ("biased", {}), ("lanes", {}), ("lanes", {"lanes": 2}),
+    ]  # fmt: skip
+    text = byte_tokenizer()
+    marks = [tasks_command._fingerprint(HarnessModel((networks[name], text), **more)) for name, more in asked]
+    assert len(set(marks)) == len(marks)
+
+
 def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder):
     lm = model()
     monkeypatch.setattr(tasks_command, "_model", lambda **_: lm)

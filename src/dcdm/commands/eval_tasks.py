@@ -172,15 +172,22 @@ def _model(**settings: Any) -> HarnessModel:
 def _settings(lm: HarnessModel) -> dict[str, Any]:
     names = ("model_kind", "estimator", "estimator_label", "samples", "noise_seed", "max_length")
     info = lm.get_model_info()
-    return {name: info[name] for name in names} | lm.decoding
+    asked = {"max_new_tokens": lm.max_gen_toks, "lanes": lm.lanes, "add_bos_token": lm.add_bos_token}
+    return {name: info[name] for name in names} | asked | lm.decoding
 
 
 def _fingerprint(lm: HarnessModel) -> str:
     """A name for what decides an answer; the harness's cache knows a request only."""
+    import hashlib
+
+    import torch
+
     from dcdm.files import digest
 
-    sums = [float(parameter.detach().double().sum()) for parameter in lm.model.parameters()]
-    return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm)])[:16]
+    weights = hashlib.sha256()
+    for tensor in lm.model.state_dict().values():  # parameters, and buffers that training moves
+        weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest([lm.model.config.to_dict(), lm.text.fingerprint, weights.hexdigest(), _settings(lm)])[:16]
 
 
 def _run(
