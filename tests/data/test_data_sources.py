@@ -20,6 +20,7 @@ from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from dcdm.files import canonical
 
 BYTES = byte_tokenizer()
 ALL = DataConfig(validation_share=0)
@@ -510,6 +511,21 @@ def test_unreadable_folders_are_reported_and_files_passed_over_counted(tmp_path,
     kept = prepared.manifest["passed_over"]
     assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
     assert "missing: 1 folders that cannot be read" in prepared.summary()
+
+
+def test_files_whose_names_are_not_utf8_are_prepared_or_named(tmp_path):
+    names = [os.fsdecode(name) for name in (b"caf\xe9.txt", b"\xff.jsonl")]
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_text('{"text": "one"}\n' * 9)
+    for _ in range(2):  # the second time from the cache of hashes
+        prepared = prepare(str(tmp_path / "in"), out=tmp_path / "out", settings=ALL, workers=1)
+        assert {entry["name"] for entry in prepared.manifest["plan"]["source"]} == set(names)
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(tmp_path / "in" / os.fsdecode(b"\xe9.parquet"))
+    with pytest.raises(DataError, match=r"\udce9\.parquet: pyarrow opens paths in UTF-8 only; rename it"):
+        prepare(str(tmp_path / "in"), out=tmp_path / "more")
+    assert canonical({"name": "über.txt"}) == '{"name":"über.txt"}'.encode()
 
 
 def test_a_pattern_reports_folders_that_it_cannot_look_into(tmp_path, monkeypatch):
