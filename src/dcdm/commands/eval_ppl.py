@@ -112,7 +112,7 @@ def ppl(
             _publish(result, json, csv, markdown, report)
         if world.is_main and report is not None:
             plan = ReportPlan(
-                corpora[0], window, report_windows, seed, batch_size, device=world.device, dtype=weights
+                corpora[0], window, report_windows, seed, batch_size, world.device, weights, sampling.lanes
             )
             _draw(report, result, plan, given, world.size)
     finally:
