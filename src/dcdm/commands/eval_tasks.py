@@ -187,7 +187,7 @@ def _fingerprint(lm: HarnessModel) -> str:
 
     weights = hashlib.sha256()
     for tensor in lm.model.state_dict().values():  # parameters, and buffers that training moves
-        weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
+        weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest([lm.model.config.to_dict(), lm.text.fingerprint, weights.hexdigest(), _settings(lm)])[:16]
 
 
