@@ -38,8 +38,9 @@ def sync_folder(path: Path) -> None:
 
 
 def canonical(value: Any) -> bytes:
-    """One spelling per value, to be hashed."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    """One spelling per value, to be hashed; names of files that are not UTF-8 have one too."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode(errors="surrogatepass")
 
 
 def digest(value: Any) -> str:

@@ -28,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapt")
     import_model(str(pretrained.saved(folder / "source", "Llama")), folder / "base")
     (folder / "text.txt").write_text(TEXT)
+    (folder / "like.txt").write_text(TEXT + "\n")  # so much like it that training lowers every figure
     return folder
 
 
@@ -37,7 +38,7 @@ def at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCDM_CACHE", str(place / "cache"))
 
 
-SMALL = ["--data", "text.txt", "--validation", "text.txt", "--window", "32"]
+SMALL = ["--data", "text.txt", "--validation", "like.txt", "--window", "32"]
 QUIET = ["--set", "tensorboard=false", "evaluate_sequences=2"]
 
 

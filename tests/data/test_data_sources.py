@@ -20,6 +20,7 @@ from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read
 from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from dcdm.files import canonical
 
 BYTES = byte_tokenizer()
 ALL = DataConfig(validation_share=0)
@@ -146,6 +147,27 @@ def test_a_validation_source_is_taken_whole_and_nothing_else_is_held_out(tmp_pat
     assert stored(prepared, "validation") == ["held", "out"]
 
 
+def test_a_validation_file_and_its_copies_are_left_out_of_training(tmp_path):
+    folder, heard = tmp_path / "corpus", Heard()
+    for name in ("a.txt", "valid.txt", "sub/copy.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text of a" if name == "a.txt" else "held out")
+    for name in ("empty.txt", "sub/empty.txt"):
+        (folder / name).touch()
+    (folder / "link.txt").symlink_to(folder / "valid.txt")
+    held = [str(folder / "valid.txt"), str(folder / "empty.txt")]
+    prepared = prepare(str(folder), out=tmp_path / "out", validation=held, reporter=heard)
+    assert (stored(prepared), stored(prepared, "validation")) == (["text of a"], ["held out"])
+    left_out = "left out of training: 3 (link.txt; sub/copy.txt; valid.txt)"
+    assert any(left_out in said for said in heard.said)
+    assert prepared.manifest["passed_over"]["in_validation"] == ["link.txt", "sub/copy.txt", "valid.txt"]
+    apart = prepare(str(folder / "a.txt"), out=tmp_path / "apart", validation=held[0])
+    assert [entry["split"] for entry in apart.manifest["plan"]["source"]] == ["train", "validation"]
+    with pytest.raises(DataError, match=r"none is left to train on; name other files for validation"):
+        prepare(held[0], out=tmp_path / "none", validation=str(folder))
+    assert not (tmp_path / "none").exists()
+
+
 def test_data_sets_saved_by_datasets_are_read_split_by_split(tmp_path):
     both = datasets.DatasetDict(
         {
@@ -237,6 +259,29 @@ def test_a_chat_follows_the_tokenizers_template_and_ends_with_eos_once():
     assert tokenizer.decode(prompt) == "user\nsay <|mask_1|>\nassistant\n"
     assert response.tolist() == [*tokenizer.encode("the tree"), tokenizer.eos_id]
     assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
+
+
+def test_chats_with_one_prompt_are_in_one_split_and_their_bytes_are_those_of_the_answers(tmp_path):
+    rows = [
+        [*CHAT[:1], {"role": "user", "content": f"prompt {n}"}, {"role": "assistant", "content": answer}, *more]
+        for n in range(40)
+        for answer, more in (("the tree", []), ("über", []), ("the tree", CHAT[3:5]))
+    ]
+    path, chosen = tmp_path / "a.jsonl", DataConfig(messages_field="m", validation_share=0.3)
+    write_jsonl(path, [{"m": row} for row in rows])
+    prepared = prepare(str(path), chat_tokenizer(), tmp_path / "out", settings=chosen, workers=1)
+    prompts = [
+        {text.split("prompt ")[1].split("\n")[0] for text in stored(prepared, split) if "prompt " in text}
+        for split in ("train", "validation")
+    ]
+    assert all(prompts)
+    assert not prompts[0] & prompts[1]
+    assert [prepared.documents(split) for split in ("train", "validation")] == [3 * len(names) for names in prompts]
+    assert sum(map(prepared.text_bytes, ("train", "validation"))) == 40 * sum(
+        len(text.encode()) for text in ("the tree", "über", CHAT[4]["content"])
+    )
+    assert "chat_format" in chosen.identity(True)
+    assert "chat_format" not in DataConfig(prompt_field="q", response_field="a").identity(True)
 
 
 def test_a_template_that_hides_where_the_response_begins_is_refused():
@@ -466,6 +511,21 @@ def test_unreadable_folders_are_reported_and_files_passed_over_counted(tmp_path,
     kept = prepared.manifest["passed_over"]
     assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
     assert "missing: 1 folders that cannot be read" in prepared.summary()
+
+
+def test_files_whose_names_are_not_utf8_are_prepared_or_named(tmp_path):
+    names = [os.fsdecode(name) for name in (b"caf\xe9.txt", b"\xff.jsonl")]
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_text('{"text": "one"}\n' * 9)
+    for _ in range(2):  # the second time from the cache of hashes
+        prepared = prepare(str(tmp_path / "in"), out=tmp_path / "out", settings=ALL, workers=1)
+        assert {entry["name"] for entry in prepared.manifest["plan"]["source"]} == set(names)
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(tmp_path / "in" / os.fsdecode(b"\xe9.parquet"))
+    with pytest.raises(DataError, match=r"\udce9\.parquet: pyarrow opens paths in UTF-8 only; rename it"):
+        prepare(str(tmp_path / "in"), out=tmp_path / "more")
+    assert canonical({"name": "über.txt"}) == '{"name":"über.txt"}'.encode()
 
 
 def test_a_pattern_reports_folders_that_it_cannot_look_into(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from corpora import prose, write_jsonl
 from dcdm.config import ConfigError, DataError
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
+from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (
     PAPER,
@@ -141,7 +142,7 @@ def test_detokenisers_put_tokens_back_and_leave_placeholders():
 def test_text_that_is_not_tokenised_is_left_as_it_is(tmp_path):
     plain = "It isn't “odd” , is it? Well, no. We've seen it, and it's fine."
     corpus = read_corpus(str(write_jsonl(tmp_path / "lambada.jsonl", [{"text": plain}])), ReadingSettings())
-    assert (corpus.texts, corpus.detokeniser) == ((plain,), "none")
+    assert (corpus.texts, corpus.detokeniser, corpus.split) == ((plain,), "none", None)
     spaced = write_jsonl(tmp_path / "b.jsonl", [{"text": "no , it is n't ."}])
     read = read_corpus(f"lambada={spaced}", ReadingSettings())
     assert (read.texts, read.detokeniser) == (("no, it isn't.",), "lambada")
@@ -201,6 +202,19 @@ def test_packed_shards_give_the_tokens_and_bytes_of_their_text(tmp_path):
     text = tokenise(read_corpus(str(rows), ReadingSettings()), BYTES)
     for name in ("ids", "document", "size"):
         np.testing.assert_allclose(getattr(packed, name), getattr(text, name))
+
+
+def test_of_the_standard_library_the_held_out_files_are_read_unless_others_are_asked_for(tmp_path, monkeypatch):
+    for number in range(60):
+        (tmp_path / f"m{number}.py").write_text(f"name = {number}\n")
+    monkeypatch.setattr("dcdm.data.sources.sysconfig.get_path", lambda _: str(tmp_path))
+    held, seen = ({path.read_text() for path in stdlib_files(split)} for split in ("validation", "train"))
+    assert held
+    assert len(held | seen) == 60
+    corpora = [read_corpus("stdlib", settings) for settings in (ReadingSettings(), ReadingSettings(split="train"))]
+    assert [set(corpus.texts) for corpus in corpora] == [held, seen]
+    assert [corpus.split for corpus in corpora] == ["validation", "train"]
+    assert corpora[0].fingerprint != corpora[1].fingerprint
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path):

@@ -293,6 +293,13 @@ def test_json_holds_every_setting_and_count(place, capsys):
     assert list(found["corpora"]) == ["pubmed"]
 
 
+def test_the_table_names_the_split_of_the_standard_library(place, capsys):
+    main(["eval", "ppl", str(place / "ar"), "--data", "stdlib", str(place / "mine.txt"), *COMMON])
+    shown = capsys.readouterr().out
+    assert "stdlib (validation)" in shown
+    assert "mine (" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

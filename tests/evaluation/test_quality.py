@@ -86,6 +86,14 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
     assert (of_file["texts"], of_file["left_out"]) == (4, 1)
     (tmp_path / "texts.txt").write_text("the cat sat\n\na\n\n\n")
     assert quality.read_texts(tmp_path / "texts.txt") == ["the cat sat", "a"]
+    one = tmp_path / "one.jsonl"
+    one.write_text('\ufeff{"text": "two\u2028lines\x85"}\n\n \n', encoding="utf-8")
+    assert quality.read_texts(one) == ["two\u2028lines\x85"]
+    main(["eval", "quality", "--texts", str(one), "--scorer", str(folder), "--json"])
+    alone = capsys.readouterr().out
+    assert (json.loads(alone)["perplexity_stderr"], "NaN" in alone) == (None, False)
+    main(["eval", "quality", "--texts", str(one), "--scorer", str(folder)])
+    assert "±" not in capsys.readouterr().out
 
     def generate(model, prompts, **_):
         return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for text in TEXTS]})

@@ -167,6 +167,22 @@ def test_examples_come_from_the_files_that_the_definitions_name(folder):
     assert "domain of the expression" in requests(folder, "math")[0].args[0]
 
 
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1), ("mmlu", 3 * 4), ("math", 2)])
+def test_a_validation_file_alone_is_evaluated(folder, name, count):
+    (folder / f"{name}_test.jsonl").rename(folder / f"{name}_validation.jsonl")
+    (chosen,) = choose([name], folder, {})
+    assert (chosen.split, "official one is test" in chosen.notes[0]) == ("validation", True)
+    asked = requests(folder, name)
+    assert len(asked) == count
+    assert ROWS[f"{name}_test"][0].get("question", "1+1?") in asked[0].args[0]
+
+
+def test_local_files_without_a_subject_of_the_task_are_refused(folder):
+    (folder / "mmlu_test.jsonl").write_text(json.dumps(mmlu("cooking", "Is it?")) + "\n")
+    with pytest.raises(ConfigError, match=r"mmlu_test\.jsonl: no row has a subject that mmlu asks for"):
+        requests(folder, "mmlu")
+
+
 def test_the_choices_of_winogrande_are_contexts_of_one_ending(folder):
     one, two = requests(folder, "winogrande")
     assert (one.args[1], two.args[1]) == (" left.", " left.")
@@ -175,6 +191,7 @@ def test_the_choices_of_winogrande_are_contexts_of_one_ending(folder):
 
 def test_each_question_s_errors_are_written(monkeypatch, capsys, folder, tmp_path):
     items = tmp_path / "items.out"
+    items.write_text("of an earlier command\n")
     done = report(monkeypatch, capsys, folder, "--tasks", "truthfulqa", "--items", str(items))
     lines = [json.loads(line) for line in items.read_text().splitlines()]
     assert [line["name"] for line in lines] == ["truthfulqa_mc1", "truthfulqa_mc2"]
@@ -196,6 +213,21 @@ def test_a_cache_answers_the_second_time_and_only_for_the_same_weights(monkeypat
     with torch.no_grad():
         other.model.embed_tokens.weight[0, 0] += 1
     assert tasks_command._fingerprint(other) != known == tasks_command._fingerprint(model())
+
+
+def test_a_cache_is_another_s_for_all_that_decides_an_answer():
+    networks = {
+        "ar": tiny.model("ar", 257), "paper": tiny.model("paper", 257), "biased": tiny.model("paper", 257),
+        "lanes": tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2)),
+    }  # fmt: skip
+    networks["biased"].chunking.balance_bias[:2] += torch.tensor([0.5, -0.5])
+    asked = [
+        ("ar", {}), ("ar", {"max_gen_toks": 8}), ("ar", {"add_bos_token": False}),
+        ("paper", {}), ("biased", {}), ("lanes", {}), ("lanes", {"lanes": 2}),
+    ]  # fmt: skip
+    text = byte_tokenizer()
+    marks = [tasks_command._fingerprint(HarnessModel((networks[name], text), **more)) for name, more in asked]
+    assert len(set(marks)) == len(marks)
 
 
 def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder):
@@ -221,6 +253,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(capsys, folder):
         (["--tasks", "mmlu", "--num-fewshot", "mmlu"], "task=number"),
         (["--tasks", "mmlu", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa"], "line 1: the fields sol1, sol2, label"),
+        (["--tasks", "hellaswag", "--items", str(folder / "none" / "items")], "--items"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["eval", "tasks", "nowhere", "--data-dir", str(folder), *arguments])
@@ -237,6 +270,17 @@ def test_damaged_and_empty_files_name_the_line(tmp_path):
         read_rows(tmp_path / "a.jsonl", ("goal",))
     with pytest.raises(ConfigError, match="no rows"):
         read_rows(tmp_path / "b.jsonl", ("goal",))
+    (tmp_path / "c.jsonl").write_bytes(b'{"goal": 1}\n{"goal": "caf\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"c\.jsonl, line 2: not UTF-8 .*; save the file as UTF-8"):
+        read_rows(tmp_path / "c.jsonl", ("goal",))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"goal": 1}\n' * 9)[:-9])
+    with pytest.raises(ConfigError, match=r"d\.jsonl\.gz cannot be read"):
+        read_rows(tmp_path / "d.jsonl.gz", ("goal",))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"goal": 1}\n\n{"goal": 2}\n')
+    assert read_rows(tmp_path / "a.jsonl", ("goal",)) == [{"goal": 1}, {"goal": 2}]
 
 
 def test_a_lead_smaller_than_its_error_counts_as_noise():

@@ -397,6 +397,7 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a size in words": ({"hidden_size": "24"}, ["hidden_size='24'", "a whole number"]),
     "no vocabulary": ({"vocab_size": ...}, ["vocab_size=None"]),
     "no word on tying": ({"tie_word_embeddings": ...}, ["tie_word_embeddings=None", "true or false"]),
+    "no list of layers": ({"layer_types": 2}, ["layer_types=2", "must be a list"]),
     "other layers": ({"num_hidden_layers": 3, "layer_types": ...}, ["num_layers=2", "3"]),
     "other rope theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_theta=50000"]),
     "other epsilon": ({"rms_norm_eps": 1e-6}, ["norm_eps=1e-05"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import json
+import math
 import re
 import shlex
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dcdm
 import tiny
 from corpora import prose
 from dcdm.cli import main
@@ -31,7 +33,7 @@ SMALL = {
     "train.warmup_steps": 2, "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False,
     "train.steps": 4, "evaluate_every": 2, "checkpoint_every": 2,
 }  # fmt: skip
-PRESETS = ("ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal")
+PRESETS = ("ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "lanes-debug")
 EVIL = "</script><img src=x onerror=alert(1)> & so on. "
 
 
@@ -55,7 +57,7 @@ def made(place):
     models = [str(place / name) for name in (*PRESETS, "exported")]
     out = place / "out"
     main(["eval", "ppl", *models, "--data", str(place / "mine.txt"), "--samples", "2",
-          "--limit", "3", "--seed", "7", "--estimator", "auto", "surrogate", "--device", "cpu",
+          "--limit", "3", "--seed", "7", "--lanes", "1,4", "--estimator", "auto", "surrogate", "--device", "cpu",
           "--report", str(out), "--report-windows", "2"])  # fmt: skip
     page = (out / "report.html").read_text()
     stored = {name: json.loads((out / f"{name}.json").read_text()) for name in ("perplexity", "report")}
@@ -86,8 +88,9 @@ def test_every_drawing_has_the_numbers_of_the_json(made):
     assert list(found) == [*PRESETS, "exported"]
     decoders, sure = section(made.page, "Bits per token against forwards"), text_of(made.page)
     for name, study in found.items():
-        commits = [one["commit"] for one in study["decoders"]]
-        assert commits == (["position"] if name == "ar-debug" else list(studies.COMMITS))
+        decoders_of = [(one["commit"], one["lanes"]) for one in study["decoders"]]
+        alone = {"ar-debug": [("position", None)], "lanes-debug": [("chunk", 1), ("chunk", 4)]}
+        assert decoders_of == alone.get(name, [(commit, None) for commit in studies.COMMITS])
         for one in study["decoders"]:
             assert f"<td>{one['forwards']:.1f}</td><td>{one['bits']:.3f}" in decoders
         assert f"ECE {study['calibration']['error']:.3f}; {study['calibration']['count']:,} predictions" in sure
@@ -95,6 +98,7 @@ def test_every_drawing_has_the_numbers_of_the_json(made):
         if study["balance"] is not None:
             assert f"MaxVio {study['balance']['violation']:.3f}" in sure
             assert sum(study["balance"]["sizes"]) == study["calibration"]["count"]
+    assert "<td>chunk, 1 lane</td>" in decoders
     curves = section(made.page, "Loss and valid bound against tokens seen")
     assert all(f"{name} from " in curves and f">{name}</text>" in curves for name in PRESETS)
 
@@ -144,6 +148,22 @@ def test_the_command_is_spelled_as_the_command_line_reads_it():
     values |= {"models": ["a b", "c"], "data": ["x=y.txt"], "detokenise": False, "separate": True, "seed": 3}
     wanted = "dcdm eval ppl 'a b' c --data x=y.txt --seed 3 --separate --no-detokenise"
     assert spelled("eval ppl", ppl, values) == wanted
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": "lanes", "lanes": (1, 3)}, {"kind": "bdlm", "block_size": 4, "predict": "left"}]
+)
+def test_models_that_predict_from_the_left_fill_whole_chunks_and_their_bits_are_the_exact_ones(changes):
+    model, batch = tiny.model("mdlm", **changes), drawn(rows=3, length=17)
+    decoders = studies.decoders_of(model.config)
+    assert [(decoder.commit, decoder.lanes) for decoder in decoders] == [
+        ("chunk", number) for number in changes.get("lanes", (None,))
+    ]
+    for decoder in decoders:
+        exact = dcdm.score(model, batch.tokens, estimator="exact", lanes=decoder.lanes).nats.sum()
+        found = studies.decoder_figures(model, [batch], decoder)
+        assert found.bits * 3 * 16 * math.log(2) == pytest.approx(float(exact))
+        assert found.forwards == (4 if decoder.lanes is None else -(-16 // decoder.lanes))
 
 
 # --- calibration -------------------------------------------------------------------------------------------------

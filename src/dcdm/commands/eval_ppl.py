@@ -61,9 +61,9 @@ def ppl(
 
     Args:
         models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
-        data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, or folders of
-            `dcdm data prepare`. The names ptb, wikitext, lm1b, lambada, ag_news, pubmed and arxiv choose how a
-            corpus is detokenised.
+        data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, folders of
+            `dcdm data prepare`, or stdlib (its held-out files). The names ptb, wikitext, lm1b, lambada, ag_news,
+            pubmed and arxiv choose how a corpus is detokenised.
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them.
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
@@ -77,7 +77,7 @@ def ppl(
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
         documents: What is one document in a .txt file (default: what suits the corpus, else the file).
-        split: Of packed shards.
+        split: Of packed shards, and of stdlib.
         detokenise: Put tokenised corpora of these names back into plain text.
         max_bad: Unreadable lines or rows to leave out before giving up.
         csv: Write a line per model, corpus and estimator to this file.
@@ -112,7 +112,7 @@ def ppl(
             _publish(result, json, csv, markdown, report)
         if world.is_main and report is not None:
             plan = ReportPlan(
-                corpora[0], window, report_windows, seed, batch_size, device=world.device, dtype=weights
+                corpora[0], window, report_windows, seed, batch_size, world.device, weights, sampling.lanes
             )
             _draw(report, result, plan, given, world.size)
     finally:

@@ -76,7 +76,8 @@ def _generated(
 
 
 def _print(result: Any) -> None:
-    print(f"generative perplexity  {result.perplexity:.2f} ± {result.perplexity_stderr:.2f}")
+    spread = "" if result.perplexity_stderr is None else f" ± {result.perplexity_stderr:.2f}"
+    print(f"generative perplexity  {result.perplexity:.2f}{spread}")
     print(f"entropy                {result.entropy:.3f} nats within a text")
     for n, share in result.distinct.items():
         print(f"distinct {n}-grams       {100 * share:.1f} %")

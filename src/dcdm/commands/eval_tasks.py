@@ -16,7 +16,7 @@ from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.evaluation.harness import HarnessModel
-    from dcdm.evaluation.tasks import Chosen
+    from dcdm.evaluation.tasks import Chosen, ItemFile
 
 EXAMPLES = ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",)
 
@@ -60,11 +60,11 @@ def tasks(
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
-        items: Write one JSON line per question, with the Monte-Carlo errors of its choices.
+        items: Write this file anew: a JSON line per question, with the Monte-Carlo errors of its choices.
         report: Write a page into this folder, report.html, and the figures as tasks.json.
     """
     given = dict(locals())
-    from dcdm.evaluation.tasks import choose
+    from dcdm.evaluation.tasks import ItemFile, choose
     from dcdm.viewing.tables import print_task
 
     at_least_one(limit=limit)
@@ -74,6 +74,7 @@ def tasks(
         make_folder(report)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
+    questions = None if items is None else ItemFile(items)
     if data_dir is not None:  # read by the packages when they are imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     place, kind = compute_on(device, dtype)
@@ -86,7 +87,7 @@ def tasks(
         cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
         reports = []
         for one in chosen:
-            reports.append(_run(lm, one, limit, allow_code_execution, cache, items))
+            reports.append(_run(lm, one, limit, allow_code_execution, cache, questions))
             if not json:
                 print_task(reports[-1], first=len(reports) == 1)
     import json as encoder
@@ -172,23 +173,30 @@ def _model(**settings: Any) -> HarnessModel:
 def _settings(lm: HarnessModel) -> dict[str, Any]:
     names = ("model_kind", "estimator", "estimator_label", "samples", "noise_seed", "max_length")
     info = lm.get_model_info()
-    return {name: info[name] for name in names} | lm.decoding
+    asked = {"max_new_tokens": lm.max_gen_toks, "lanes": lm.lanes, "add_bos_token": lm.add_bos_token}
+    return {name: info[name] for name in names} | asked | lm.decoding
 
 
 def _fingerprint(lm: HarnessModel) -> str:
     """A name for what decides an answer; the harness's cache knows a request only."""
+    import hashlib
+
+    import torch
+
     from dcdm.files import digest
 
-    sums = [float(parameter.detach().double().sum()) for parameter in lm.model.parameters()]
-    return digest([lm.model.config.to_dict(), lm.text.fingerprint, sums, _settings(lm)])[:16]
+    weights = hashlib.sha256()
+    for tensor in lm.model.state_dict().values():  # parameters, and buffers that training moves
+        weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest([lm.model.config.to_dict(), lm.text.fingerprint, weights.hexdigest(), _settings(lm)])[:16]
 
 
 def _run(
-    lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, items: Path | None
+    lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, items: ItemFile | None
 ) -> dict[str, Any]:
     """One benchmark's report."""
     from dcdm.evaluation.harness import RequestCounts
-    from dcdm.evaluation.tasks import Loader, evaluate, task_figures, write_items
+    from dcdm.evaluation.tasks import Loader, evaluate, task_figures
 
     started = time.perf_counter()
     lm.counts = RequestCounts()
@@ -199,7 +207,7 @@ def _run(
         cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}
         notes.append(f"executed, network cut by {' or '.join(sorted(cut))}" if execute else "not executed")
     if items is not None:
-        write_items(items, chosen.name, results)
+        items.add(chosen.name, results)
     return {
         "task": chosen.name,
         "title": chosen.benchmark.title,

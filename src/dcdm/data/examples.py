@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,11 +36,17 @@ class ExampleMaker:
         self.settings, self.tokenizer = settings, tokenizer
 
     def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
-        """The examples of a row, and the name by which its split is chosen (one prompt, one split)."""
+        """The examples of a row, and the name by which its split is chosen (one prompt, one split).
+
+        Of a chat the prompt is what stands before the first answer: other answers to it, and chats that go on
+        differently from there, are in the same split.
+        """
         settings = self.settings
         if settings.messages_field is not None:
             messages = _messages(row[settings.messages_field], settings.messages_field)
-            return canonical(messages), list(self._turns(messages))
+            answers = _answers(messages)
+            turns = answers[-1:] if settings.turns == "last" else answers
+            return canonical(messages[: answers[0]]), [self._answer(messages[:at], messages[at]) for at in turns]
         prompt, response = (_text(row[column], column) for column in settings.columns)
         if not response:
             raise BadRow(f"{settings.response_field} is empty")
@@ -57,19 +62,17 @@ class ExampleMaker:
         prompts = map(self.tokenizer.behind_bos, ids[::2]) if templated else ids[::2]
         return [(prompt, self._ended(response)) for prompt, response in zip(prompts, ids[1::2], strict=True)]
 
+    def text_bytes(self, example: Example, response: np.ndarray) -> int:
+        """UTF-8 bytes of text in a response with these ids: special tokens that a template spells out are none."""
+        text = self.tokenizer.continuation(response) if example.templated else example.response
+        return len(text.encode())
+
     def _ended(self, response: np.ndarray) -> np.ndarray:
         """A template may have closed the response with EOS and a line break already."""
         ends = np.flatnonzero(response == self.tokenizer.eos_id)
         if len(ends) and not self.tokenizer.decode(response[ends[-1] :]).strip():
             return response[: ends[-1] + 1]
         return np.append(response, np.array(self.tokenizer.eos_id, dtype=np.uint32))
-
-    def _turns(self, messages: list[dict[str, str]]) -> Iterator[Example]:
-        answers = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "assistant"]
-        if not answers:
-            raise BadRow("the chat has no message of role assistant that answers another")
-        for at in answers[-1:] if self.settings.turns == "last" else answers:
-            yield self._answer(messages[:at], messages[at])
 
     def _answer(self, before: list[dict[str, str]], answer: dict[str, str]) -> Example:
         if self.tokenizer.chat_template is None:
@@ -97,6 +100,14 @@ class ExampleMaker:
 def _plain(message: dict[str, str]) -> str:
     """The format of a chat where the tokenizer brings none."""
     return f"{message['role'].capitalize()}:\n{message['content']}\n\n"
+
+
+def _answers(messages: list[dict[str, str]]) -> list[int]:
+    """Where the assistant answers another message."""
+    answers = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("the chat has no message of role assistant that answers another")
+    return answers
 
 
 def _messages(value: Any, name: str) -> list[dict[str, str]]:

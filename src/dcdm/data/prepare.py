@@ -80,8 +80,8 @@ def prepare(
 
     What is there already is used if source, tokenizer and settings are the same, resumed if an earlier run
     was interrupted, and refused with the reason if they changed (unless `overwrite`). `validation` names
-    sources of the validation split; without it a share of the documents is held out by hash. `workers`
-    (default: one per core) changes the speed only.
+    sources of the validation split, whose files are left out of training; without it a share of the documents is
+    held out by hash. `workers` (default: one per core) changes the speed only.
     """
     settings, reporter = settings or DataConfig(), reporter or Silent()
     sources, validation = _listed(sources), _listed(validation)
@@ -95,6 +95,8 @@ def prepare(
     files = [file for spec in sources for file in resolve(spec, settings, split, passed_over)]
     files += [file for spec in validation for file in resolve(spec, settings, "validation", passed_over)]
     examined, stamps = examine(files, settings, _known_stamps(out))
+    if validation:
+        examined = _without_validation(examined, passed_over)
     passed_over.empty = sum(not file.stamp[0] for file in examined)
     for sentence in passed_over.sentences():
         reporter.say(sentence)
@@ -158,6 +160,22 @@ def _absolute(path: Path | str) -> Path:
 
 def _slug(spec: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
+
+
+def _without_validation(files: list[ExaminedFile], passed_over: PassedOver) -> list[ExaminedFile]:
+    """The files without those for training that hold the same bytes as one for validation: they are that file, a
+    link to it or a copy of it."""
+    held = {file.sha256 for file in files if file.source.split == "validation" and file.stamp[0]}
+    kept = [file for file in files if file.source.split == "validation" or file.sha256 not in held]
+    passed_over.in_validation = [
+        file.source.name for file in files if file.source.split != "validation" and file.sha256 in held
+    ]
+    if passed_over.in_validation and not any(file.stamp[0] for file in kept if file.source.split != "validation"):
+        raise DataError(
+            "every file to train on is also a validation file (--validation), so that none is left to train on; "
+            "name other files for validation, or leave it out to hold out a share (--validation-share)"
+        )
+    return kept
 
 
 # --- the plan ----------------------------------------------------------------------------------------------------

@@ -110,7 +110,9 @@ def examine(
     """
     paths = {str(source.path.absolute()): source for source in sources}
     stamps = hash_files([*paths], known)
-    for source in paths.values():
+    for path, source in paths.items():
+        if source.format in ("parquet", "arrow") and not _is_unicode(path):
+            raise DataError(f"cannot read {path}: pyarrow opens paths in UTF-8 only; rename it")
         if source.format != "text":
             fields = _first_fields(source.path, source.format, settings.max_line_bytes)
             if fields is not None and (missing := [c for c in settings.columns if c not in fields]):

@@ -13,6 +13,7 @@ Turns = Literal["last", "each"]
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 MAX_LINE_BYTES = 64 << 20
+CHAT_FORMAT = 2  # raise it when the same chats would give other examples, splits or counts of bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class DataConfig:
         """The settings that shape the result; those that cannot matter here are left out."""
         chosen: dict[str, Any] = {}
         if self.messages_field is not None:
-            chosen |= {"messages_field": self.messages_field, "turns": self.turns}
+            chosen |= {"messages_field": self.messages_field, "turns": self.turns, "chat_format": CHAT_FORMAT}
         elif self.prompt_field is not None:
             chosen |= {"prompt_field": self.prompt_field, "response_field": self.response_field}
             chosen |= {"separator": self.separator}

@@ -239,7 +239,7 @@ def _write_examples(
             shard = shards[split]
             shard.add([prompt, response], [(len(prompt) + len(response), len(prompt))])
             shard.documents += 1
-            shard.bytes += len(example.response.encode())
+            shard.bytes += maker.text_bytes(example, response)
             shard.learned += len(response)
         waiting.clear()
 

@@ -51,6 +51,8 @@ class PassedOver:
     """Files of known kinds without a byte."""
     unreadable: list[str] = field(default_factory=list)
     """Folders that could not be looked into, with the reason."""
+    in_validation: list[str] = field(default_factory=list)
+    """Files named for training whose text the validation sources hold too."""
 
     def entry(self) -> dict[str, Any]:
         return {**vars(self), "other_kinds": dict(self.other_kinds)}
@@ -59,11 +61,10 @@ class PassedOver:
         """What a user should hear; nothing where nothing was passed over."""
         said = []
         if self.unreadable:
-            more = f" and {len(self.unreadable) - NAMED} more" if len(self.unreadable) > NAMED else ""
-            said.append(
-                f"folders that cannot be read, so that their files are missing: {len(self.unreadable)} "
-                f"({'; '.join(self.unreadable[:NAMED])}{more})"
-            )
+            missing = "folders that cannot be read, so that their files are missing"
+            said.append(f"{missing}: {_counted(self.unreadable)}")
+        if self.in_validation:
+            said.append(f"files of validation (--validation) left out of training: {_counted(self.in_validation)}")
         if self.other_kinds:
             kinds = [
                 f"{count} {ending or 'without ending'}" for ending, count in self.other_kinds.most_common(NAMED)
@@ -74,6 +75,12 @@ class PassedOver:
         if self.hidden:
             said.append(f"hidden files and folders passed over: {self.hidden}")
         return said
+
+
+def _counted(names: list[str]) -> str:
+    """How many there are, and the first of them."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{len(names)} ({'; '.join(names[:NAMED])}{more})"
 
 
 def resolve(

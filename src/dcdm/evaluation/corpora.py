@@ -18,7 +18,7 @@ import numpy as np
 from dcdm.config import ConfigError, DataError
 from dcdm.data.reading import BadRows, ExaminedFile, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
-from dcdm.data.sources import PassedOver, resolve
+from dcdm.data.sources import STDLIB_SHARE, PassedOver, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -127,7 +127,7 @@ class ReadingSettings:
     field: str = "text"
     documents: Documents | None = None
     split: Split = "validation"
-    """Of packed shards."""
+    """Of packed shards, and of the files of `stdlib`."""
     detokenise: bool = True
     max_bad: int = 0
 
@@ -140,7 +140,8 @@ class Corpus:
     source: str
     texts: tuple[str, ...] = ()
     prepared: PreparedData | None = None
-    split: Split = "validation"
+    split: Split | None = None
+    """Which was read; None where all of the source was."""
     detokeniser: str = "none"
     fingerprint: str = ""
     """SHA-256 over the source's contents."""
@@ -176,7 +177,11 @@ def read_corpora(specs: Sequence[str], settings: ReadingSettings) -> list[Corpus
 
 
 def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
-    """A corpus from local files, a folder of `dcdm data prepare`, or a hub data set."""
+    """A corpus from local files, a folder of `dcdm data prepare`, a hub data set, or `stdlib`.
+
+    Of `stdlib` the files of one split are read, as training splits it: models that were trained on it have seen the
+    others.
+    """
     name, source = split_name(spec)
     if (Path(source).expanduser() / MANIFEST).is_file():
         prepared = PreparedData.open(source)
@@ -184,13 +189,14 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
             raise DataError(f"{source}: its {settings.split} split is empty; choose the other one with --split")
         mark = digest([prepared.fingerprint, settings.split])
         return Corpus(name, source, prepared=prepared, split=settings.split, fingerprint=mark)
-    recipe = PAPER.get(name, CorpusRecipe())
+    recipe, split = PAPER.get(name, CorpusRecipe()), settings.split if source == "stdlib" else None
     wanted = DataConfig(
         documents=settings.documents or recipe.documents, field=settings.field,
-        validation_share=0.0, max_bad=settings.max_bad,
+        validation_share=0.0 if split is None else STDLIB_SHARE, max_bad=settings.max_bad,
     )  # fmt: skip
     passed_over = PassedOver()
-    planned, _ = examine(resolve(source, wanted, passed_over=passed_over), wanted, {})
+    files = resolve(source, wanted, passed_over=passed_over)
+    planned, _ = examine([file for file in files if split in (None, file.split)], wanted, {})
     if passed_over.unreadable:
         raise DataError(f"{source}: {passed_over.sentences()[0]}; make them readable, or name the files")
     bad = BadRows(settings.max_bad)
@@ -204,7 +210,7 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
         raise DataError(f"no text was found in {source}")
     empty = bad.empty + len(texts) - len(kept) + sum(not file.stamp[0] for file in planned)
     return Corpus(
-        name, source, tuple(kept), detokeniser=name if used else "none",
+        name, source, tuple(kept), split=split, detokeniser=name if used else "none",
         fingerprint=digest([file.entry() for file in planned]), empty_documents=empty, bad_rows=bad.count,
     )  # fmt: skip
 
@@ -225,6 +231,7 @@ def _read(planned: list[ExaminedFile], settings: DataConfig, bad: BadRows) -> li
 def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
     """The corpus as `tokenizer` writes it; shards must have been written by the same one."""
     if corpus.prepared is not None:
+        assert corpus.split is not None
         check_tokenizer(corpus, tokenizer)
         return _from_shards(corpus.prepared, corpus.split, tokenizer)
     ids, sizes, documents = [], [], []

@@ -267,7 +267,11 @@ def _lane_variants(name: str, config: ModelConfig, lanes: tuple[int, ...]) -> di
     """A line of the table for each number of lanes, or one for a model that does not write in lanes."""
     if config.lanes is None:
         return {name: None}
-    return {f"{name}, {number} lane{'s' if number > 1 else ''}": number for number in lanes or config.lanes}
+    return {f"{name}, {lanes_in_words(number)}": number for number in lanes or config.lanes}
+
+
+def lanes_in_words(number: int) -> str:
+    return f"{number} lane{'s' if number > 1 else ''}"
 
 
 def names_of(models: Sequence[str]) -> dict[str, str]:
@@ -316,5 +320,5 @@ def _model_described(source: ModelSource, path: str) -> dict[str, Any]:
 def _described(corpus: Corpus) -> dict[str, Any]:
     return {
         "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
-        "split": corpus.split if corpus.prepared is not None else None,
+        "split": corpus.split,
     }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.likelihood.statistics import mean_and_stderr
+from dcdm.likelihood.statistics import known, mean_and_stderr
 
 DISTINCT = (1, 2, 3, 4)
 REPEATED = 4
@@ -30,8 +30,8 @@ class Quality:
 
     perplexity: float
     """exp of the mean negative log-likelihood per token under the scorer."""
-    perplexity_stderr: float
-    """Standard error over texts, by the delta method."""
+    perplexity_stderr: float | None
+    """Standard error over texts, by the delta method; None for one text."""
     entropy: float
     """Nats: entropy of the token frequencies within a text, mean over texts."""
     distinct: dict[int, float]
@@ -127,7 +127,7 @@ def measure_quality(texts: Sequence[str], scorer: TextScorer, batch_size: int = 
     mean, stderr = mean_and_stderr(pairs)
     perplexity = math.exp(mean)
     return Quality(
-        perplexity, perplexity * stderr, entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT},
+        perplexity, known(perplexity * stderr), entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT},
         repetition(tokens), len(kept), sum(count for _, count in pairs), len(texts) - len(kept),
     )  # fmt: skip
 
@@ -161,13 +161,15 @@ def ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
 def read_texts(path: Path) -> list[str]:
     """Texts of a file: the field `text` of a .jsonl file's rows, or what blank lines part in any other."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--texts {path} cannot be read: {error}") from error
     if path.suffix != ".jsonl":
         return [part for part in content.split("\n\n") if part.strip()]
     texts = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # JSON may hold other ends of lines, such as U+2028
+        if not line.strip():
+            continue
         try:
             texts.append(str(json.loads(line)["text"]))
         except (ValueError, KeyError, TypeError) as error:

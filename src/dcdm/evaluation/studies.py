@@ -22,7 +22,7 @@ from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.evaluation.corpora import Corpus, Tokens, tokenise
 from dcdm.evaluation.decoders import score_under_decoder
-from dcdm.evaluation.perplexity import Say, names_of
+from dcdm.evaluation.perplexity import Say, lanes_in_words, names_of
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import ModelSource, find_model
 from dcdm.keys import Key
@@ -48,6 +48,8 @@ class ReportPlan:
     batch_size: int = 16
     device: str | torch.device = "cpu"
     dtype: torch.dtype = torch.float32
+    lanes: tuple[int, ...] = ()
+    """Numbers of lanes that models which write in lanes are decoded with; none means each model's own list."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class DecoderFigures:
     stderr: float | None
     """Over windows."""
     windows: int
+    lanes: int | None = None
+    """For models that write in lanes: how many."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,9 @@ def study_model(name: str, source: ModelSource, tokens: Tokens, plan: ReportPlan
     model = source.load(plan.device, plan.dtype)
     study = described_study(name, source)
     few = _batches(source, tokens, plan, plan.windows)
-    for commit in commits_of(model):
-        advance = say(f"{name}: report, decoding with {commit}")
-        study.decoders.append(decoder_figures(model, few, commit))
+    for decoder in decoders_of(model.config, plan.lanes):
+        advance = say(f"{name}: report, decoding with {decoder_name(decoder.commit, decoder.lanes)}")
+        study.decoders.append(decoder_figures(model, few, decoder))
         advance(plan.windows, plan.windows)
     many = _batches(source, tokens, plan, CALIBRATED * plan.windows)
     total = sum(len(batch.tokens) for batch in many)
@@ -189,7 +193,9 @@ def described_study(name: str, source: ModelSource) -> Study:
             "balance": "AR has no chunks", "views": "AR has no chunks",
         }  # fmt: skip
     elif config.kind != "dcdm":
-        fixed = "one chunk holds every token" if config.kind == "mdlm" else "blocks follow from positions"
+        fixed = {"mdlm": "one chunk holds every token", "lanes": "lanes follow from positions"}.get(
+            config.kind, "blocks follow from positions"
+        )
         study.missing["balance"] = f"{config.kind.upper()} has nothing to balance: {fixed}"
     return study
 
@@ -225,16 +231,32 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def commits_of(model: Model) -> Sequence[str]:
-    """The commit policies that a report compares; AR has but one way."""
-    return ("position",) if model.config.kind == "ar" else COMMITS
+def decoders_of(config: ModelConfig, lanes: Sequence[int] = ()) -> list[DecodingConfig]:
+    """The decoders that a report compares.
+
+    They differ by commit policy, where there is a choice; for models that write in lanes by the number of lanes
+    (default: those of training).
+    """
+    if config.kind == "lanes":
+        made = [DecodingConfig("chunk", lanes=number) for number in lanes or config.lanes or ()]
+    elif config.predicts_from_left:
+        made = [DecodingConfig("chunk")]
+    else:
+        made = [DecodingConfig(commit) for commit in (("position",) if config.kind == "ar" else COMMITS)]
+    return [decoder.resolve(config) for decoder in made]
 
 
-def decoder_figures(model: Model, batches: Sequence[WindowBatch], commit: str) -> DecoderFigures:
-    """Bits per token of the windows under the decoder that commits so, and its forwards."""
-    score = score_under_decoder(model, batches, DecodingConfig(commit))
+def decoder_name(commit: str, lanes: int | None) -> str:
+    return commit if lanes is None else f"{commit}, {lanes_in_words(lanes)}"
+
+
+def decoder_figures(model: Model, batches: Sequence[WindowBatch], decoder: DecodingConfig) -> DecoderFigures:
+    """Bits per token of the windows under the decoder, and its forwards."""
+    score = score_under_decoder(model, batches, decoder)
     bits, stderr = score.bits_per_token
-    return DecoderFigures(commit, score.forwards_per_window, bits, known(stderr), len(score.nats))
+    return DecoderFigures(
+        decoder.commit, score.forwards_per_window, bits, known(stderr), len(score.nats), decoder.lanes
+    )
 
 
 def calibrated(

@@ -5,8 +5,10 @@ Data come from the hub, as those definitions say, or from a folder of files name
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +17,7 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.evaluation import execution
+from dcdm.files import write_whole
 
 SPLITS = ("train", "dev", "validation", "test")
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -163,21 +166,32 @@ def _check_files(chosen: Chosen, folder: Path) -> None:
 def read_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of a JSONL file, every one with the fields that its task needs."""
     rows = []
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+    try:
+        for number, line in _lines(path):
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                reason = f"{error.reason} at byte {error.start} of the line"
+                raise ConfigError(f"{path}, line {number}: not UTF-8 ({reason}); save the file as UTF-8") from error
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
             missing = [name for name in fields if name not in row] if isinstance(row, dict) else list(fields)
             if missing:
                 raise ConfigError(f"{path}, line {number}: the fields {', '.join(missing)} are missing")
             rows.append(row)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
     if not rows:
         raise ConfigError(f"{path} holds no rows")
     return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers, without a byte order mark."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if text := line.removeprefix(codecs.BOM_UTF8).strip():
+                yield number, text
 
 
 @dataclass
@@ -221,7 +235,11 @@ class Loader:
         home = Path(lm_eval.tasks.__file__).parent
         folders = [home / folder for folder in self.chosen.benchmark.folders]
         index = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders]).task_index
-        return [built for name in self.chosen.benchmark.tasks for built in self._built(name, index)]
+        loaded = [built for name in self.chosen.benchmark.tasks for built in self._built(name, index)]
+        if not loaded:
+            path, field = (self.chosen.files or {})[self.chosen.split], self.chosen.benchmark.subject_field
+            raise ConfigError(f"{path}: no row has a {field} that {self.chosen.name} asks for")
+        return loaded
 
     def _built(self, name: str, index: Mapping[str, Any]) -> Iterator[Any]:
         from lm_eval.api.group import Group
@@ -256,7 +274,7 @@ class Loader:
         if self.chosen.files is not None:
             data = LocalData(self.chosen, config.get("dataset_name"))
             splits = data()
-            if not {"validation", "test"} & set(splits):
+            if self.chosen.split not in splits:
                 return None
             config |= {"custom_dataset": data, "dataset_path": None, "dataset_name": None, "dataset_kwargs": None}
             config |= {
@@ -264,6 +282,8 @@ class Loader:
                 for name in ("training_split", "validation_split", "test_split", "fewshot_split")
                 if config.get(name) not in splits
             }
+            if self.chosen.split != self.chosen.benchmark.evaluated:  # the definition may name no other split
+                config["test_split"] = self.chosen.split
         try:
             return ConfigurableTask(config=config)
         except Exception as error:
@@ -378,9 +398,20 @@ def _leads_by_chance(choices: list[Any]) -> bool:
     return bool(error > 0 and first - second < WITHIN_NOISE * error)
 
 
-def write_items(path: Path, task: str, results: dict[str, Any]) -> None:
-    """Add a JSON line for each question: its answers with their errors, and its metrics."""
-    with path.open("a", encoding="utf-8") as file:
+class ItemFile:
+    """The questions of a command's benchmarks, a JSON line each: answers with their errors, and metrics.
+
+    The file is written anew when the command begins, and whole again after every benchmark.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lines = path, list[str]()
+        try:
+            self._write()
+        except OSError as error:
+            raise ConfigError(f"--items {path}: {error.strerror}; give a file that can be written to") from error
+
+    def add(self, task: str, results: dict[str, Any]) -> None:
         for leaf, samples in results["samples"].items():
             for sample in samples:
                 answers = [answer[0] for answer in sample["resps"]]
@@ -391,4 +422,8 @@ def write_items(path: Path, task: str, results: dict[str, Any]) -> None:
                 )
                 metrics = {name: sample[name] for name in sample["metrics"]}
                 line = {"task": task, "name": leaf, "question": sample["doc_id"], "filter": sample["filter"]}
-                file.write(json.dumps(line | {"answers": shown, **metrics}, default=str) + "\n")
+                self._lines.append(json.dumps(line | {"answers": shown, **metrics}, default=str) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        write_whole(self.path, "".join(self._lines).encode())

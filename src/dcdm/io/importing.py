@@ -258,6 +258,8 @@ def _family(settings: dict[str, Any], place: str) -> Family:
     if (activation := settings.get("hidden_act", "silu")) != "silu":
         refuse("hidden_act", activation, "our MLP is SwiGLU; choose a model with 'silu'")
     layer_types = settings.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        refuse("layer_types", layer_types, "it must be a list with an entry for each layer; repair config.json")
     if settings.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         name = "use_sliding_window" if settings.get("use_sliding_window") else "layer_types"
         refuse(name, settings[name], "our layers attend without a window; choose a model with full attention")

@@ -18,6 +18,7 @@ from dcdm.evaluation.studies import (
     Studied,
     Study,
     Training,
+    decoder_name,
     study_models,
 )
 from dcdm.files import write_whole
@@ -191,7 +192,7 @@ def _decoders(studies: Sequence[Study], source: str) -> str:
 
 def _decoded(study: Study, one: DecoderFigures) -> list[str]:
     spread = "" if one.stderr is None else f" ± {one.stderr:.3f}"
-    return [study.name, one.commit, f"{one.forwards:.1f}", f"{one.bits:.3f}{spread}"]
+    return [study.name, decoder_name(one.commit, one.lanes), f"{one.forwards:.1f}", f"{one.bits:.3f}{spread}"]
 
 
 def _calibration(studies: Sequence[Study], corpus: str) -> str:

@@ -79,7 +79,9 @@ def perplexity_table(evaluation: Evaluation) -> Table:
 
 def _line(evaluation: Evaluation, corpus: str, model: str, used: list[str]) -> list[str]:
     here = [row for row in evaluation.rows if (row.corpus, row.model) == (corpus, model)]
-    cells, counted = [corpus, model], next((row for row in here if isinstance(row, Figures)), None)
+    split = evaluation.corpora[corpus]["split"]
+    cells = [corpus if split is None else f"{corpus} ({split})", model]
+    counted = next((row for row in here if isinstance(row, Figures)), None)
     for name in used:
         members = [row for row in here if row.estimator in CLASSES[name]]
         figures = next((row for row in members if isinstance(row, Figures)), None)
