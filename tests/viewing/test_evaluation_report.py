@@ -98,7 +98,7 @@ def test_every_drawing_has_the_numbers_of_the_json(made):
         if study["balance"] is not None:
             assert f"MaxVio {study['balance']['violation']:.3f}" in sure
             assert sum(study["balance"]["sizes"]) == study["calibration"]["count"]
-    assert "<td>chunk, 1 lane</td>" in decoders
+    assert ">chunk, 1 lane<" in decoders
     curves = section(made.page, "Loss and valid bound against tokens seen")
     assert all(f"{name} from " in curves and f">{name}</text>" in curves for name in PRESETS)
 
