@@ -163,14 +163,14 @@ def prepared(tmp_path_factory):
 def write_texts(folder: Path) -> None:
     text = "def f(x):\n    return x + 1\n\n" * 300
     for name in ("train.txt", "test.txt", "text.txt", "prompt.txt"):
-        (folder / name).write_text(text if name != "prompt.txt" else "def main(")
+        (folder / name).write_text(f"{text}{name}\n" if name != "prompt.txt" else "def main(")
     rows = (f'{{"question": "What is {n} and 0?", "answer": "It is {n}."}}\n' for n in range(400))
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "prompts.jsonl").write_text('{"prompt": "def main("}\n' * 2)
     for name in ("wikitext2", "data/wikitext2"):
         (folder / name).mkdir(parents=True)
         for split in ("train", "valid", "test"):
-            (folder / name / f"{split}.txt").write_text(text)
+            (folder / name / f"{split}.txt").write_text(f"{text}{split}\n")
     for name in ("lambada", "pubmed", "arxiv"):
         (folder / "data" / f"{name}.jsonl").write_text('{"text": "so it goes on"}\n' * 40)
     (folder / "tasks").mkdir()

@@ -79,7 +79,8 @@ def test_figures_before_training_are_those_of_the_base_model_and_training_lowers
     assert dcdm.load("runs/longer")[0].config.lane_weights == (3, 1, 1, 1)
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
-    windows = pack([TEXT], tokenizer, 32)[:2]
+    windows = pack([TEXT + "\n"], tokenizer, 32)
+    windows = windows[[0, len(windows) // 2]]  # spread over the text
     exact = dcdm.score(base, windows, "exact")
     nats = float(exact.nats.sum() / exact.tokens.sum())
     assert before["lanes_1_nll"] == pytest.approx(nats, abs=1e-4)

@@ -80,8 +80,8 @@ def test_help_shows_options_that_may_be_left_out_by_their_kind(command):
 
 def test_help_of_train_has_the_defaults_of_the_presets():
     shown = " ".join(help_of("train").replace("│", " ").split())
-    assert "(default: 1000 for debug presets, 500000 for others)" in shown
-    assert "(default: 16 for debug presets, 128 for 0.1B, 512 for others)" in shown
+    assert "(default: 1000 for debug presets, 4000 for small presets, 500000 for others)" in shown
+    assert "(default: 16 for debug presets, 16 for small presets, 128 for 0.1B, 512 for others)" in shown
     assert "Text to train on" in shown
     assert "(default: stdlib)" in shown
 

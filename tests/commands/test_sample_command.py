@@ -177,6 +177,7 @@ def test_streamed_events_rebuild_the_text(runs, capsys):
     assert [record["tokens"][p - 1] for p in sorted(text)] == [text[p] for p in sorted(text)]
 
 
+@pytest.mark.slow
 def test_decoders_of_trained_models_are_compared(runs, tmp_path, capsys):
     plot, out = tmp_path / "plot.png", tmp_path / "rows.json"
     folders = [str(runs[kind]) for kind in ("ar", "bdlm", "paper", "causal")]

@@ -10,8 +10,8 @@ from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.model.transformer import build
 
-PRESETS = ["dcdm-debug-causal", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-moe-debug", "dcdm-moe-debug-causal",
+PRESETS = ["ar-debug", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "dcdm-debug-causal", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-moe-debug", "dcdm-moe-debug-causal",
 ))]  # fmt: skip
 
 

@@ -212,7 +212,6 @@ def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
     return Batch(**moved)
 
 
-@torch.no_grad()
 @contextmanager
 def _averaged(model: Model, average: dict[str, Tensor]) -> Iterator[None]:
     """The model with its averaged weights, where there are any."""
@@ -227,6 +226,7 @@ def _averaged(model: Model, average: dict[str, Tensor]) -> Iterator[None]:
                 parameter.copy_(trained[name])
 
 
+@torch.no_grad()
 def _update_average(average: dict[str, Tensor], model: Model, decay: float) -> None:
     for name, parameter in trainable(model) if average else ():
         average[name].lerp_(parameter, 1 - decay)
