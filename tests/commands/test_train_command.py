@@ -477,14 +477,10 @@ def test_missing_places_are_refused_by_name(tmp_path):
         dcdm.load(tmp_path / "empty")
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "dcdm-debug-causal",
-        "ar-debug",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("bdlm-debug", "dcdm-debug")),
-    ],
-)
+SLOW = [pytest.param(preset, marks=pytest.mark.slow) for preset in ("bdlm-debug", "dcdm-debug")]
+
+
+@pytest.mark.parametrize("preset", ["dcdm-debug-causal", "ar-debug", *SLOW])
 def test_auto_classes_load_an_export_after_import_dcdm_hub_and_with_remote_code(preset, corpus, tmp_path):
     start(preset, tmp_path / "run", corpus, train__steps=1)
     export(tmp_path / "run", tmp_path / "out")
