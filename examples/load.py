@@ -5,9 +5,8 @@ from train import given_or_trained
 
 import dcdm
 
-path = (
-    given_or_trained()
-)  # a folder of a run, checkpoint or export, or a name that `dcdm models` lists
+# the folder of a run, a checkpoint or an export, or a name that `dcdm models` lists
+path = given_or_trained()
 
 model, tokenizer = dcdm.load(path)
 tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("def area(self):")]])

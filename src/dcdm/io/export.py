@@ -150,7 +150,8 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
         figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
-        label += f", {default_lanes(config)} lanes"
+        number = default_lanes(config)
+        label += f", {number} lane{'s' if number > 1 else ''}"
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6
