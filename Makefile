@@ -43,7 +43,7 @@ test: check
 	$(PYTEST) -m "not slow"
 
 test-all: check browser
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile thorough
 
 # Debian's Chromium for the tests of the playground, which are skipped without it; never fails
 browser:

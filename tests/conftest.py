@@ -7,5 +7,6 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, print_blob=True)
+for profile, examples in (("repeatable", 30), ("thorough", 120)):
+    settings.register_profile(profile, derandomize=True, deadline=None, max_examples=examples, print_blob=True)
 settings.load_profile("repeatable")

@@ -45,6 +45,7 @@ def test_the_example_runs_on_the_model_that_it_makes_and_on_a_given_one(name, pl
     assert capsys.readouterr().out == said
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_texts_and_chunks(tmp_path, monkeypatch):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)

@@ -54,10 +54,14 @@ COMMITS = [
 ]
 
 
+@pytest.mark.parametrize("commits", [
+    pytest.param(["auto", "position", "threshold:0.5"], id="three"),
+    pytest.param(COMMITS, id="all", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", FITS)
-def test_every_policy_that_makes_sense_runs(runs, kind, capsys):
+def test_every_policy_that_makes_sense_runs(runs, kind, commits, capsys):
     for routing in FITS[kind]:
-        for commit in COMMITS:
+        for commit in COMMITS if routing == FITS[kind][-1] else commits:
             main(["sample", str(runs[kind]), "--prompt", "def ", "--length", "9", "--routing", routing,
                   "--commit", commit, "--no-stop-at-eos", "--json"])  # fmt: skip
             (record,) = records(capsys)

@@ -477,19 +477,22 @@ def test_missing_places_are_refused_by_name(tmp_path):
         dcdm.load(tmp_path / "empty")
 
 
-SLOW = [pytest.param(preset, marks=pytest.mark.slow) for preset in ("bdlm-debug", "dcdm-debug")]
+OWN, REMOTE = (
+    "import dcdm.hub, transformers\nextra = {}",
+    "import transformers\nextra = {'trust_remote_code': True}",
+)
+QUICK = {"ar-debug": OWN, "dcdm-debug-causal": REMOTE}
 
 
-@pytest.mark.parametrize("preset", ["dcdm-debug-causal", "ar-debug", *SLOW])
-def test_auto_classes_load_an_export_after_import_dcdm_hub_and_with_remote_code(preset, corpus, tmp_path):
+@pytest.mark.parametrize(("preset", "lines"), [
+    pytest.param(preset, lines, marks=[] if QUICK.get(preset) == lines else pytest.mark.slow)
+    for preset in ("ar-debug", "dcdm-debug-causal", "bdlm-debug", "dcdm-debug") for lines in (OWN, REMOTE)
+], ids=lambda value: {OWN: "hub", REMOTE: "remote code"}.get(value, value))  # fmt: skip
+def test_auto_classes_load_an_export_after_import_dcdm_hub_or_with_remote_code(preset, lines, corpus, tmp_path):
     start(preset, tmp_path / "run", corpus, train__steps=1)
     export(tmp_path / "run", tmp_path / "out")
     auto = "AutoModelForCausalLM" if preset == "ar-debug" else "AutoModelForMaskedLM"
-    for lines in (
-        "import dcdm.hub, transformers\nextra = {}",
-        "import transformers\nextra = {'trust_remote_code': True}",
-    ):
-        code = f"""{lines}
+    code = f"""{lines}
 import torch
 model = transformers.{auto}.from_pretrained({str(tmp_path / "out")!r}, **extra).eval()
 import dcdm
@@ -513,8 +516,8 @@ with torch.no_grad():
             assert torch.allclose(logits[:, 9:17], expected.logits[:, 9:17], atol=1e-4)
 assert transformers.AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})('ab')['input_ids'][-2:] == [97, 98]
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_processes_train_and_resume_in_one(corpus, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -24,7 +24,6 @@ def tile_kinds(block_mask):
     return kinds
 
 
-@settings(max_examples=80)
 @given(
     st.integers(0, 10_000), st.integers(1, 3), st.integers(3, 70), st.integers(1, 6), st.integers(1, 3),
     st.sampled_from([1, 4, 16]), st.booleans(),

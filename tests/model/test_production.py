@@ -63,7 +63,7 @@ def many_tiles(request, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "one tile"])
-@settings(max_examples=120)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(canvas=canvases())
 def test_outputs_and_gradients_equal_the_literal_path(tiles, canvas):
     kind, num_chunks, clean, prompt, masked = canvas

@@ -390,7 +390,9 @@ return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
 """
 
 
-@pytest.mark.parametrize("still", [False, True], ids=["moving", "still"])
+@pytest.mark.parametrize("still", [
+    pytest.param(False, id="moving"), pytest.param(True, id="still", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch, still):
     """Refused at once: beside the button. After a while, or in the middle of a text: above the canvas."""
     from dcdm.serving import denoise
