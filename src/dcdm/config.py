@@ -434,3 +434,7 @@ class ObjectiveConfig:
         if value is not None:
             return value if config.has_chunking else 0.0
         return PAPER_BALANCE if config.routes_from_noise else 0.0
+
+
+def lanes_in_words(number: int) -> str:
+    return f"{number} lane{'s' if number > 1 else ''}"

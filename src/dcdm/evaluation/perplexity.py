@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, lanes_in_words
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
@@ -268,10 +268,6 @@ def _lane_variants(name: str, config: ModelConfig, lanes: tuple[int, ...]) -> di
     if config.lanes is None:
         return {name: None}
     return {f"{name}, {lanes_in_words(number)}": number for number in lanes or config.lanes}
-
-
-def lanes_in_words(number: int) -> str:
-    return f"{number} lane{'s' if number > 1 else ''}"
 
 
 def names_of(models: Sequence[str]) -> dict[str, str]:

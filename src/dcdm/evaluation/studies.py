@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcdm.config import ModelConfig
+from dcdm.config import ModelConfig, lanes_in_words
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
@@ -22,7 +22,7 @@ from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.evaluation.corpora import Corpus, Tokens, tokenise
 from dcdm.evaluation.decoders import score_under_decoder
-from dcdm.evaluation.perplexity import Say, lanes_in_words, names_of
+from dcdm.evaluation.perplexity import Say, names_of
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import ModelSource, find_model
 from dcdm.keys import Key

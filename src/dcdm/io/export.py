@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, lanes_in_words
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, write_whole
 from dcdm.io import adapters
@@ -150,8 +150,7 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
         figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
-        number = default_lanes(config)
-        label += f", {number} lane{'s' if number > 1 else ''}"
+        label += f", {lanes_in_words(default_lanes(config))}"
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, lanes_in_words
 from dcdm.files import UnreadableFile, read_json_object
 
 HOME = Path(__file__).parent
@@ -91,7 +91,7 @@ class Card:
     def sentence(self) -> str:
         """What it is, what it was trained on and how good it is, for a page or a terminal."""
         best, text = self.best, self.trained_on
-        order = "" if best.lanes is None else f" in {best.lanes} lane{'s' if best.lanes > 1 else ''}"
+        order = "" if best.lanes is None else f" in {lanes_in_words(best.lanes)}"
         kind = "upper bound" if best.estimator == "bound" else "exact"
         return (
             f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.steps:,} steps on {text['source']}; "
