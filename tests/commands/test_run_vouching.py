@@ -72,6 +72,11 @@ def prepared(place: Path) -> Path:
     return next(path.parent for path in (place.parent / "cache").rglob("manifest.json"))
 
 
+def nll(folder: Path) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["nll"] for row in rows if "nll" in row]
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -177,6 +182,16 @@ def test_other_data_under_the_name_of_the_old_are_refused(place):
     write_manifest(folder, manifest)
     with pytest.raises(ConfigError, match=r"the shards in .* are not those it was trained on"):
         run(None, place)
+
+
+def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_not(place, finished):
+    moved, other = place.parent / "moved", place.parent / "other.txt"
+    prepared(place).rename(moved)
+    other.write_text(TEXT + "pass\n")
+    with pytest.raises(ConfigError, match=r"the shards in .* are not those it was trained on"):
+        run(None, place, changes={"data.sources": (str(other),)})
+    assert run(None, place, changes={"data.sources": (str(moved),)}) == 0
+    assert nll(place) == nll(finished / "run")
 
 
 def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkeypatch):

@@ -21,8 +21,10 @@ Optimizer = Literal["adamw", "muon"]
 FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
+    "data.sources", "data.validation",
 }  # fmt: skip
-"""Settings that may differ when a run is resumed: they do not change what it computes."""
+"""Settings that may differ when a run is resumed: they do not change what it computes. Prepared data may stand
+elsewhere, since a checkpoint's record names their bytes."""
 
 
 @dataclass(frozen=True)
