@@ -13,15 +13,19 @@ from dcdm.reproduction.study import StudyRun, carry_out, compare, read_study, su
 
 SMALL = {
     "train.steps": 2, "train.batch_size": 2, "model.hidden_size": 16, "model.num_layers": 2, "model.num_heads": 2,
-    "model.num_kv_heads": 1, "model.head_dim": 8, "model.intermediate_size": 32, "model.context_length": 32,
+    "evaluate_every": 1, "evaluate_sequences": 2, "model.num_kv_heads": 1, "model.head_dim": 8,
+    "model.intermediate_size": 32, "model.context_length": 32,
 }  # fmt: skip
 
 
 def definition(**changes) -> dict:
-    variants = {"ar": {"preset": "ar-debug"}, "lanes": {"preset": "lanes-debug", "lanes": [1, 4], "init": "ar"}}
-    variants["mdlm"] = {"preset": "mdlm-debug", "commits": ["steps:4"]}
-    plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "variants": variants}
-    return {**plain, **changes}
+    variants = {
+        "ar": {"preset": "ar-debug"},
+        "lanes": {"preset": "lanes-debug", "lanes": [1, 4], "init": "ar", "minutes": 1},
+        "mdlm": {"preset": "mdlm-debug", "commits": ["steps:4"]},
+    }
+    plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "minutes": 2}
+    return {**plain, "variants": variants, **changes}
 
 
 def write(folder: Path, content: dict) -> Path:
@@ -62,6 +66,17 @@ def test_the_frontier_is_drawn(finished, tmp_path):
     study.draw_frontier(asked, compare(asked, work), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     assert drawn.count('id="LineCollection') == 6  # the bars of three variants, on the plot and in the legend
+
+
+def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):
+    asked, work = finished
+    assert [x for x, _ in study.training_curve(asked, "mdlm", work)] == [1, 2]
+    assert [x for x, _ in study.training_curve(asked, "lanes", work)] == [2.5, 3]
+    ends = [json.loads(line) for line in (work / "ar-s0" / "metrics.jsonl").read_text().splitlines()]
+    (end,) = (row["evaluation"]["valid_nll"] for row in ends if "evaluation" in row and row["step"] == 2)
+    assert study.training_curve(asked, "ar", work)[-1] == (2, end)
+    study.draw_curves(asked, work, tmp_path / "curves.svg")
+    assert "minutes" in (tmp_path / "curves.svg").read_text()
 
 
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):

@@ -27,6 +27,7 @@ def study(
     report: bool = False,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    curves: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
@@ -42,10 +43,11 @@ def study(
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON.
         plot: Draw exact nats per token against forwards into this PNG or SVG.
+        curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
     """
     from dcdm.config import ConfigError
     from dcdm.files import write_whole
-    from dcdm.reproduction.study import carry_out, compare, draw_frontier, read_study, summary
+    from dcdm.reproduction.study import carry_out, compare, draw_curves, draw_frontier, read_study, summary
     from dcdm.viewing.tables import Table
 
     if jobs < 1:
@@ -57,6 +59,8 @@ def study(
         write_whole(out, _as_text(summary(asked, work)))
     if plot is not None:
         draw_frontier(asked, rows, plot)
+    if curves is not None:
+        draw_curves(asked, work, curves)
     if json:
         print_json(summary(asked, work))
     elif rows:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError
@@ -57,6 +58,8 @@ class StudyVariant:
     """Numbers of lanes to score with; by default those that the model is trained with."""
     commits: tuple[str, ...] = ()
     """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts."""
+    minutes: float | None = None
+    """What its steps take; None: what the study says."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Study:
     windows: int = 256
     samples: int = 4
     against: str | None = None
+    minutes: float | None = None
+    """What every run's steps take, on the machine that they were counted for; None: curves are drawn over steps."""
 
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
@@ -79,6 +84,10 @@ class Study:
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
             self.ancestors(name)
+        lasting = {f"variants.{name}.minutes": variant.minutes for name, variant in self.variants.items()}
+        for where, minutes in {"minutes": self.minutes, **lasting}.items():
+            if minutes is not None and not minutes > 0:
+                raise ConfigError(f"{where}={minutes} must be above 0")
         if self.against is not None and self.against not in self.variants:
             raise ConfigError(
                 f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}"
@@ -98,6 +107,10 @@ class Study:
             found.append(init)
             name = init
         return found
+
+    def minutes_of(self, name: str) -> float | None:
+        own = self.variants[name].minutes
+        return self.minutes if own is None else own
 
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
@@ -413,6 +426,45 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
     axes.set_title(f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    figure.savefig(path, dpi=110)
+
+
+def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, float]]:
+    """Steps, or minutes where the study knows them, and the valid figure of held-out text, mean over seeds.
+
+    A variant with start weights begins where the training of those ended.
+    """
+    from dcdm.training.metrics import read_rows
+
+    finished = [run for run in study.runs() if run.variant == variant and figures_of(run, work) is not None]
+    seen: dict[int, list[float]] = {}
+    for run in finished:
+        for row in read_rows(work / run.name / "metrics.jsonl"):
+            if "evaluation" in row:
+                seen.setdefault(row["step"], []).append(row["evaluation"]["valid_nll"])
+    complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
+    minutes = study.minutes_of(variant)
+    unit = 1.0 if minutes is None else minutes / max(complete, default=1)
+    before = sum(study.minutes_of(name) or 0.0 for name in study.ancestors(variant))
+    return [(before + unit * step, nll) for step, nll in complete.items()]
+
+
+def draw_curves(study: Study, work: Path, path: Path) -> None:
+    """The valid figure of held-out text while training, a line for each variant."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
+    axes = figure.subplots()
+    for number, variant in enumerate(study.variants):
+        if points := training_curve(study, variant, work):
+            axes.plot(
+                *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
+                label=study.named(variant),
+            )  # fmt: skip
+    across = "steps" if study.minutes is None else "minutes"
+    axes.set(xlabel=across, ylabel="nats per token of held-out text (exact or bound)")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
