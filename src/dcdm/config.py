@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -438,3 +439,11 @@ class ObjectiveConfig:
 
 def lanes_in_words(number: int) -> str:
     return f"{number} lane{'s' if number > 1 else ''}"
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An integer of any library's, or a refusal by the setting's name."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} must be a whole number") from None

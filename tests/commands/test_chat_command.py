@@ -94,9 +94,23 @@ def test_a_long_conversation_forgets_its_oldest_turns_and_a_long_message_is_refu
         conversation.answer(f"{number} " + "word " * 8)
     assert conversation.turns[0]["content"].startswith(("2", "3", "4", "5"))
     assert conversation.turns[-2]["content"].startswith("5")
-    conversation.forget()
+    assert conversation.answers == 6  # each draws by its number, whatever is forgotten
+    before = conversation.turns
     with pytest.raises(ConfigError, match="there is room for 239; shorten it, or lower --length"):
         conversation.answer("word " * 100)
+    assert conversation.turns == before
+
+
+def test_at_a_terminal_a_message_that_is_too_long_does_not_end_the_chat(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"word " * 100 + b"\nHi\n"))
+    monkeypatch.setattr(lines, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", lines)
+    main(["chat", str(base), "--length", "8"])
+    said = capsys.readouterr().err
+    assert "shorten it" in said
+    assert said.count("tokens in") == 1
 
 
 def test_wrong_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

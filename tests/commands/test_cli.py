@@ -141,6 +141,13 @@ def test_messages_name_options_as_they_are_written():
     assert _by_options("--set train.steps=3", ["train"]).startswith("--set")
 
 
+def test_a_setting_that_is_not_yaml_is_wrong_use(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--preset", "ar-debug", "--dry-run", "--run", "none", "--set", "train.betas=[1"])
+    assert left.value.code == 2
+    assert "--set train.betas=[1: the value is not YAML" in capsys.readouterr().err
+
+
 def test_debug_shows_where_an_error_arose(capsys):
     command = ["sample", "nowhere", "--prompt", "x"]
     with pytest.raises(SystemExit) as left:

@@ -119,6 +119,7 @@ def test_other_settings_need_a_fresh_start(finished, place):
     shutil.copytree(finished[0], folder)
     (folder / "lanes" / "mark").touch()
     assert demo(folder, place / "corpus.txt", "--seed", "1") == 2
+    assert demo(folder, place / "corpus.txt", "--no-train", "--fresh") == 0
     assert (folder / "lanes" / "mark").exists()
     assert demo(folder, place / "corpus.txt", "--seed", "1", "--fresh") == 0
     assert not (folder / "lanes" / "mark").exists()

@@ -33,6 +33,10 @@ def runs(tmp_path_factory):
     return made
 
 
+def pipe(content):
+    return io.TextIOWrapper(io.BytesIO(content))
+
+
 def records(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -88,7 +92,7 @@ def test_the_others_are_refused_by_name(runs, kind, capsys):
 
 def test_prompts_come_from_a_pipe_a_file_or_json_lines(runs, tmp_path, capsys, monkeypatch):
     base = ["sample", str(runs["causal"]), "--length", "5", "--json"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("a = "))
+    monkeypatch.setattr("sys.stdin", pipe(b"a = "))
     main(base)
     (piped,) = records(capsys)
     assert piped["prompt"] == "a = "
@@ -127,13 +131,38 @@ def test_a_prompt_may_begin_like_an_option(runs, capsys):
 
 
 def test_the_line_end_behind_a_piped_prompt_is_left_out(runs, capsys, monkeypatch):
-    for piped in ("a = \n", "a = \r\n", "a = "):
-        monkeypatch.setattr("sys.stdin", io.StringIO(piped))
+    for piped in (b"a = \n", b"a = \r\n", b"a = "):
+        monkeypatch.setattr("sys.stdin", pipe(piped))
         main(["sample", str(runs["ar"]), "--length", "2", "--json"])
         assert records(capsys)[0]["prompt"] == "a = "
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\n"))
+    monkeypatch.setattr("sys.stdin", pipe(b"a\n\n"))
     main(["sample", str(runs["ar"]), "--length", "2", "--json"])
     assert records(capsys)[0]["prompt"] == "a\n"
+
+
+def test_bytes_that_are_not_text_are_replaced_wherever_they_come_from(runs, tmp_path, capsys, monkeypatch):
+    base = ["sample", str(runs["ar"]), "--length", "2", "--json"]
+    (tmp_path / "a.txt").write_bytes(b"x\xe9")
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x\xe9"}')
+    for arguments in (["--prompt", "x\udce9"], ["--file", str(tmp_path / "a.txt")],
+                      ["--jsonl", str(tmp_path / "a.jsonl")], []):  # fmt: skip
+        monkeypatch.setattr("sys.stdin", pipe(b"x\xe9"))
+        main([*base, *arguments])
+        assert records(capsys)[0]["prompt"] == "x\ufffd"
+    monkeypatch.setattr("sys.stdin", None)  # closed by whoever started the command
+    main(base)
+    assert records(capsys)[0]["prompt"] == ""
+
+
+def test_what_could_not_be_written_or_would_have_no_effect_is_refused_before_anything_is_computed(
+    runs, capsys, monkeypatch
+):
+    monkeypatch.setattr("dcdm.commands.options.load_for", lambda *_: pytest.fail("loaded"))
+    for arguments in (["--picture", "out.xyz"], ["--picture", "."], ["--delimiters", ";"]):
+        with pytest.raises(SystemExit) as left:
+            main(["sample", str(runs["ar"]), "--prompt", "x", *arguments])
+        assert left.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
 
 
 def test_a_blank_of_no_tokens_is_refused(runs, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,12 @@ def test_a_row_that_is_full_is_not_cancelled():
         ({"max_new_tokens": 0}, "nothing to do"), ({"max_new_tokens": -2}, "max_new_tokens"),
         ({"window": 1}, "window"), ({"overlap": 64}, "overlap"), ({"batch_size": 0}, "batch_size"),
         ({"index": [1, 2]}, "index"), ({"prompts": [[1, 20, 2]]}, "BOS"),
+        ({"max_tokens": 4}, "do you mean max_new_tokens"), ({"temprature": 0.0}, "do you mean temperature"),
+        ({"colour": 1}, "colour is not an option"), ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens=4.0 must be a whole number"),
+        ({"seed": 0.5}, "seed=0.5 must be a whole number"), ({"adablock": object()}, "adablock has no effect"),
+        ({"prompts": ["\udce9"], "tokenizer": TOKENIZER}, "half of a surrogate pair"),
+        ({"regex": [], "tokenizer": TOKENIZER}, "constrains nothing"),
         ({"prompts": [[21, 1]]}, "PAD"), ({"window": 0}, "window"), ({"commit": "steps:inf"}, "commit"),
     ],
 )  # fmt: skip
@@ -186,6 +193,20 @@ def test_bad_input_is_refused_by_name(change, message):
     arguments = {"prompts": [[1, 2]], "max_new_tokens": 4, **change}
     with pytest.raises(ConfigError, match=message):
         dcdm.generate(model, arguments.pop("prompts"), **arguments)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    model = tiny.model("bdlm")
+    plain = dcdm.generate(model, [[1, 2]], max_new_tokens=4, seed=3)
+    assert dcdm.generate(model, [[1, 2]], max_new_tokens=np.int64(4), seed=np.int64(3)).texts == plain.texts
+
+
+def test_more_lanes_than_places_are_as_many_as_there_are_places():
+    model = tiny.model("mdlm", kind="lanes", lanes=(1, 2, 4))
+    most, few = (dcdm.generate(model, [[1, 2]], max_new_tokens=4, lanes=lanes) for lanes in (10**12, 4))
+    assert torch.equal(most.tokens, few.tokens)
+    with pytest.raises(ConfigError, match="whole number"):
+        dcdm.generate(model, [[1, 2]], max_new_tokens=4, lanes=2.5)
 
 
 def test_an_exact_cache_for_the_papers_routing_is_refused():

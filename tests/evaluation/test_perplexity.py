@@ -310,6 +310,8 @@ def test_the_table_names_the_split_of_the_standard_library(place, capsys):
         (["--data", "mine.txt", "--samples", "0"], "--samples 0"),
         (["--data", "mine.txt", "pubmed.jsonl", "--field", "body"], "--field"),
         (["--data", "shards", "--split", "train"], "another tokenizer"),
+        (["--data", "mine.txt", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: nowhere is not a folder"),
+        (["--data", "mine.txt", "--json", "--markdown", "."], "--markdown .: is a folder"),
     ],
 )
 def test_wrong_use_ends_with_one_line_and_code_2(arguments, problem, place, capsys, monkeypatch):

@@ -100,12 +100,14 @@ def adapt(
     """
     given = dict(locals())
     from dcdm.io.load import find_model
+    from dcdm.shipped import folder_of
     from dcdm.training.vouching import TOKENIZER
 
     at_least_one(window=window, steps=steps, batch_size=batch_size, lora=lora)
-    if not model.is_dir():
+    place = folder_of(model)
+    if not place.is_dir():
         raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
-    found = find_model(model)
+    found = find_model(place)
     config = adapted(found.config, to, whole_numbers("lanes", lanes), block_size, num_chunks, chunk_dim)
     tokenizer = found.place if found.run is None else found.run / TOKENIZER
     rate = (5e-4 if lora else 1e-4) if learning_rate is None else learning_rate

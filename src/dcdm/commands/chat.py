@@ -77,7 +77,13 @@ def chat(
         if message == FORGET:
             conversation.forget()
             continue
-        result = conversation.answer(message, _show)
+        try:
+            result = conversation.answer(message, _show)
+        except ConfigError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"dcdm: {error}", file=sys.stderr)
+            continue
         print(flush=True)
         if sys.stdin.isatty():
             costs = result.statistics
@@ -95,6 +101,7 @@ class Conversation:
         self.model, self.tokenizer, self.template, self.decoding = model, tokenizer, template, decoding
         self.length, self.seed = length, seed
         self.turns: list[dict[str, str]] = []
+        self.answers = 0
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def forget(self) -> None:
@@ -107,8 +114,7 @@ class Conversation:
         from dcdm.decoding.session import Ended, Event
         from dcdm.serving.writing import Piece, Writer
 
-        self.turns.append({"role": "user", "content": message})
-        ids = self._prompt()
+        turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])
         writer = Writer(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
         text: list[str] = []
 
@@ -125,30 +131,31 @@ class Conversation:
 
         result = generate(
             self.model, [ids], tokenizer=self.tokenizer, max_new_tokens=self.length, decoding=self.decoding,
-            seed=self.seed, index=[len(self.turns)], on_event=on_event, on_end=on_end, blanks=False,
+            seed=self.seed, index=[1 + self.answers], on_event=on_event, on_end=on_end, blanks=False,
         )  # fmt: skip
-        self.turns.append({"role": "assistant", "content": "".join(text)})
+        self.turns = [*turns, {"role": "assistant", "content": "".join(text)}]
+        self.answers += 1
         return result
 
-    def _prompt(self) -> list[int]:
-        """Ids of the conversation; its oldest turns are left out where it has become too long."""
+    def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """The newest turns that leave room for an answer, and their ids."""
         from dcdm.data.chats import ChatError
 
         room = self.model.config.context_length - 1 - self.length
         while True:
             try:
-                text = self.template.render([*self._system, *self.turns], answering=True)
+                text = self.template.render([*self._system, *turns], answering=True)
             except ChatError as error:
                 raise ConfigError(str(error)) from error
             ids = self.tokenizer.encode_chat(text)
             if len(ids) <= room:
-                return ids
-            if len(self.turns) < 2:
+                return turns, ids
+            if len(turns) < 2:
                 raise ConfigError(
                     f"the message has {len(ids)} tokens with its template, and there is room for {room}; shorten "
                     "it, or lower --length"
                 )
-            self.turns = self.turns[2:]
+            turns = turns[2:]
 
 
 def _messages() -> Iterator[str]:

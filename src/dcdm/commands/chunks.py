@@ -12,9 +12,12 @@ from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
     ModelIfAny,
+    argument_text,
+    can_ask,
+    file_text,
     load_for,
+    piped_text,
     print_json,
-    without_last_newline,
 )
 from dcdm.config import ConfigError
 from dcdm.shipped import default, folder_of
@@ -119,15 +122,12 @@ def _given_text(text: str | None, file: Path | None, has_model: bool) -> str:
     if text is not None and file is not None:
         raise ConfigError("give the text as an argument or with --file, not both")
     if text is not None:
-        return text.encode(errors="surrogateescape").decode(errors="replace")
+        return argument_text(text)
     if file is not None and str(file) != "-":
-        try:
-            return file.read_bytes().decode(errors="replace")
-        except OSError as error:
-            raise ConfigError(f"--file {file}: {error.strerror}") from error
-    if file is None and sys.stdin.isatty() and has_model:
+        return file_text("file", file)
+    if file is None and can_ask() and has_model:
         raise ConfigError("no text; give one as an argument, with --file, or on standard input")
-    piped = "" if sys.stdin.isatty() else without_last_newline(sys.stdin.buffer.read().decode(errors="replace"))
+    piped = piped_text()
     return piped if piped or has_model or file is not None else EXAMPLE
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.commands.options import print_json
+from dcdm.commands.options import at_least_one, print_json
 from dcdm.config import ConfigError
 from dcdm.shipped import card_of, default
 
@@ -178,7 +178,7 @@ def demo(
         folder: Where the two runs, report.html and filling.svg go.
         data: Text to train on: stdlib is the source of this Python's standard library.
         train: Train and compare two models; --no-train ends after the first screen.
-        fresh: Delete the two runs of an earlier demo in the folder and start again.
+        fresh: Delete the two runs of an earlier demo in the folder and train again.
         json: Print the figures as one JSON object; all else goes to standard error.
     """
     from rich.console import Console
@@ -188,8 +188,6 @@ def demo(
     from dcdm.viewing.motion import moving_picture
 
     console = Console(stderr=json)
-    if fresh:
-        _delete_runs(folder)
     shown = first_screen(console, seed)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "filling.svg"
@@ -197,9 +195,14 @@ def demo(
         picture, moving_picture(next(iter(shown.written.values())), "A small model fills blanks in code").encode()
     )
     if not train:
+        if json:
+            print_json({"picture": str(picture)})
         console.print(f"\n[bold]{picture}[/bold] is this as a picture that moves.", highlight=False)
         _say_next(_commands()[:3], console)
         return
+    at_least_one(steps=steps)
+    if fresh:
+        _delete_runs(folder)
     lines = _train_and_compare(steps, seed, folder, data, console)
     report = _report(folder, shown, lines, steps, data)
     place = folder / "report.html"

@@ -15,6 +15,7 @@ from dcdm.commands.options import (
     JsonOption,
     Progress,
     at_least_one,
+    folders_exist,
     weights_dtype,
     whole_numbers,
 )
@@ -95,6 +96,7 @@ def ppl(
     from dcdm.viewing.evaluation_report import make_folder
 
     at_least_one(report_windows=report_windows)
+    folders_exist(csv=csv, markdown=markdown)
     sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes))
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
@@ -126,16 +128,16 @@ def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | 
     from dcdm.viewing import tables
 
     encoded = dumps(result.to_dict(), ensure_ascii=False)
+    if json:
+        print(encoded, flush=True)
+    else:
+        tables.perplexity_table(result).print(caption=tables.LEGEND)
     if csv is not None:
         write_whole(csv, tables.to_csv(result).encode())
     if markdown is not None:
         write_whole(markdown, tables.to_markdown(result).encode())
     if report is not None:
         write_whole(report / "perplexity.json", encoded.encode())
-    if json:
-        print(encoded)
-    else:
-        tables.perplexity_table(result).print(caption=tables.LEGEND)
 
 
 def _draw(folder: Path, result: Evaluation, plan: ReportPlan, given: dict[str, Any], processes: int) -> None:

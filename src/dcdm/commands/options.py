@@ -5,6 +5,7 @@ Importing this file costs little: PyTorch and rich load when a function needs th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -116,9 +117,40 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"--{name} {text}: write whole numbers with commas between them, as in 1,2,4") from None
 
 
-def without_last_newline(text: str) -> str:
-    """What was piped, without the line end that `echo` and editors put behind it."""
-    return text.removesuffix("\n").removesuffix("\r")
+def folders_exist(**files: Path | None) -> None:
+    """Refuse files that could not be written in the end, by the names of their options."""
+    for name, path in files.items():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            why = "is a folder" if path.is_dir() else f"{path.parent} is not a folder"
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: {why}; name a file in a folder that exists")
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+def argument_text(text: str) -> str:
+    """What a user typed; bytes that are not UTF-8 become replacement characters."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def file_text(option: str, path: Path) -> str:
+    """The text of a file; bytes that are not UTF-8 become replacement characters."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--{option} {path}: {error.strerror}") from error
+
+
+def piped_text() -> str:
+    """What was piped, without the line end that `echo` and editors put behind it; nothing of a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    return sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n").removesuffix("\r")
+
+
+def can_ask() -> bool:
+    """Whether a person sits at the terminal that standard input is."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 # --- printing ----------------------------------------------------------------------------------------------------

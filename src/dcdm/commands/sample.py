@@ -13,11 +13,14 @@ from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
     ModelIfAny,
+    argument_text,
     at_least_one,
+    can_ask,
+    file_text,
     harmless,
     load_for,
+    piped_text,
     print_json,
-    without_last_newline,
 )
 from dcdm.config import ConfigError
 
@@ -40,6 +43,9 @@ EXAMPLE_LENGTH = 64
 CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
+PICTURES = (".png", ".svg", ".html")
+DELIMITERS, DELIMITER_THRESHOLD = ("\n",), 0.3
+
 
 def sample(
     model: ModelIfAny = None,
@@ -57,8 +63,8 @@ def sample(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    delimiters: tuple[str, ...] = ("\n",),
-    delimiter_threshold: float = 0.3,
+    delimiters: tuple[str, ...] = DELIMITERS,
+    delimiter_threshold: float = DELIMITER_THRESHOLD,
     cache: Literal["auto", "exact", "frozen", "none"] = "auto",
     seed: int = 0,
     blanks: bool = True,
@@ -111,12 +117,16 @@ def sample(
     if temperature is None:
         temperature = 1.0 if model is not None else CAREFUL
     at_least_one(num=num, batch_size=batch_size)
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ConfigError(f"--picture {picture}: its name must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
     _warn_of_window(window, loaded.config.context_length)
     adablock = None
+    if routing != "adablock" and (delimiters, delimiter_threshold) != (DELIMITERS, DELIMITER_THRESHOLD):
+        raise ConfigError("--delimiters and --delimiter-threshold have no effect without --routing adablock")
     if routing == "adablock":
         ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
         adablock = adablock_of(loaded.config, tokenizer, ends, delimiter_threshold)
@@ -127,14 +137,14 @@ def sample(
             eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
             on_event=on_event, blanks=blanks,
         )  # fmt: skip
-    if picture is not None:
-        _draw(result, tokenizer, picture, folder_of(model).name)
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
         _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
+    if picture is not None:
+        _draw(result, tokenizer, picture, folder_of(model).name)
 
 
 def _prompts(
@@ -143,16 +153,14 @@ def _prompts(
     if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
         raise ConfigError("--prompt, --file and --jsonl exclude each other")
     if prompt:
-        return list(prompt)
+        return [argument_text(text) for text in prompt]
     if jsonl is not None:
         return _json_lines(jsonl, field)
     if file is not None:
-        if not file.is_file():
-            raise ConfigError(f"--file {file}: no such file")
-        return [file.read_text(encoding="utf-8")]
-    if sys.stdin.isatty() and has_model:
+        return [file_text("file", file)]
+    if can_ask() and has_model:
         raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
-    piped = "" if sys.stdin.isatty() else without_last_newline(sys.stdin.read())
+    piped = piped_text()
     return [piped if piped or has_model else EXAMPLE]
 
 
@@ -166,10 +174,8 @@ def _warn_of_window(window: int | None, trained: int) -> None:
 
 
 def _json_lines(path: Path, field: str) -> list[str]:
-    if not path.is_file():
-        raise ConfigError(f"--jsonl {path}: no such file")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file_text("jsonl", path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, compute_on
+from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, at_least_one, compute_on
 from dcdm.config import ConfigError
 
 EXAMPLES = (
@@ -103,6 +104,9 @@ def serve(
         raise ConfigError(
             f"--name must give each of the {len(model)} models a name of its own, with commas between"
         )
+    at_least_one(threads=threads)
+    if not 0 <= drain_seconds < math.inf:
+        raise ConfigError(f"--drain-seconds {drain_seconds}: must be 0 or more, and finite")
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)

@@ -197,5 +197,10 @@ def assignments(texts: tuple[str, ...]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write it as name=value")
-        values[name] = yaml.safe_load(value)
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"--set {text}: the value is not YAML; put it into quotes, or close its brackets"
+            ) from error
     return values

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import TypedDict, Unpack
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.predictors import resolve_cache
@@ -83,6 +84,13 @@ class DecodingConfig:
     @classmethod
     def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
         """From flat keywords: temperature, top_k and top_p beside the fields."""
+        if unknown := sorted(options.keys() - DecodingOptions.__annotations__.keys()):
+            known = (*DecodingOptions.__annotations__, "max_new_tokens", "window", "seed")
+            near = get_close_matches(unknown[0], known, 1, cutoff=0.5)
+            raise ConfigError(
+                f"{unknown[0]} is not an option of decoding"
+                + (f"; do you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
+            )
         sampling = Sampling(options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"))
         return cls(
             options.get("commit", "auto"),
@@ -98,6 +106,8 @@ class DecodingConfig:
         """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
         check_routing(config, self.routing)
         adablock = self.adablock
+        if adablock is not None and self.routing != "adablock":
+            raise ConfigError(f"adablock has no effect with routing={self.routing!r}; set routing='adablock'")
         if self.routing == "adablock" and adablock is None:
             if tokenizer is None:
                 raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
@@ -144,7 +154,7 @@ def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
         return None
     if lanes is None:
         return default_lanes(config)
-    if lanes < 1:
+    if whole_number("lanes", lanes) < 1:
         raise ConfigError(f"lanes={lanes} must be at least 1")
     return lanes
 

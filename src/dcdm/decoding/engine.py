@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig, DecodingOptions
 from dcdm.decoding.constraints import Constraint, guides_of
@@ -175,7 +175,8 @@ def generate(
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
-    seeds = [seed] * len(given.rows) if isinstance(seed, int) else list(seed)
+    each = list(seed) if isinstance(seed, Iterable) else [seed] * len(given.rows)
+    seeds = [whole_number("seed", one) for one in each]
     if len(seeds) != len(given.rows):
         raise ConfigError(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
@@ -229,6 +230,8 @@ def _constraints(
 ) -> list[Constraint]:
     if regex is None and schema is None:
         return []
+    if regex is not None and not regex and not isinstance(regex, str):
+        raise ConfigError("regex=[] constrains nothing; give an expression for each part, or leave it out")
     if tokenizer is None:
         raise ConfigError("regex and schema are about text; give tokenizer=")
     if regex is not None and schema is not None:

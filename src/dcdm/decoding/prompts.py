@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
 
 MOST_BLANK = 1e7
 BLANK = re.compile(r"\[\[(\d+)\]\]")
 EMPTY = re.compile(r"\[\[0+\]\]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def read_prompts(
                 raise ConfigError(f"revise: prompts[{number}] must have at least 1 and at most {window - 1} tokens")
             new_tokens.append(0)
             continue
-        if wanted is None:
-            wanted = 0 if blank else max(room, 1)
+        wanted = (0 if blank else max(room, 1)) if wanted is None else whole_number("max_new_tokens", wanted)
         if room < (1 if wanted else 0):
             raise ConfigError(
                 f"prompts[{number}] of {len(row)} tokens (BOS counted) does not fit into window={window}"
@@ -146,6 +146,11 @@ def _rows(
         if isinstance(item, str):
             if tokenizer is None:
                 raise ConfigError(f"prompts[{number}] is text; give tokenizer=, or token ids")
+            if LONE_SURROGATE.search(item):
+                raise ConfigError(
+                    f"prompts[{number}] holds half of a surrogate pair, as bytes give that are not UTF-8; decode "
+                    "them with errors='replace'"
+                )
             rows.append(with_blanks(tokenizer, item) if blanks else tokenizer.encode(item))
         elif isinstance(item, Tensor | Sequence):
             ids = [int(t) for t in item]

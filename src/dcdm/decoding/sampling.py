@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, whole_number
 from dcdm.model.attention import at_least_fp32
 
 _BELOW_ONE = 1 - 1e-12
@@ -27,7 +27,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature} must be at least 0; 0 takes the most probable token")
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and whole_number("top_k", self.top_k) < 1:
             raise ConfigError(f"top_k={self.top_k} must be at least 1; leave it out to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; leave it out to keep every token")

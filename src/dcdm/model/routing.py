@@ -138,7 +138,8 @@ def lane_partition(
 ) -> tuple[Tensor, Tensor]:
     """Chunk ids (B, L), and the lane of each free position, from 1; 0 elsewhere."""
     wanted = lanes_of_rows(config, lanes, len(free), free.device)
-    starts = even_starts(free.sum(dim=-1), wanted, int(wanted.max()))
+    num_free = free.sum(dim=-1)
+    starts = even_starts(num_free, wanted, max(1, min(int(wanted.max()), int(num_free.max()))))
     return lane_ids(free, real, starts), torch.where(free, lane_numbers(free, starts) + 1, 0)
 
 
