@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,6 +102,15 @@ LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
         ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0,)}, "lane_weights"),
         ({"kind": "lanes", "lanes": (2, 1), "lane_weights": (1.0, 0.0)}, "lane_weights"),
         ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0, -1.0)}, "lane_weights"),
+        ({"kind": "lanes", "lanes": 4}, "lanes=4"),
+        ({"kind": "lanes", "num_chunks": 0}, "num_chunks"),
+        ({"kind": "dcdm", **CHUNKS, "routing": "causal", "prior": "strided"}, "prior_weight=0"),
+        ({"kind": "mdlm", "rope_theta": 0.0}, "rope_theta"),
+        ({"kind": "mdlm", "init_std": math.inf}, "init_std"),
+        ({"kind": "mdlm", "moe": [3]}, "moe=.*num_experts"),
+        ({"kind": "mdlm", "moe": {**MOE, "size": 3}}, "moe=.*num_experts"),
+        ({"kind": "mdlm", "rope_scaling": {"factor": 2.0}}, "rope_scaling=.*original_length"),
+        ({"kind": "mdlm", "tie_embeddings": "false"}, "tie_embeddings"),
     ],
 )
 def test_a_wrong_model_setting_is_refused_by_name_before_anything_is_allocated(change, setting):
@@ -114,9 +124,20 @@ def test_a_wrong_mixture_setting_is_refused_by_name(change):
         MoEConfig(**{**MOE, **change})
 
 
-@pytest.mark.parametrize(
-    "change", [{"t_min": 0.0}, {"t_min": 0.9, "t_max": 0.5}, {"full_mask_share": 1.5}, {"bias_rate": -1.0}]
-)
+@pytest.mark.parametrize(("kind", "change"), [
+    ("ar", {"chunk_loss_weight": 0.1}), ("lanes", {"chunk_loss_weight": 0.1}), ("lanes", {"bias_rate": 0.1}),
+    ("mdlm", {"bias_rate": 0.1}), ("dcdm", {"bias_rate": 0.1}),
+])  # fmt: skip
+def test_an_objective_without_effect_on_the_model_is_refused_by_name(kind, change):
+    chunks = {**CHUNKS, "routing": "causal"} if kind == "dcdm" else CHUNKS if kind == "lanes" else {}
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        ObjectiveConfig(**change).check_fits(ModelConfig(kind, **GOOD, **chunks))
+
+
+@pytest.mark.parametrize("change", [
+    {"t_min": 0.0}, {"t_min": 0.9, "t_max": 0.5}, {"full_mask_share": 1.5}, {"bias_rate": -1.0},
+    {"complementary_draws": True, "noise_draws": 2, "t_max": 0.8},
+])  # fmt: skip
 def test_a_wrong_objective_setting_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         ObjectiveConfig(**change)

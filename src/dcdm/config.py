@@ -14,7 +14,7 @@ Kind = Literal["ar", "mdlm", "bdlm", "dcdm", "lanes"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]
 Predict = Literal["mask", "left"]
-Device = Literal["auto", "cpu", "cuda", "mps"]
+Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 
 DEFAULT_LANES = (1, 2, 4, 8, 16)
@@ -143,10 +143,14 @@ class ModelConfig:
     that did not have these tokens."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.moe, dict):
-            object.__setattr__(self, "moe", MoEConfig(**self.moe))
-        if isinstance(self.rope_scaling, dict):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        for name, made in (("moe", MoEConfig), ("rope_scaling", RopeScaling)):
+            if isinstance(value := getattr(self, name), dict):
+                object.__setattr__(self, name, _made(name, made, value))
+            elif not isinstance(value, made | None):
+                raise ConfigError(f"{name}={value!r} must hold settings by name: {', '.join(_names(made))}")
+        for name in ("tie_embeddings", "attention_bias", "qk_norm", "hide_specials"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         _one_of("kind", self.kind, get_args(Kind))
         _one_of("routing", self.routing, get_args(Routing))
         _one_of("prior", self.prior, get_args(Prior))
@@ -173,6 +177,8 @@ class ModelConfig:
                 )
             return
         object.__setattr__(self, "predict", "left")
+        if not isinstance(self.lanes, list | tuple | None):
+            raise ConfigError(f"lanes={self.lanes!r} must be a list of numbers of lanes, such as [1, 2, 4]")
         lanes = DEFAULT_LANES if self.lanes is None else tuple(self.lanes)
         object.__setattr__(self, "lanes", lanes)
         if not lanes or len(set(lanes)) < len(lanes):
@@ -217,6 +223,10 @@ class ModelConfig:
             )
         for name in ("norm_eps", "rope_theta", "init_std", "chunk_out_init_std"):
             _within(name, getattr(self, name), 0, math.inf)
+            if math.isinf(getattr(self, name)):
+                raise ConfigError(f"{name} must be finite")
+        if self.rope_theta == 0:
+            raise ConfigError("rope_theta=0 must be above 0")
 
     def _check_partition(self) -> None:
         if self.kind == "bdlm":
@@ -229,7 +239,8 @@ class ModelConfig:
                 )
         elif self.block_size is not None:
             raise ConfigError(f"block_size={self.block_size} belongs to kind 'bdlm', not {self.kind!r}")
-        if self.kind == "dcdm" or (self.kind == "lanes" and (self.num_chunks or self.chunk_dim) is not None):
+        asked_for = self.num_chunks is not None or self.chunk_dim is not None
+        if self.kind == "dcdm" or (self.kind == "lanes" and asked_for):
             _at_least("num_chunks", self.num_chunks, 1)
             _at_least("chunk_dim", self.chunk_dim, 1)
         if self.kind == "dcdm":
@@ -256,6 +267,10 @@ class ModelConfig:
             raise ConfigError(
                 f"prior_weight={self.prior_weight} has no effect with prior='none'; "
                 "choose prior='contiguous' or 'strided', or leave prior_weight out"
+            )
+        if self.prior != "none" and self.prior_weight == 0:
+            raise ConfigError(
+                f"prior={self.prior!r} has no effect with prior_weight=0; give it a weight (inf: the prior decides)"
             )
         if not 0 < self.chunk_growth < math.inf:
             raise ConfigError(f"chunk_growth={self.chunk_growth} must be a positive number (1: equal sizes)")
@@ -366,6 +381,11 @@ class ObjectiveConfig:
         _at_least("grow_steps", self.grow_steps, 0)
         if self.complementary_draws and self.noise_draws != 2:
             raise ConfigError(f"complementary_draws needs noise_draws=2, got noise_draws={self.noise_draws}")
+        if self.complementary_draws and abs(self.t_min + self.t_max - 1) > 0.01:
+            raise ConfigError(
+                f"complementary_draws takes the levels t and 1 − t, which t_min={self.t_min}, t_max={self.t_max} "
+                "do not both allow; choose t_max = 1 − t_min, or leave them out"
+            )
         for name in ("full_mask_share", "prompt_share"):
             _within(name, getattr(self, name), 0, 1)
         for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):
@@ -396,6 +416,10 @@ class ObjectiveConfig:
                     f"full_mask_share={self.full_mask_share}: {model} trains on every token; leave it out, or "
                     "set it to 1"
                 )
+        if self.bias_rate and not config.routes_from_noise:
+            raise ConfigError(f"bias_rate={self.bias_rate} has no effect without the paper's routing; leave it out")
+        if self.chunk_loss_weight and config.kind != "dcdm":
+            raise ConfigError(f"chunk_loss_weight={self.chunk_loss_weight} belongs to kind 'dcdm'; leave it out")
         if config.routes_from_noise and self.noise_draws > 1:
             raise ConfigError(
                 f"noise_draws={self.noise_draws} needs chunks that do not depend on noise; "
@@ -435,6 +459,17 @@ class ObjectiveConfig:
         if value is not None:
             return value if config.has_chunking else 0.0
         return PAPER_BALANCE if config.routes_from_noise else 0.0
+
+
+def _made(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
+    try:
+        return cls(**values)
+    except TypeError:
+        raise ConfigError(f"{name}={values!r} must have exactly {', '.join(_names(cls))}") from None
+
+
+def _names(cls: type[Any]) -> list[str]:
+    return [f.name for f in fields(cls)]
 
 
 def lanes_in_words(number: int) -> str:

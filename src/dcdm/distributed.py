@@ -48,7 +48,7 @@ class World:
 def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta = TIMEOUT) -> World:
     """Join the processes that torchrun announces in the environment; without it, a world of one.
 
-    `device` is `auto`, `cpu`, `cuda` or `mps`. A collective that waits longer than `timeout` raises.
+    `device` is `auto`, `cpu` or `cuda`. A collective that waits longer than `timeout` raises.
     """
     env = os.environ
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -90,8 +90,11 @@ def choose_device(device: torch.device | str = "auto", local_rank: int = 0) -> t
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ParallelError("device=mps, but PyTorch sees no Apple GPU; set device=cpu")
+    if device.type == "mps":
+        raise ParallelError(
+            "device=mps: Apple GPUs have no 64-bit numbers, in which noise is weighed and tokens are drawn; "
+            "set device=cpu"
+        )
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -174,8 +177,6 @@ def precision(dtype: Dtype, device: torch.device) -> Precision:
     if dtype == "auto":
         dtype = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if dtype == "fp64":
-        if device.type == "mps":
-            raise ConfigError("dtype=fp64: mps has no 64-bit numbers; set dtype=fp32 or device=cpu")
         return Precision(torch.float64)
     if dtype == "fp32":
         return Precision(torch.float32)

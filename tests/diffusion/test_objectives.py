@@ -33,6 +33,15 @@ def test_levels_keep_to_their_range_and_a_share_of_the_groups_is_fully_masked():
     assert (t == 1).double().mean().item() == pytest.approx(0.25, abs=0.05)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_weights_of_complementary_draws_are_1_on_average_however_much_is_fully_masked(share):
+    settings = ObjectiveConfig(noise_draws=2, complementary_draws=True, full_mask_share=share)
+    groups = torch.arange(1, 17).repeat(4)[None].expand(512, -1)
+    masked, weight = noise.draws(Key(0), torch.arange(512), 512, groups, 16, settings)
+    assert weight.mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(weight > 0, masked)
+
+
 @pytest.mark.parametrize("kind", tiny.DIFFUSION)
 def test_splitting_a_batch_over_processes_changes_no_noise_and_no_gradient(kind):
     model = tiny.model(kind, seed=1)

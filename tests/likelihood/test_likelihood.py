@@ -9,14 +9,14 @@ import torch
 
 import dcdm
 import tiny
-from dcdm.config import ObjectiveConfig
+from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import Uncached, predictable
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
-from dcdm.likelihood.subsets import sampled_subsets
+from dcdm.likelihood.subsets import rank_in_group, sampled_subsets
 
 FREE = 4  # all 16 sequences of two symbols
 
@@ -245,6 +245,28 @@ def test_subset_sizes_are_stratified_and_uniform():
     for seed in range(400):
         counts += next(sampled_subsets(Key(seed), torch.tensor([0]), groups, 2, 1)).masked[0]
     assert (counts[1:9] / 400 - 5 / 8).abs().max() < 0.1
+
+
+def test_ranks_within_groups_are_those_of_a_plain_count():
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randint(-1, 4, (5, 30), generator=generator)
+    priority = torch.rand(5, 30, generator=generator)
+    same = groups[:, :, None] == groups[:, None, :]
+    before = (same & (priority[:, None, :] < priority[:, :, None])).sum(dim=-1)
+    assert torch.equal(rank_in_group(groups, priority), before)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"tokens": torch.tensor([[20, 22, 1]])}, "MASK"), ({"tokens": torch.tensor([[20, 23]])}, "vocabulary of 23"),
+    ({"tokens": torch.tensor([[20, 1]], dtype=torch.int32)}, "int64"),
+    ({"tokens": torch.zeros(0, 3).long()}, "row"),
+    ({"prompt": torch.tensor([[1, 0, 0]])}, "prompt must be bool"), ({"batch_size": 0}, "batch_size"),
+    ({"prompt": torch.ones(1, 2, dtype=torch.bool)}, "prompt must be bool of the shape"),
+])  # fmt: skip
+def test_what_cannot_be_scored_is_refused_by_name(change, message):
+    arguments = {"tokens": torch.tensor([[20, 1, 2]]), **change}
+    with pytest.raises(ConfigError, match=message):
+        dcdm.score(tiny.model("mdlm"), arguments.pop("tokens"), **arguments)
 
 
 def test_estimators_that_do_not_fit_are_refused_with_those_that_do():

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 import torch
@@ -103,6 +104,18 @@ def test_chunk_sizes_sum_to_the_free_positions_and_follow_the_growth(n, num_chun
     whole = sum(growth**i for i in range(num_chunks))
     ideal = [n * growth**i / whole for i in range(num_chunks)]
     assert all(abs(size - share) <= num_chunks for size, share in zip(sizes, ideal, strict=True))
+
+
+@pytest.mark.parametrize("growth", [1.1, 1.3, 2.0])
+def test_chunk_sizes_are_those_of_exact_arithmetic(growth):
+    exact = Fraction(str(growth))
+    for n in range(1, 400):
+        remaining, expected = n, []
+        for left in (4, 3, 2, 1):
+            size = max(1, math.ceil(remaining / sum(exact**i for i in range(left))))
+            expected.append(min(size, remaining))
+            remaining -= expected[-1]
+        assert chunk_sizes(torch.tensor([n]), 4, growth)[0].tolist() == expected
 
 
 def test_block_ids_and_one_chunk_count_free_positions_and_the_last_block_may_be_short():

@@ -12,7 +12,7 @@ import tiny
 from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.loader import InMemory, Loader
-from dcdm.distributed import Precision, World, precision
+from dcdm.distributed import ParallelError, Precision, World, choose_device, precision
 from dcdm.training.checkpoint import load_weights, newest_whole
 from dcdm.training.loop import Hooks, StepReport, train, train_windows
 from dcdm.training.run import run_training
@@ -73,13 +73,13 @@ def test_a_run_in_fp64_keeps_and_saves_everything_in_64_bits(tmp_path, monkeypat
 
 
 def test_the_device_decides_what_auto_means_and_what_is_refused(monkeypatch):
-    cpu, mps, cuda = (torch.device(name) for name in ("cpu", "mps", "cuda"))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     fp32, bf16 = Precision(torch.float32), Precision(torch.float32, torch.bfloat16)
-    assert precision("auto", cpu) == precision("auto", mps) == fp32
+    assert precision("auto", cpu) == fp32
     assert precision("bf16", cpu) == bf16
     assert precision("fp64", cuda) == Precision(torch.float64)
-    with pytest.raises(ConfigError, match=r"fp64.*mps.*dtype=fp32"):
-        precision("fp64", mps)
+    with pytest.raises(ParallelError, match=r"device=mps.*set device=cpu"):
+        choose_device("mps")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     assert precision("auto", cuda) == bf16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)

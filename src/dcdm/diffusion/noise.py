@@ -42,7 +42,7 @@ def draws(
 ) -> tuple[Tensor, Tensor]:
     """`settings.noise_draws` independent draws, or a draw and its complement: masked and weight, (B, n, L).
 
-    The complement of a draw at level t is a draw at level 1 − t.
+    The complement of a draw at level t is a draw at level 1 − t; what is fully masked is so in both.
     """
     pairs = []
     for number in range(settings.noise_draws):
@@ -50,8 +50,10 @@ def draws(
         t = levels(part, rows, num_rows, num_groups, settings)
         pairs.append(corrupt(part, rows, groups, t))
         if settings.complementary_draws:
-            other = (groups >= 1) & ~pairs[0][0]
-            level = 1 - t.gather(-1, (groups - 1).clamp(min=0))
+            level = t.gather(-1, (groups - 1).clamp(min=0))
+            full = level == 1
+            other = (groups >= 1) & (full | ~pairs[0][0])
+            level = torch.where(full, 1.0, 1 - level)
             pairs.append((other, torch.where(other, 1 / level.clamp(min=1e-12), 0.0)))
             break
     masked, weight = zip(*pairs, strict=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.config import ModelConfig
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig, Revise
@@ -118,6 +118,7 @@ def score(
     decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise))
     decoder.check_likelihood()
     decoder = decoder.resolve(model.config)
+    _check_texts(model.config, tokens, prompt, batch_size)
     if index is None:
         index = torch.arange(len(tokens))
     run = Scorer(model, samples, Key(seed).fold(name), decoder)
@@ -128,6 +129,26 @@ def score(
         parts.append(getattr(run, name)(tokens[rows], model.sets(tokens[rows], given), index[rows]))
     by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
     return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
+
+
+def _check_texts(config: ModelConfig, tokens: Tensor, prompt: Tensor | None, batch_size: int) -> None:
+    """Refuse what could not be scored, before the model meets it."""
+    if tokens.ndim != 2 or not len(tokens) or tokens.dtype != torch.long:
+        raise ConfigError(
+            f"tokens must be int64 of the shape (batch, length), at least one row; got {tokens.dtype} of "
+            f"{tuple(tokens.shape)}"
+        )
+    if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocab_size:
+        raise ConfigError(f"tokens hold ids outside the vocabulary of {config.vocab_size}")
+    if (tokens == config.mask_id).any():
+        raise ConfigError(f"tokens hold MASK ({config.mask_id}), which has no likelihood; give whole texts")
+    if prompt is not None and (prompt.shape != tokens.shape or prompt.dtype != torch.bool):
+        raise ConfigError(
+            f"prompt must be bool of the shape of tokens, {tuple(tokens.shape)}; got {prompt.dtype} of "
+            f"{tuple(prompt.shape)}"
+        )
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
 
 
 def estimators_of(config: ModelConfig) -> list[Estimator]:

@@ -59,8 +59,10 @@ def rank_in_group(groups: Tensor, priority: Tensor) -> Tensor:
     order = by_priority.gather(-1, groups.gather(-1, by_priority).argsort(dim=-1, stable=True))
     place = torch.arange(groups.shape[-1], device=groups.device).expand_as(groups)
     position = torch.empty_like(order).scatter_(-1, order, place)
-    smaller = (groups[:, :, None] > groups[:, None, :]).sum(dim=-1)
-    return position - smaller
+    above = groups - groups.min()
+    members = above.new_zeros(len(groups), int(above.max()) + 1).scatter_add_(-1, above, torch.ones_like(above))
+    first = members.cumsum(dim=-1) - members
+    return position - first.gather(-1, above)
 
 
 def enumerable(sizes: Tensor, samples: int) -> Tensor:
@@ -112,10 +114,11 @@ def _places_in_strata(key: Key, index: Tensor, groups: Tensor, num_groups: int, 
 def all_subsets(groups: Tensor, num_groups: int) -> Iterator[Draw]:
     """Every non-empty subset of every group."""
     sizes = group_sizes(groups, num_groups)
-    total = 2 ** int(sizes.max())
+    largest = int(sizes.max())
+    total = 2 ** min(largest, 64)
     if total > MOST_SUBSETS:
         raise ConfigError(
-            f"samples='all' would enumerate {total:,} mask sets per sequence (at most {MOST_SUBSETS:,}); "
+            f"samples='all' would enumerate 2^{largest} mask sets per sequence (at most {MOST_SUBSETS:,}); "
             "give a number of samples instead"
         )
     place = _places(groups)

@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA): a frozen weight W is used as W + s·BA, and A and B alone are trained.
 
-They sit on the matrices of the blocks; of the embedding, the rows of BOS, PAD and MASK get a trainable addend,
-since a pretrained model does not know these tokens. A chunking attention is trained whole. Adapters lie beside the
-weights in the state dict (`….q_proj.weight`, `….q_proj.lora_a`, `….q_proj.lora_b`), so merging is arithmetic on it.
+They sit on the matrices of the blocks, in mixtures on those of attention and of the shared expert; of the
+embedding, the rows of BOS, PAD and MASK get a trainable addend, since a pretrained model does not know them. A
+chunking attention is trained whole. Adapters lie beside the weights in the state dict (`….q_proj.weight`,
+`….q_proj.lora_a`, `….q_proj.lora_b`), so merging is arithmetic on it.
 
     r rank   o, i rows and columns of a weight   d hidden size
 """

@@ -40,7 +40,7 @@ def chunk_sizes(num_free: Tensor, num_chunks: int, growth: float = 1.0) -> Tenso
         if growth == 1:
             size = (remaining + left - 1) // left
         else:  # the small subtraction keeps a rounding error from making ⌈3.0000…1⌉ a 4
-            size = torch.ceil(remaining / powers[:left].sum().item() - 1e-9).long().clamp(min=1)
+            size = torch.ceil(remaining.double() / powers[:left].sum().item() - 1e-9).long().clamp(min=1)
         sizes.append(torch.minimum(size, remaining))
         remaining = remaining - sizes[-1]
     return torch.stack(sizes, dim=-1)
