@@ -125,6 +125,7 @@ def test_a_wrong_mixture_setting_is_refused_by_name(change):
 
 
 @pytest.mark.parametrize(("kind", "change"), [
+    ("ar", {"t_shape": "bell"}),
     ("ar", {"chunk_loss_weight": 0.1}), ("lanes", {"chunk_loss_weight": 0.1}), ("lanes", {"bias_rate": 0.1}),
     ("mdlm", {"bias_rate": 0.1}), ("dcdm", {"bias_rate": 0.1}),
 ])  # fmt: skip
@@ -136,7 +137,7 @@ def test_an_objective_without_effect_on_the_model_is_refused_by_name(kind, chang
 
 @pytest.mark.parametrize("change", [
     {"t_min": 0.0}, {"t_min": 0.9, "t_max": 0.5}, {"full_mask_share": 1.5}, {"bias_rate": -1.0},
-    {"complementary_draws": True, "noise_draws": 2, "t_max": 0.8},
+    {"complementary_draws": True, "noise_draws": 2, "t_max": 0.8}, {"t_shape": "flat"},
 ])  # fmt: skip
 def test_a_wrong_objective_setting_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):

@@ -14,6 +14,7 @@ Kind = Literal["ar", "mdlm", "bdlm", "dcdm", "lanes"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]
 Predict = Literal["mask", "left"]
+NoiseShape = Literal["uniform", "bell"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 
@@ -356,6 +357,9 @@ class ObjectiveConfig:
 
     t_min: float = 1e-3
     t_max: float = 1.0
+    t_shape: NoiseShape = "uniform"
+    """Density of the levels t between t_min and t_max; "bell" is 6u(1 − u) of the way u from the one to the other.
+    The loss is then no estimate of the bound."""
     full_mask_share: float = 0.0
     """Share of chunks trained fully masked (t = 1), as one-forward-per-chunk decoding needs."""
     noise_draws: int = 1
@@ -377,6 +381,7 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if not 0 < self.t_min <= self.t_max <= 1:
             raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
+        _one_of("t_shape", self.t_shape, get_args(NoiseShape))
         _at_least("noise_draws", self.noise_draws, 1)
         _at_least("grow_steps", self.grow_steps, 0)
         if self.complementary_draws and self.noise_draws != 2:
@@ -397,8 +402,9 @@ class ObjectiveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
         values = asdict(self)
-        if not self.grow_steps:
-            del values["grow_steps"]
+        for name in ("grow_steps", "t_shape"):
+            if values[name] == getattr(ObjectiveConfig, name):
+                del values[name]
         return values
 
     def check_fits(self, config: ModelConfig) -> None:
@@ -406,7 +412,7 @@ class ObjectiveConfig:
         plain = ObjectiveConfig()
         if config.kind == "ar" or config.predicts_from_left:
             model = "AR" if config.kind == "ar" else "a model that predicts from the left"
-            for name in ("t_min", "t_max", "noise_draws", "complementary_draws"):
+            for name in ("t_min", "t_max", "t_shape", "noise_draws", "complementary_draws"):
                 if getattr(self, name) != getattr(plain, name):
                     raise ConfigError(
                         f"{name}={getattr(self, name)} has no effect on {model}, which knows no noise; leave it out"

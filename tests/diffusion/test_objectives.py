@@ -33,6 +33,12 @@ def test_levels_keep_to_their_range_and_a_share_of_the_groups_is_fully_masked():
     assert (t == 1).double().mean().item() == pytest.approx(0.25, abs=0.05)
 
 
+def test_levels_in_a_bell_keep_to_their_range_and_are_rare_at_its_ends():
+    t = noise.levels(Key(0), torch.arange(64), 64, 64, ObjectiveConfig(t_min=0.2, t_max=0.8, t_shape="bell"))
+    for x in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):  # the share of levels below a part x of the range
+        assert (t <= 0.2 + 0.6 * x).double().mean().item() == pytest.approx(3 * x**2 - 2 * x**3, abs=0.001)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_weights_of_complementary_draws_are_1_on_average_however_much_is_fully_masked(share):
     settings = ObjectiveConfig(noise_draws=2, complementary_draws=True, full_mask_share=share)

@@ -22,6 +22,8 @@ def levels(key: Key, rows: Tensor, num_rows: int, num_groups: int, settings: Obj
     strata = key.fold("strata").permutation(num_rows * num_groups).view(num_rows, num_groups)
     within = key.fold("within").rows(rows, num_groups)
     t = (strata[rows] + within) / (num_rows * num_groups)
+    if settings.t_shape == "bell":
+        t = 0.5 - torch.sin(torch.asin(1 - 2 * t) / 3)  # where 3t² − 2t³, the share below t, is what was drawn
     t = settings.t_min + (settings.t_max - settings.t_min) * t
     full = key.fold("full").rows(rows, num_groups) < settings.full_mask_share
     return torch.where(full, 1.0, t)
