@@ -237,7 +237,7 @@ RENAME = "os:rename"
 SHORT = [
     Fault("data", "dcdm.data.shards:write_unit", 3),
     Fault("published", RENAME, only=".partial", call=2, after=True),  # the first are the data's
-    Fault("step", "torch.optim:AdamW.step", 4, after=True),
+    Fault("step", "dcdm.training.optimizers:Muon.step", 4, after=True),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),
     Fault("save", WRITE_ITEM, 20),
     Fault("save", RENAME, only=".partial"),
@@ -258,7 +258,7 @@ START = [
 LOOP = [
     Fault("published", RENAME, only=".partial", after=True),
     Fault("step", "dcdm.training.loop:_gradients", after=True),
-    Fault("step", "torch.optim:AdamW.step", 2, after=True),
+    Fault("step", "dcdm.training.optimizers:Muon.step", 2, after=True),
     Fault("save", "dcdm.training.checkpoint_state:collect", after=True),
     Fault("step", "dcdm.training.loop:update_bias", 3),
     Fault("save", WRITE_ITEM),

@@ -181,8 +181,9 @@ def preset_defaults(name: str) -> dict[str, Any]:
         batch = 128 if "0.1b" in name else 512
         return {"train.batch_size": batch}
     return {
-        "train.steps": 1_000, "train.batch_size": 16, "train.learning_rate": 2e-3, "train.warmup_steps": 50,
-        "evaluate_every": 200, "evaluate_sequences": 32, "checkpoint_every": 200,
+        "train.steps": 1_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
+        "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "evaluate_every": 200, "evaluate_sequences": 32,
+        "checkpoint_every": 200,
     }  # fmt: skip
 
 
