@@ -436,6 +436,14 @@ def test_blanks_and_suffixes_count_against_the_limits():
         assert "[[0]]" in empty.json()["error"]["message"]
 
 
+def test_a_draft_counts_against_the_limit_of_prompts():
+    with live("mdlm", max_prompt_tokens=5) as server:
+        for length, granted in ((5, True), (6, False), (64, False)):
+            answer = server.post("/v1/denoise", {"prompt": "a" * length, "revise": {"share": 0.5}})
+            assert answer.status_code == (200 if granted else 400)
+            assert granted or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_a_defect_of_a_route_is_answered_counted_and_carries_the_usual_headers(monkeypatch):
     from dcdm.serving.served import Served
 

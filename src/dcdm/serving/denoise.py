@@ -50,6 +50,7 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
         raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
     if request.response_format is not None:
         raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
+    served.check_prompt(ids, served.window - 1)  # BOS stands before it
     try:
         revise = Revise(**request.revise.model_dump())
         decoding = replace(decoding, revise=revise).resolve(served.model.config)

@@ -103,12 +103,16 @@ class Served:
                       f"{self.model.config.bos_id - 1}", param)  # fmt: skip
         return list(ids)
 
+    def check_prompt(self, ids: list[int], room: int) -> None:
+        """Refuse a prompt with more tokens than there is room for, or than the operator grants."""
+        most = min(room, self.settings.max_prompt_tokens or room)
+        if len(ids) > most:
+            raise self._too_much(f"the prompt has {len(ids)} tokens, blanks counted, more than {most}")
+
     def check_lengths(self, ids: list[int], new_tokens: int | None) -> int:
         """How many tokens will be written behind a prompt, whose blanks are MASKs; refuses what does not fit."""
         blanks = ids.count(self.model.config.mask_id)
-        most = self.max_prompt_tokens if not blanks else self.settings.max_prompt_tokens or self.window
-        if len(ids) > most:
-            raise self._too_much(f"the prompt has {len(ids)} tokens, blanks counted, more than {most}")
+        self.check_prompt(ids, self.window if blanks else self.max_prompt_tokens)
         if blanks and len(ids) + 1 + bool(new_tokens) > self.window:
             raise self._too_much(
                 f"prompt and blanks have {len(ids)} tokens, more than the context of {self.window} has room for"
