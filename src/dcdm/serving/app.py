@@ -192,7 +192,7 @@ def _models(app: FastAPI) -> None:
     async def models() -> Response:
         return Json({"object": "list", "data": [entry.served.card() for entry in served.entries.values()]})
 
-    @app.get("/v1/models/{name}", summary="A served model by its name", responses=CARD)
+    @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
     async def one(name: str) -> Response:
         return Json(served.get(name).served.card())
 
