@@ -142,6 +142,7 @@ def _errors(app: FastAPI) -> None:
 def _pages(app: FastAPI) -> None:
     assets = load_assets()
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return _asset(INDEX)
@@ -172,10 +173,12 @@ def load_assets() -> dict[str, tuple[bytes, str]]:
 def _watching(app: FastAPI) -> None:
     models: Models = app.state.models
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
     async def healthz() -> Response:
         return Json({"status": "ok"}) if models.alive else Json({"status": "a model's thread is gone"}, 503)
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
     async def readyz() -> Response:
         return Json({"status": "shutting down"}, 503) if models.draining else Json({"status": "ready"})
