@@ -152,7 +152,8 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     except ChatError as error:
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
-    new_tokens = served.check_lengths(ids, request.max_completion_tokens or request.max_tokens)
+    length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    new_tokens = served.check_lengths(ids, getattr(request, length), "messages", length)
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
