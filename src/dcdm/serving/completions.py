@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dcdm.data.chats import ChatError, ChatTemplate
+from dcdm.data.chats import ChatBusy, ChatError, ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request, queue_full
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
@@ -148,7 +148,9 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
             "max_tokens and max_completion_tokens are two names of one number; give one", "max_tokens"
         )
     try:
-        text = template.render([{"role": m.role, "content": m.text()} for m in request.messages], answering=True)
+        text = template.render([message.plain() for message in request.messages], answering=True)
+    except ChatBusy:
+        raise queue_full() from None
     except ChatError as error:
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
