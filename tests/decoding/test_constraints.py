@@ -17,7 +17,7 @@ import tiny
 from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.decoding.constraints import Automaton, Constraint, compile_expression
+from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, compile_expression
 from dcdm.decoding.json_schemas import check_schema
 from dcdm.decoding.prompts import blank_runs
 from expressions import compile_here, expression, schema
@@ -180,6 +180,12 @@ def test_an_expression_that_needs_too_much_is_given_up(monkeypatch):
     table = compile_expression(regex="^ab?$").table
     with pytest.raises(ConfigError, match="too many for a vocabulary"):
         Constraint(Automaton(table, 0, []), [b"a"] * 20_000_000, 0)
+
+
+def test_a_machine_without_time_is_not_reported_as_a_bad_expression(monkeypatch):
+    monkeypatch.setattr("dcdm.decoding.constraints.CLOCK_SECONDS", 0.01)
+    with pytest.raises(CompilerBusy, match="try again"):
+        compile_expression(regex="a")
 
 
 def accepts(automaton, text):

@@ -35,6 +35,8 @@ from dcdm.decoding.prompts import blank_runs
 
 COMPILER = Path(__file__).with_name("expression_compiler.py")
 SECONDS, MEMORY, STATES = 5, 1 << 30, 20_000
+CLOCK_SECONDS = 10
+"""Within which a process that is given its `SECONDS` of computing must be done."""
 ENTRIES = 20_000_000
 """States times tokens of one automaton; each takes two bytes."""
 _compiling = threading.Lock()
@@ -92,12 +94,15 @@ def compile_expression(*, regex: str | None = None, schema: Mapping[str, Any] | 
 
 
 def _compiled(request: bytes) -> bytes:
-    """What the compiler's process answers; nothing if it takes too long or dies."""
+    """What the compiler's process answers; nothing if it takes too much and dies.
+
+    One that lives when the clock has run out has not computed for as long as it may: the machine did other things.
+    """
     command = [sys.executable, "-P", "-B", str(COMPILER)]
     try:
-        done = subprocess.run(command, input=request, capture_output=True, timeout=2 * SECONDS, check=False)
+        done = subprocess.run(command, input=request, capture_output=True, timeout=CLOCK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return b""
+        raise CompilerBusy("the machine is too busy to make an automaton; try again") from None
     return b"" if done.returncode else done.stdout
 
 
