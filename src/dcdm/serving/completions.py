@@ -70,17 +70,18 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
 
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
-            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
             length = served.check_lengths(ids, new_tokens)
             guides = served.guides(request.response_format, ids, length, eos_id)
+            begins = not ids and not guides
+            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, begins=begins, **reading_of(request))
             return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
-        first = 1 + len(ids)
-        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, **reading_of(request))
         guides = served.guides(request.response_format, canvas, 0, eos_id)
+        first, begins = 1 + len(ids), not ids and not guides
+        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, begins=begins, **reading_of(request))
         return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
 
     n = texts_of(served, request, len(given), request.best_of)
