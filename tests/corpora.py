@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcdm.data.tokenizers import train_bpe
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from dcdm.data.tokenizers import Tokenizer, train_bpe
 
 TEXT = "the a of tree house red ran quickly über 東京 and 12 7 said, “no” x=1; (yes) don't"
 WORDS = TEXT.split()
@@ -23,6 +26,19 @@ def prose(sentences: int, seed: int = 0) -> str:
             picked.append(WORDS[(state >> 8) % len(WORDS)])
         lines.append(" ".join(picked) + ("\n" if number % 7 == 6 else ""))
     return "\n".join(lines) + "\n"
+
+
+def metaspace_tokenizer(more: Sequence[str] = ("a",)) -> Tokenizer:
+    """As Llama's: words hold the space before them, and a text's first one is left out."""
+    words = ["<unk>", *more, "\u2581", "t", "h", "e", "\u2581t", "he", "\u2581the", "the"]
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("t", "he")]
+    numbered = {word: at for at, word in enumerate(words)}
+    base = Backend(models.BPE(numbered, merges, byte_fallback=True, unk_token="<unk>"))
+    base.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    base.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer.over(base)
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 import dcdm
-from corpora import gpt2_style_folder, prose
+from corpora import gpt2_style_folder, metaspace_tokenizer, prose
 from dcdm.config import DataError
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -185,27 +185,8 @@ def test_wrong_tokenizers_are_refused_with_the_reason(tmp_path):
 
 
 def test_words_that_begin_with_a_space_keep_it_behind_a_text():
-    letters = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "t",
-        "h",
-        "e",
-        "\u2581t",
-        "he",
-        "\u2581the",
-        "the",
-    ]
-    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("t", "he")]
-    base = Backend(
-        models.BPE({word: at for at, word in enumerate(letters)}, merges, byte_fallback=True, unk_token="<unk>")
-    )
-    base.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    base.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = Tokenizer.over(base)
+    tokenizer = metaspace_tokenizer([f"<0x{byte:02X}>" for byte in range(256)])
+    base = tokenizer.backend
     with_space, without = base.token_to_id("\u2581the"), base.token_to_id("the")
     assert tokenizer.decode([with_space]) == "the"
     assert tokenizer.continuation([with_space, without]) == " thethe"

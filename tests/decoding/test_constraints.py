@@ -17,7 +17,8 @@ import tiny
 from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.decoding.constraints import Automaton, Constraint, check_schema, compile_expression
+from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, compile_expression
+from dcdm.decoding.json_schemas import check_schema
 from dcdm.decoding.prompts import blank_runs
 from expressions import compile_here, expression, schema
 
@@ -181,17 +182,94 @@ def test_an_expression_that_needs_too_much_is_given_up(monkeypatch):
         Constraint(Automaton(table, 0, []), [b"a"] * 20_000_000, 0)
 
 
+def test_a_machine_without_time_is_not_reported_as_a_bad_expression(monkeypatch):
+    monkeypatch.setattr("dcdm.decoding.constraints.CLOCK_SECONDS", 0.01)
+    with pytest.raises(CompilerBusy, match="try again"):
+        compile_expression(regex="a")
+
+
+def accepts(automaton, text):
+    state = automaton.first
+    for byte in text.encode():
+        state = automaton.table[state, byte]
+        if state < 0:
+            return False
+    return state in automaton.final
+
+
+def chain(length):
+    """Objects, each of which refers to the next one."""
+    object_of = {"type": "object", "required": ["a"]}
+    links = {f"{n}": {**object_of, "properties": {"a": {"$ref": f"#/$defs/{n + 1}"}}} for n in range(1, length)}
+    return {"$ref": "#/$defs/1", "$defs": {**links, f"{length}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        ({"properties": {"a": {"type": "null"}, "rest": {"$ref": "#"}}}, "leads back"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "leads back"),
+        (chain(4), "within more than 3 others"),
+        ({"$ref": "https://elsewhere.example"}, "must name a part of this schema"),
+        ({"$ref": "#/$defs/b", "$defs": {"a": {"type": "null"}}}, "must name a part of this schema"),
+        ({"$ref": 1}, "must name a part of this schema"),
+        ({"properties": {"a": {"const": {"minimum": 3}}, "b": {"$ref": "#/properties/a/const"}}}, "'minimum'"),
+        ({"properties": {'a"b': {"type": "null"}}}, "JSON would escape"),
+        ({"properties": {"a\\b": {"type": "null"}}}, "JSON would escape"),
+        ({"const": [{'a"b': 1}]}, "JSON would escape"),
+        ({"enum": ["a", "abc"], "minLength": 2}, "minLength beside enum"),
+        ({"enum": ["a"], "properties": {"a": {"type": "null"}}}, "properties beside enum"),
+        ({"enum": ["a"], "const": "b"}, "const beside enum"),
+        ({"anyOf": [{"type": "null"}], "properties": {"a": {"type": "null"}}}, "properties beside anyOf"),
+        ({"anyOf": [{"type": "null"}], "type": "null"}, "type beside anyOf"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}, "type": "null"}, "type beside $ref"),
+        ({"enum": ["a", 1], "type": "string"}, "type and the values beside it disagree"),
+        ({"const": True, "type": "integer"}, "type and the values beside it disagree"),
+        ({"type": "string", "properties": {"a": {"type": "null"}}}, "which type excludes"),
+        ({"properties": {"a": {"type": "null"}}, "required": ["b"]}, "names that properties describe"),
+        ({"properties": {"a": {"type": "null"}}, "required": "a"}, "names that properties describe"),
+        ({"properties": 1, "required": [{}]}, "names that properties describe"),
+        ({"type": "integer", "const": float("inf")}, "disagree"),
+        ({"enum": []}, "empty enum"),
+        ({"anyOf": []}, "empty anyOf"),
+        ({"type": []}, "empty type"),
+        ({"type": "string", "minLength": 1.0}, "whole number"),
+    ],
+)
+def test_a_schema_that_answers_could_violate_is_refused(refused, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_schema(refused)
+
+
+@pytest.mark.parametrize(
+    ("taken", "text"),
+    [
+        ({"type": "string", "enum": ["a", "b"]}, '"b"'),
+        ({"type": ["integer", "null"], "enum": [1, 2.0, None]}, "2.0"),
+        ({"type": "object", "const": {"é": []}}, '{"é":[]}'),
+        ({"type": "array", "enum": [[1]]}, "[1]"),
+        (chain(3), '{"a":{"a":null}}'),
+        ({"properties": {"é.*": {"type": "null"}}, "required": ["é.*"]}, '{"é.*":null}'),
+    ],
+)
+def test_a_schema_that_is_taken_is_matched_by_what_it_describes(taken, text, monkeypatch):
+    compile_here(monkeypatch)
+    assert accepts(compile_expression(schema=taken), text)
+    jsonschema.validate(json.loads(text), taken)
+
+
+def test_a_schema_of_many_references_is_checked_at_once():
+    many = {one: {"anyOf": [{"$ref": f"#/$defs/{other}"}] * 300} for one, other in itertools.pairwise("abcd")}
+    check_schema({**many["a"], "$defs": {**many, "d": {"type": "null"}}})
+
+
 def test_annotations_of_a_schema_change_nothing():
     check_schema({"title": "x", "description": "y", "type": "array", "items": {"const": 1, "default": 1}})
 
 
 def test_an_anchor_is_left_out_and_an_escaped_sign_is_not():
-    for regex, text in ((r"^a$", b"a"), (r"a\$", b"a$"), (r"a\\$", b"a\\")):
-        made = compile_expression(regex=regex)
-        state = made.first
-        for byte in text:
-            state = made.table[state, byte]
-        assert state in made.final, regex
+    for regex, text in ((r"^a$", "a"), (r"a\$", "a$"), (r"a\\$", "a\\")):
+        assert accepts(compile_expression(regex=regex), text), regex
 
 
 def test_threads_that_ask_one_automaton_at_the_same_time_do_not_spoil_it():

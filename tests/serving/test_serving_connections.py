@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dcdm.serving import connections
+from dcdm.serving import connections, denoise, streaming
 from dcdm.serving.access import names_loopback
 from live import live, until
 
@@ -65,6 +65,24 @@ def test_a_request_that_takes_longer_than_headers_may_is_answered(monkeypatch):
     slow_down(monkeypatch, 0.3)
     with live(head_seconds=0.2) as server:
         assert server.post("/v1/completions", {**BODY, "commit": "position"}).status_code == 200
+
+
+def test_a_caller_who_does_not_read_is_disconnected(monkeypatch):
+    async def endless(served, ticket, notes):
+        with ticket:
+            while True:
+                yield "x" * (1 << 20)
+
+    monkeypatch.setattr(denoise, "stream", endless)
+    monkeypatch.setattr(streaming, "GRACE_SECONDS", 0.3)
+    body = b'{"prompt": "a"}'
+    head = POST.replace(b"completions", b"denoise") + b"Content-Length: %d\r\n\r\n" % len(body)
+    with live(timeout_seconds=0.3) as server, connected(server) as connection:
+        connection.sendall(head + body)
+        until(lambda: server.figure('dcdm_requests_total{route="/v1/denoise"}') == 1, 10)
+        until(lambda: not server._server.server_state.connections, 5)
+        assert is_closed(connection)
+        assert server.figure("dcdm_failures_total") == 0
 
 
 def test_1030_silent_connections_keep_neither_health_checks_nor_callers_out():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import openai
@@ -12,9 +15,11 @@ import pytest
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import constraints
+from dcdm.serving.schemas import Refusal
 from dcdm.serving.served import Constraints
+from dcdm.serving.workers import Workers
 from expressions import compile_here, expression, schema
-from live import NAME, events, live, tiny_model
+from live import NAME, events, live, tiny_model, until
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 PERSON = {
@@ -140,3 +145,38 @@ def test_a_busy_compiler_is_a_429_and_says_when_to_come_again(server, monkeypatc
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "queue_full"
     assert "Retry-After" in answer.headers
+
+
+def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refused(monkeypatch):
+    """More than the threads that all other requests share."""
+    going_on = threading.Event()
+
+    def slow(**_):
+        going_on.wait(60)
+        raise constraints.CompilerBusy("regex: other expressions keep the compiler busy; try again")
+
+    monkeypatch.setattr(constraints, "compile_expression", slow)
+    body = {"prompt": "x", "max_tokens": 4}
+    with live(max_queued=16) as server, ThreadPoolExecutor(45) as pool:
+        asked = [pool.submit(server.post, "/v1/completions", {**body, **regex("[qz]{3}")}) for _ in range(45)]
+        until(lambda: sum(each.done() for each in asked) == 25)
+        assert server.post("/v1/completions", body, timeout=10).status_code == 200
+        assert sum(each.done() for each in asked) == 25, "four are compiled, sixteen wait"
+        going_on.set()
+        assert {each.result().status_code for each in asked} == {429}
+
+
+def test_an_expression_whose_turn_does_not_come_is_refused(monkeypatch):
+    monkeypatch.setattr("dcdm.serving.workers.SECONDS", 0.05)
+
+    async def ask():
+        workers, going_on = Workers(1, 9), threading.Event()
+        first = asyncio.create_task(workers.run(going_on.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal, match="too many requests"):
+            await workers.run(int)
+        going_on.set()
+        assert await first
+        assert await workers.run(int, "3") == 3
+
+    asyncio.run(ask())

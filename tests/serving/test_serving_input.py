@@ -128,6 +128,13 @@ def test_wrong_methods_types_and_routes_are_refused_in_the_same_form(http):
         check_refused(http.get(path), 404)
 
 
+def test_head_tells_of_the_page_and_of_health_what_get_does_without_a_body(http):
+    for path in ("/", "/healthz", "/readyz"):
+        head, whole = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
 @pytest.mark.parametrize(
     "raw",
     [

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.io.export import SUMS
 from dcdm.serving import monitoring, scheduler
 from dcdm.serving.server import load_safetensors
@@ -436,6 +437,29 @@ def test_blanks_and_suffixes_count_against_the_limits():
         empty = server.post("/v1/denoise", {"prompt": "a[[0]]b"})
         assert empty.status_code == 400
         assert "[[0]]" in empty.json()["error"]["message"]
+
+
+def test_what_is_too_long_in_a_chat_is_named_as_its_caller_named_it():
+    network, plain = tiny_model()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    with live(model=(network, Tokenizer(plain.backend, plain.eos_id, template)), max_tokens=6) as server:
+        for content, more, param in (
+            ("a" * 63, {}, "messages"),
+            ("a", {"max_tokens": 7}, "max_tokens"),
+            ("a", {"max_completion_tokens": 7}, "max_completion_tokens"),
+        ):
+            body = {"messages": [{"role": "user", "content": content}], **more}
+            error = server.post("/v1/chat/completions", body).json()["error"]
+            assert error["param"] == param
+            assert param in error["message"]
+
+
+def test_a_draft_counts_against_the_limit_of_prompts():
+    with live("mdlm", max_prompt_tokens=5) as server:
+        for length, granted in ((5, True), (6, False), (64, False)):
+            answer = server.post("/v1/denoise", {"prompt": "a" * length, "revise": {"share": 0.5}})
+            assert answer.status_code == (200 if granted else 400)
+            assert granted or answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_defect_of_a_route_is_answered_counted_and_carries_the_usual_headers(monkeypatch):

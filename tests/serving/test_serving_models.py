@@ -9,7 +9,7 @@ import pytest
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.serving.app import create_app_for
+from dcdm.serving.app import create_app, create_app_for
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from live import Live, live, tiny_model
@@ -55,14 +55,24 @@ def test_the_list_names_all_and_another_name_is_a_404_that_does_too(server):
     assert server.figure('dcdm_new_tokens_total{model="ar"}') > 0
 
 
-def test_two_models_of_one_name_are_refused(capsys):
+def test_two_models_of_one_name_and_models_without_one_are_refused(capsys):
     made = Served(*tiny_model("ar"), "same", Settings())
     with pytest.raises(ConfigError, match="two models are named 'same'"):
         create_app_for([made, made])
-    for words in (["one", "two", "--name", "a"], ["one", "two", "--name", "a,a"], ["x/one", "y/one"]):
+    for words in (
+        ["one", "two", "--name", "a"], ["one", "two", "--name", "a,a"], ["x/one", "y/one"], ["one", "--name", ""],
+        ["one", "two", "--name", "a,"],
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["serve", *words])
         assert "a name of its own" in capsys.readouterr().err
+
+
+def test_a_name_with_a_slash_is_found():
+    with Live(create_app(*tiny_model("ar"), name="org/model")) as server:
+        for path in ("/v1/models/org/model", "/v1/models/org%2Fmodel"):
+            assert server.get(path).json()["id"] == "org/model"
+        assert server.get("/v1/models/org").json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("kind", ["ar", "causal"])

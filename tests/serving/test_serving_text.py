@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dcdm
+import tiny
+from corpora import metaspace_tokenizer
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.session import Ended, Event
 from dcdm.serving.writing import Provisional, Writer
+from expressions import compile_here
+from live import events, live
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "bpe": train_bpe(["größer, 日本語 und 🙂 größer 日本 " * 20], 280)}
 FIRST = 4
@@ -58,6 +63,49 @@ def test_the_pieces_joined_are_the_decoded_tokens_in_any_order(name, data):
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(tokens)
     assert [token for piece in pieces for token in piece.tokens] == tokens
     assert [p for piece in pieces for p in piece.log_p] == [-float(p) for p in range(len(tokens))]
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=12), order=st.integers(0, 99))
+def test_a_text_without_a_prompt_begins_without_the_space_of_its_first_word(tokens, order):
+    """Of tokenizers whose words hold the space before them."""
+    tokenizer = metaspace_tokenizer()
+    for begins, expected in ((True, tokenizer.decode(tokens)), (False, tokenizer.continuation(tokens))):
+        pieces = written(Writer(tokenizer, FIRST, begins=begins), tokens, order)
+        assert "".join(piece.text for piece in pieces) == expected
+
+
+def test_the_server_writes_what_generate_writes_where_words_hold_their_space():
+    tokenizer = metaspace_tokenizer()
+    network = tiny.model("mdlm", tokenizer.vocab_size - 3)
+    spaces = 0
+    with live(model=(network, tokenizer)) as server:
+        for seed in range(6):
+            for prompt in ("", "the"):
+                settings = {"max_new_tokens": 5, "seed": seed, "tokenizer": tokenizer, "eos_id": -1}
+                result = dcdm.generate(network, [prompt], **settings)
+                body = {"prompt": prompt, "max_tokens": 5, "seed": seed, "stop_at_eos": False}
+                assert server.post("/v1/completions", body).json()["choices"][0]["text"] == result.texts[0]
+                done = events(server.post("/v1/denoise", body).text)[-1][1]
+                assert done["text"] == prompt + result.texts[0]
+                spaces += not prompt and tokenizer.continuation(result.completions[0]) != result.texts[0]
+            draft, revise = "the the the", {"share": 0.4}
+            revised = dcdm.generate(network, [draft], tokenizer=tokenizer, seed=seed, revise=0.4)
+            assert revised.texts[0] == tokenizer.decode(revised.completions[0])
+            done = events(server.post("/v1/denoise", {"prompt": draft, "seed": seed, "revise": revise}).text)[-1][1]
+            assert done["text"] == revised.texts[0]
+    assert spaces, "some texts begin with a word that holds a space"
+
+
+def test_what_matches_an_expression_keeps_the_space_that_it_asks_for(monkeypatch):
+    compile_here(monkeypatch)
+    tokenizer = metaspace_tokenizer()
+    network = tiny.model("mdlm", tokenizer.vocab_size - 3)
+    asked = {"tokenizer": tokenizer, "max_new_tokens": 2, "regex": " the"}
+    assert dcdm.generate(network, [""], **asked).texts == [" the"]
+    with live(model=(network, tokenizer)) as server:
+        body = {"prompt": "", "max_tokens": 2, "response_format": {"type": "regex", "regex": " the"}}
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == " the"
+        assert events(server.post("/v1/denoise", body).text)[-1][1]["text"] == " the"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

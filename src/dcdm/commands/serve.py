@@ -100,7 +100,7 @@ def serve(
         raise ConfigError(f"--host {host} can be reached by others: set DCDM_API_KEY, or give --api-key KEY")
     model = model or (Path(default()),)
     names = [path.resolve().name for path in model] if name is None else name.split(",")
-    if len(names) != len(model) or len({*names}) < len(names):
+    if len(names) != len(model) or len({*names}) < len(names) or "" in names:
         raise ConfigError(
             f"--name must give each of the {len(model)} models a name of its own, with commas between"
         )

@@ -31,6 +31,10 @@ class ChatError(Exception):
     """The chat template refuses a chat, or takes too much; the message says which."""
 
 
+class ChatBusy(ChatError):
+    """Nothing is wrong with the chat: its turn did not come in time."""
+
+
 class ChatTemplate:
     """The chat template of a tokenizer that has one. Its text is encoded with `templated=True`."""
 
@@ -50,7 +54,7 @@ class ChatTemplate:
         """The chat as text; `answering` ends it where an answer begins."""
         request = {"messages": messages, "add_generation_prompt": answering}
         if not self._lock.acquire(timeout=SECONDS):
-            raise ChatError(f"the chat template is busy with other chats for {SECONDS} seconds; try again")
+            raise ChatBusy(f"the chat template is busy with other chats for {SECONDS} seconds; try again")
         try:
             answer = self._ask(self._running(), request, SECONDS)
             if answer is None or answer.get("over"):

@@ -30,17 +30,15 @@ from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.json_schemas import check_schema
 from dcdm.decoding.prompts import blank_runs
 
 COMPILER = Path(__file__).with_name("expression_compiler.py")
-SECONDS, MEMORY, STATES, DEPTH = 5, 1 << 30, 20_000, 32
+SECONDS, MEMORY, STATES = 5, 1 << 30, 20_000
+CLOCK_SECONDS = 10
+"""Within which a process that is given its `SECONDS` of computing must be done."""
 ENTRIES = 20_000_000
 """States times tokens of one automaton; each takes two bytes."""
-ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"}
-KEYWORDS = {
-    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minLength",
-    "maxLength", "enum", "const", "anyOf", "$ref",
-}  # fmt: skip
 _compiling = threading.Lock()
 
 States = npt.NDArray[np.bool_]
@@ -48,37 +46,6 @@ States = npt.NDArray[np.bool_]
 
 class CompilerBusy(ConfigError):
     """Nothing is wrong with the expression: its turn did not come in time."""
-
-
-def check_schema(schema: Any, where: str = "schema") -> None:
-    """Refuse what the automaton would not enforce, by its name."""
-    if where.count(".") > DEPTH:
-        raise ConfigError(f"schema: it is nested more than {DEPTH} deep")
-    if not isinstance(schema, dict):
-        raise ConfigError(f"{where} must be an object")
-    for name in schema:
-        if name not in KEYWORDS | ANNOTATIONS:
-            known = ", ".join(sorted(KEYWORDS))
-            raise ConfigError(f"{where}: the keyword {name!r} cannot be enforced here; supported are {known}")
-    if not isinstance(schema.get("additionalProperties", False), bool):
-        raise ConfigError(f"{where}: additionalProperties can only be true or false here")
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
-    if "object" in types and "properties" not in schema:
-        raise ConfigError(f"{where}: an object needs properties here; free ones have no bound")
-    if "array" in types and "items" not in schema:
-        raise ConfigError(f"{where}: an array needs items here; those of anything have no bound")
-    if not {"type", "enum", "const", "anyOf", "$ref", "properties"} & schema.keys():
-        raise ConfigError(f"{where}: give type, enum, const, anyOf or $ref; anything at all has no bound")
-    for name, value in schema.items():
-        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            for key, inner in value.items():
-                check_schema(inner, f"{where}.{name}[{key[:40]!r}]")
-        elif name == "anyOf" and isinstance(value, list):
-            for number, inner in enumerate(value):
-                check_schema(inner, f"{where}.anyOf[{number}]")
-        elif name == "items":
-            check_schema(value, f"{where}.items")
 
 
 def require_package() -> None:
@@ -127,12 +94,15 @@ def compile_expression(*, regex: str | None = None, schema: Mapping[str, Any] | 
 
 
 def _compiled(request: bytes) -> bytes:
-    """What the compiler's process answers; nothing if it takes too long or dies."""
+    """What the compiler's process answers; nothing if it takes too much and dies.
+
+    One that lives when the clock has run out has not computed for as long as it may: the machine did other things.
+    """
     command = [sys.executable, "-P", "-B", str(COMPILER)]
     try:
-        done = subprocess.run(command, input=request, capture_output=True, timeout=2 * SECONDS, check=False)
+        done = subprocess.run(command, input=request, capture_output=True, timeout=CLOCK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return b""
+        raise CompilerBusy("the machine is too busy to make an automaton; try again") from None
     return b"" if done.returncode else done.stdout
 
 

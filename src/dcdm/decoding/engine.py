@@ -216,7 +216,8 @@ def generate(
     )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
-        whole = [config.mask_id in row or len(row) < 2 for row in given.rows]  # blanks filled, or no prompt
+        # a draft, one with blanks, or no prompt; what matches an expression is given as it was matched
+        whole = [revises or config.mask_id in row or (len(row) < 2 and not constraints) for row in given.rows]
         result.texts = [
             (tokenizer.decode if alone else tokenizer.continuation)(ids)
             for alone, ids in zip(whole, result.completions, strict=True)

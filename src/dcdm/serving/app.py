@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
@@ -34,6 +34,7 @@ from dcdm.serving.schemas import (
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
+from dcdm.serving.workers import Workers
 from dcdm.viewing.page import asset as report_asset
 from dcdm.viewing.page import palette_style
 
@@ -67,6 +68,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {**OBJECT, **EVENTS["content"]},
     },
 }
+THREADS = 4
+"""That make automata, and as many that render chats."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -142,6 +145,7 @@ def _errors(app: FastAPI) -> None:
 def _pages(app: FastAPI) -> None:
     assets = load_assets()
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return _asset(INDEX)
@@ -172,10 +176,12 @@ def load_assets() -> dict[str, tuple[bytes, str]]:
 def _watching(app: FastAPI) -> None:
     models: Models = app.state.models
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
     async def healthz() -> Response:
         return Json({"status": "ok"}) if models.alive else Json({"status": "a model's thread is gone"}, 503)
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
     async def readyz() -> Response:
         return Json({"status": "shutting down"}, 503) if models.draining else Json({"status": "ready"})
@@ -192,17 +198,25 @@ def _models(app: FastAPI) -> None:
     async def models() -> Response:
         return Json({"object": "list", "data": [entry.served.card() for entry in served.entries.values()]})
 
-    @app.get("/v1/models/{name}", summary="A served model by its name", responses=CARD)
+    @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
     async def one(name: str) -> Response:
         return Json(served.get(name).served.card())
 
 
 def _generation(app: FastAPI) -> None:
     models: Models = app.state.models
+    most = models.first.served.settings.max_queued
+    compiling, rendering = Workers(THREADS, most), Workers(THREADS, most)
+
+    def workers_for(body: Generating | DenoiseRequest) -> Callable[..., Awaitable[Any]]:
+        """Who prepares a request: automata and chats may take seconds, the rest does not."""
+        if body.response_format is not None and body.response_format.type != "text":
+            return compiling.run
+        return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
 
     async def answer(request: Request, body: Generating, prepare: Callable[[Entry], PreparedRequest]) -> Response:
         entry = models.get(body.model)
-        prepared = await run_in_threadpool(prepare, entry)
+        prepared = await workers_for(body)(prepare, entry)
         ticket = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))
         answer = Answer(entry.served, prepared, ticket, request.state.notes)
         if prepared.stream:
@@ -221,7 +235,7 @@ def _generation(app: FastAPI) -> None:
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         entry = models.get(body.model)
-        row = await run_in_threadpool(denoise.prepare_denoising, entry.served, body)
+        row = await workers_for(body)(denoise.prepare_denoising, entry.served, body)
         ticket = entry.scheduler.submit([row], caller_of(request))
         return EventStream(denoise.stream(entry.served, ticket, request.state.notes), ticket)
 

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dcdm.data.chats import ChatError, ChatTemplate
+from dcdm.data.chats import ChatBusy, ChatError, ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request
+from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request, queue_full
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
@@ -70,17 +70,18 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
 
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
-            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
             length = served.check_lengths(ids, new_tokens)
             guides = served.guides(request.response_format, ids, length, eos_id)
+            begins = not ids and not guides
+            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, begins=begins, **reading_of(request))
             return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0)
-        first = 1 + len(ids)
-        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, **reading_of(request))
         guides = served.guides(request.response_format, canvas, 0, eos_id)
+        first, begins = 1 + len(ids), not ids and not guides
+        writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, begins=begins, **reading_of(request))
         return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
 
     n = texts_of(served, request, len(given), request.best_of)
@@ -148,11 +149,14 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
             "max_tokens and max_completion_tokens are two names of one number; give one", "max_tokens"
         )
     try:
-        text = template.render([{"role": m.role, "content": m.text()} for m in request.messages], answering=True)
+        text = template.render([message.plain() for message in request.messages], answering=True)
+    except ChatBusy:
+        raise queue_full() from None
     except ChatError as error:
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
-    new_tokens = served.check_lengths(ids, request.max_completion_tokens or request.max_tokens)
+    length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    new_tokens = served.check_lengths(ids, getattr(request, length), "messages", length)
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 

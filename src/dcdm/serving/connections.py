@@ -44,11 +44,16 @@ class SilentConnections:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, with a limit of time until the headers of a request are complete."""
+    """uvicorn's protocol, with a limit of time until the headers of a request are complete; requests can end it."""
 
     def __init__(self, *args: Any, silent: SilentConnections, **more: Any) -> None:
         super().__init__(*args, **more)
         self.silent = silent
+        self.app_state = {**self.app_state, "abort": self.abort}  # what requests find in their state
+
+    def abort(self) -> None:
+        """End the connection, whatever has not been sent."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

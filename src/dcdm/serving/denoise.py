@@ -37,9 +37,10 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
         return _revision(served, request, decoding, ids)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
-    reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order)
     eos_id = served.eos_id(request.stop_at_eos)
     guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+    begins = not ids and not guides
+    reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order, begins=begins)
     return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, guides=guides)
 
 
@@ -50,6 +51,7 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
         raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
     if request.response_format is not None:
         raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
+    served.check_prompt(ids, served.window - 1)  # BOS stands before it
     try:
         revise = Revise(**request.revise.model_dump())
         decoding = replace(decoding, revise=revise).resolve(served.model.config)
@@ -58,7 +60,7 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
         raise bad_request(str(error), "revise") from error
     if len(ids) > served.settings.max_tokens:
         raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
-    reader = EventReporter(served.tokenizer, "", False)
+    reader = EventReporter(served.tokenizer, "", False, begins=True)
     return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
@@ -88,8 +90,12 @@ class EventReporter:
     satisfied = False
     score = 0.0
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None, *, begins: bool
+    ) -> None:
+        """If the text `begins`, no prompt stands before it."""
         self.tokenizer, self.prompt, self.blanks, self.order = tokenizer, prompt, blanks, order
+        self.begins = begins
 
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
@@ -102,7 +108,7 @@ class EventReporter:
 
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
         filled = self.blanks and bool(blank_tokens(self.prompt))
-        decode = self.tokenizer.decode if filled or not self.prompt else self.tokenizer.continuation
+        decode = self.tokenizer.decode if filled or self.begins else self.tokenizer.continuation
         text = whole_text(self.prompt, decode(ended.completion), self.blanks)
         new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
         return {

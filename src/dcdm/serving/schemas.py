@@ -154,8 +154,10 @@ class Message(Body):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Short | None = None
 
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def plain(self) -> dict[str, str]:
+        """What a chat template sees of it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatRequest(Generating):

@@ -103,33 +103,39 @@ class Served:
                       f"{self.model.config.bos_id - 1}", param)  # fmt: skip
         return list(ids)
 
-    def check_lengths(self, ids: list[int], new_tokens: int | None) -> int:
-        """How many tokens will be written behind a prompt, whose blanks are MASKs; refuses what does not fit."""
-        blanks = ids.count(self.model.config.mask_id)
-        most = self.max_prompt_tokens if not blanks else self.settings.max_prompt_tokens or self.window
+    def check_prompt(self, ids: list[int], room: int, param: str = "prompt") -> None:
+        """Refuse a prompt with more tokens than there is room for, or than the operator grants."""
+        most = min(room, self.settings.max_prompt_tokens or room)
         if len(ids) > most:
-            raise self._too_much(f"the prompt has {len(ids)} tokens, blanks counted, more than {most}")
+            raise _too_much(f"{len(ids)} tokens of the {param}, blanks counted, are more than {most}", param)
+
+    def check_lengths(
+        self, ids: list[int], new_tokens: int | None, param: str = "prompt", length: str = "max_tokens"
+    ) -> int:
+        """How many tokens will be written behind a prompt, whose blanks are MASKs; refuses what does not fit.
+
+        `param` and `length` are what the caller calls the prompt and the number of new tokens.
+        """
+        blanks = ids.count(self.model.config.mask_id)
+        self.check_prompt(ids, self.window if blanks else self.max_prompt_tokens, param)
         if blanks and len(ids) + 1 + bool(new_tokens) > self.window:
-            raise self._too_much(
-                f"prompt and blanks have {len(ids)} tokens, more than the context of {self.window} has room for"
+            raise _too_much(
+                f"{len(ids)} tokens of the {param}, blanks counted, are too many for the context of {self.window}",
+                param,
             )
         try:
             wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
         except ConfigError as error:
-            raise refused_setting(ConfigError(str(error).replace("max_new_tokens", "max_tokens"))) from error
+            raise refused_setting(ConfigError(str(error).replace("max_new_tokens", length))) from error
         room = self.settings.max_tokens - blanks
         if new_tokens is None and not blanks:
             return min(wanted, room)
         if wanted > room:
             counted = f" and {blanks} in blanks" if blanks else ""
             raise bad_request(
-                f"max_tokens={wanted}{counted} is more than {self.settings.max_tokens}, the limit here",
-                "max_tokens",
+                f"{length}={wanted}{counted} is more than {self.settings.max_tokens}, the limit here", length
             )
         return wanted
-
-    def _too_much(self, message: str) -> Refusal:
-        return bad_request(message, "prompt", "context_length_exceeded")
 
     def examples(self) -> list[dict[str, Any]]:
         """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
@@ -209,6 +215,10 @@ class Constraints:
             while len(self._last) > self._remembered:
                 self._last.popitem(last=False)
         return made
+
+
+def _too_much(message: str, param: str) -> Refusal:
+    return bad_request(message, param, "context_length_exceeded")
 
 
 def _commit(name: str) -> dict[str, Any]:

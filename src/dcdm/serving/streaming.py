@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dcdm.serving.scheduler import Ticket
+
+GRACE_SECONDS = 10.0
+"""How long after its deadline a stream may still be read."""
 
 T = TypeVar("T")
 
@@ -29,7 +33,10 @@ class Json(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a ticket, which is given up as soon as the caller is gone."""
+    """Server-sent events of a ticket, which is given up as soon as the caller is gone.
+
+    A caller who stays and does not read holds up the sending, and with it whatever would look at the deadline.
+    """
 
     def __init__(self, source: AsyncIterator[str], ticket: Ticket) -> None:
         super().__init__(source, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -38,7 +45,10 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self.stream_response(send))
         try:
-            await _first(sending, receive)
+            await _first(sending, receive, self.ticket.deadline - time.monotonic() + GRACE_SECONDS)
+        except TimeoutError:
+            if abort := scope["state"].get("abort"):  # of our own server; closing would wait until all is read
+                abort()
         except (OSError, ClientDisconnect):
             pass
         finally:
@@ -55,7 +65,9 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         await _close(task)
 
 
-async def _first(task: asyncio.Future[T], receive: Receive) -> T:
+async def _first(task: asyncio.Future[T], receive: Receive, seconds: float | None = None) -> T:
+    """The result of a task, if it comes before the caller goes and within so many seconds."""
+
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -63,7 +75,9 @@ async def _first(task: asyncio.Future[T], receive: Receive) -> T:
     watching = asyncio.create_task(gone())
     try:
         both: set[asyncio.Future[Any]] = {task, watching}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError
         if not task.done():
             raise ClientDisconnect
         return task.result()

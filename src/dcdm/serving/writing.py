@@ -66,14 +66,15 @@ class Writer:
 
     def __init__(
         self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
-        eos_id: int = -1, provisional: bool = False,
+        eos_id: int = -1, provisional: bool = False, begins: bool = False,
     ) -> None:  # fmt: skip
         """The text stands at the positions from `first` on, to `last` if something given follows it.
 
-        With `provisional` pieces also say what is written ahead.
+        With `provisional` pieces also say what is written ahead. If it `begins`, no prompt stands before it.
         """
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
+        self.begins = begins
         self.satisfied = False
         self._waiting: dict[int, tuple[int, float, Alternatives]] = {}
         self._tokens: list[int] = []
@@ -141,8 +142,9 @@ class Writer:
         """Decode what came since the last whole character; the tokens before give it its context."""
         if self.satisfied or self._settled == len(self._tokens):
             return
-        before = self.tokenizer.continuation(self._tokens[self._group : self._settled])
-        text = self.tokenizer.continuation(self._tokens[self._group :])
+        decode = self.tokenizer.decode if self.begins and not self._group else self.tokenizer.continuation
+        before = decode(self._tokens[self._group : self._settled])
+        text = decode(self._tokens[self._group :])
         if text.endswith(UNFINISHED) and not whole:
             return
         old, self._text = len(self._text), self._text + text[len(before) :]
