@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import corpora
+from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import study
 from dcdm.reproduction.study import StudyRun, carry_out, compare, read_study, summary
@@ -59,6 +60,42 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     found = rows["lanes", "4 lanes"]
     assert found.difference.mean == pytest.approx(found.mean.mean - rows["ar", "valid"].mean.mean)
     assert f"init: {work / 'ar-s0'}" in (work / "lanes-s0" / "settings.yaml").read_text()
+
+
+def test_lanes_can_be_what_others_are_compared_with(finished):
+    asked, work = finished
+    turned = study.Study(**{**vars(asked), "against": "lanes"})
+    rows = {(row.variant, row.figure): row for row in compare(turned, work)}
+    base = rows["lanes", "4 lanes"]
+    assert base.difference is None
+    others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes")}
+    assert len(others) == 5
+    for row in others.values():
+        assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
+    few = study.StudyVariant("lanes-debug", lanes=(2, 8))
+    without_default = study.Study("few", {"few": few}, settings=asked.settings)
+    assert study.main_figure(without_default, "few", work) == "2 lanes"
+
+
+def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys):
+    variants = {"ar": {"preset": "ar-debug"}, "paper": {"preset": "dcdm-debug"}}
+    path = write(tmp_path, definition(variants=variants))
+    figures = {"ar": ["exact"], "paper": ["sequential", "surrogate"]}
+    for run in (asked := read_study(path)).runs():
+        (tmp_path / run.name).mkdir()
+        measured = {
+            "surrogate" if name == "surrogate" else "valid": {
+                "estimator": name, "nats_per_token": 2.0, "forwards": None
+            }
+            for name in figures[run.variant]
+        }  # fmt: skip
+        kept = {"measured_with": run.measured_with(), "figures": measured}
+        (tmp_path / run.name / "figures.json").write_text(json.dumps(kept))
+    assert [row.difference is None for row in compare(asked, tmp_path)] == [True, False, True]
+    main(["study", str(path), "--work", str(tmp_path), "--report"])
+    printed = capsys.readouterr().out.splitlines()
+    assert "minus ar, valid" in printed[0]
+    assert "surrogate (not a bound)" in printed[3]
 
 
 def test_the_frontier_is_drawn(finished, tmp_path):

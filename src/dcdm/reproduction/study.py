@@ -374,7 +374,20 @@ class Row:
     forwards: float | None
     mean: Interval
     difference: Interval | None
-    """Minus the main figure of `against`, over the seeds that both have; the same windows."""
+    """Minus the main figure of `against`, over the seeds that both have; the same windows. None of a surrogate."""
+
+
+def main_figure(study: Study, variant: str, work: Path) -> str:
+    """The figure that stands for a variant: `valid`; of lanes of the model's default number, else the first."""
+    from dcdm.model.routing import default_lanes
+    from dcdm.training.settings import resolve
+
+    run = next(run for run in study.runs() if run.variant == variant)
+    model = resolve(study.variants[variant].preset, None, run.settings(work)).model
+    if model.lanes is None:
+        return "valid"
+    numbers = study.variants[variant].lanes or model.lanes
+    return f"{default if (default := default_lanes(model)) in numbers else numbers[0]} lanes"
 
 
 def compare(study: Study, work: Path) -> list[Row]:
@@ -389,17 +402,18 @@ def compare(study: Study, work: Path) -> list[Row]:
         }
 
     rows = []
-    base = values(study.against, "valid") if study.against is not None else {}
+    main = "" if study.against is None else main_figure(study, study.against, work)
+    base = {} if study.against is None else values(study.against, main)
     for variant in study.variants:
         parts = [part for (name, _), part in found.items() if name == variant]
         for figure in dict.fromkeys(name for part in parts for name in part):
             by_seed = values(variant, figure)
             shared = [seed for seed in by_seed if seed in base]
-            is_base = variant == study.against and figure == "valid"
-            mean = interval(list(by_seed.values()))
-            difference = None if is_base else interval([by_seed[seed] - base[seed] for seed in shared])
-            assert mean is not None
             about = next(part[figure] for part in parts if figure in part)
+            mean = interval(list(by_seed.values()))
+            assert mean is not None
+            alone = (variant, figure) == (study.against, main) or about["estimator"] == "surrogate"
+            difference = None if alone else interval([by_seed[seed] - base[seed] for seed in shared])
             rows.append(Row(variant, figure, about["estimator"], about["forwards"], mean, difference))
     return rows
 
