@@ -1,6 +1,9 @@
 """Studies: runs by the ordinary command, figures on the same windows, comparison over seeds."""
 
 import json
+import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,36 @@ def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp
     assert study.training_curve(asked, "ar", work)[-1] == (2, end)
     study.draw_curves(asked, work, tmp_path / "curves.svg")
     assert "minutes" in (tmp_path / "curves.svg").read_text()
+
+
+def test_curves_share_one_unit(finished, tmp_path):
+    asked, work = finished
+    lasting = {name: replace(variant, minutes=6.0) for name, variant in asked.variants.items()}
+    of_variants = study.Study(**{**vars(asked), "minutes": None, "variants": lasting})
+    of_one = study.Study(**{**vars(asked), "minutes": None})
+    for changed, unit, points in ((of_variants, "minutes", [9, 12]), (of_one, "steps", [1, 2])):
+        assert [x for x, _ in study.training_curve(changed, "lanes", work)] == points
+        study.draw_curves(changed, work, tmp_path / "curves.svg")
+        assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_stop_that_comes_while_a_run_starts_reaches_it(tmp_path, monkeypatch):
+    stopped, signals = threading.Event(), []
+
+    class StoppedMeanwhile:
+        def __init__(self, *arguments, **options):
+            stopped.set()
+
+        def send_signal(self, number):
+            signals.append(number)
+
+        def wait(self):
+            return 1
+
+    monkeypatch.setattr(study.subprocess, "Popen", StoppedMeanwhile)
+    run = read_study(write(tmp_path, definition())).runs()[0]
+    assert not study._train_and_measure(run, tmp_path, set(), stopped)
+    assert signals == [signal.SIGINT]
 
 
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):

@@ -75,7 +75,7 @@ class Study:
     samples: int = 4
     against: str | None = None
     minutes: float | None = None
-    """What every run's steps take, on the machine that they were counted for; None: curves are drawn over steps."""
+    """What every run's steps take, on the machine that they were counted for; None: what the variants say."""
 
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
@@ -111,6 +111,11 @@ class Study:
     def minutes_of(self, name: str) -> float | None:
         own = self.variants[name].minutes
         return self.minutes if own is None else own
+
+    @property
+    def over_minutes(self) -> bool:
+        """Whether all variants know their minutes: then curves share an axis of them, else one of steps."""
+        return all(self.minutes_of(name) is not None for name in self.variants)
 
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
@@ -286,6 +291,8 @@ def _train_and_measure(
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             running.add(process)
+            if stopped.is_set():  # while it started, when the signal could not be passed on to it
+                process.send_signal(signal.SIGINT)
             code = process.wait()
             running.discard(process)
         if code or stopped.is_set():
@@ -446,9 +453,9 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
 
 
 def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, float]]:
-    """Steps, or minutes where the study knows them, and the valid figure of held-out text, mean over seeds.
+    """Steps, or minutes where the study knows all of them, and the valid figure of held-out text, mean over seeds.
 
-    A variant with start weights begins where the training of those ended.
+    Over minutes, a variant with start weights begins where the training of those ended.
     """
     from dcdm.training.metrics import read_rows
 
@@ -459,8 +466,9 @@ def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, 
             if "evaluation" in row:
                 seen.setdefault(row["step"], []).append(row["evaluation"]["valid_nll"])
     complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
-    minutes = study.minutes_of(variant)
-    unit = 1.0 if minutes is None else minutes / max(complete, default=1)
+    if not study.over_minutes:
+        return list(complete.items())
+    unit = (study.minutes_of(variant) or 0.0) / max(complete, default=1)
     before = sum(study.minutes_of(name) or 0.0 for name in study.ancestors(variant))
     return [(before + unit * step, nll) for step, nll in complete.items()]
 
@@ -477,7 +485,7 @@ def draw_curves(study: Study, work: Path, path: Path) -> None:
                 *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
                 label=study.named(variant),
             )  # fmt: skip
-    across = "steps" if study.minutes is None else "minutes"
+    across = "minutes" if study.over_minutes else "steps"
     axes.set(xlabel=across, ylabel="nats per token of held-out text (exact or bound)")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
