@@ -188,7 +188,7 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
     for changes, message in (
         ({"against": "xx"}, "against='xx'"),
         ({"variants": {**variants, "b": {"preset": "ar-debug", "init": "nobody"}}}, "variants.b.init"),
-        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "seed is not known"),
+        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "variants.a.seed"),
         ({"settings": {"train.stepps": 3}}, "train.stepps"),
         ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
         ({"variants": {**variants, "ar": {"preset": "ar-debug", "init": "lanes"}}}, "in a circle"),
@@ -198,6 +198,18 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
             "random order",
         ),
         ({"variants": {}}, "variants"),
+        ({"samples": 0}, "samples=0"),
+        ({"windows": 0}, "windows=0"),
+        ({"windows": "many"}, "windows='many'"),
+        ({"seeds": 3}, "seeds=3"),
+        ({"seeds": [0, 0]}, r"seeds=\[0, 0\]"),
+        ({"settings": 3}, "settings=3"),
+        ({"settings": {3: 3}}, "settings: 3"),
+        ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": [0]}}}, "variants.l: lanes=0"),
+        ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": 4}}}, "variants.l.lanes=4"),
+        ({"variants": {**variants, "b": {"preset": "bdlm-debug", "lanes": [4]}}}, "variants.b: lanes=4"),
+        ({"variants": {"a": {}}, "against": "a"}, "variants.a: .*preset"),
+        ({"variants": {"a": 3}, "against": "a"}, "variants.a=3"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_study(write(tmp_path, definition(**changes)))

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,11 @@ class Study:
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
             raise ConfigError("a study needs variants and seeds")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds={list(self.seeds)} must name each seed once")
+        for counted in ("windows", "samples"):
+            if getattr(self, counted) < 1:
+                raise ConfigError(f"{counted}={getattr(self, counted)} must be at least 1")
         for name, variant in self.variants.items():
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
@@ -162,8 +167,8 @@ class StudyRun:
 
 def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
-    from dcdm.decoding.config import DecodingConfig
-    from dcdm.training.settings import resolve
+    from dcdm.decoding.config import DecodingConfig, resolve_lanes
+    from dcdm.training.settings import made, resolve
 
     try:
         content = read_yaml(path)
@@ -171,31 +176,22 @@ def read_study(path: Path) -> Study:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("variants"), dict):
         raise ConfigError(f"{path} must hold a study: name, seeds, settings and variants by name")
-    content["variants"] = {
-        name: _made(StudyVariant, values, f"{path}: variants.{name}")
-        for name, values in content["variants"].items()
-    }
-    study = _made(Study, {"name": path.stem, **content}, str(path))
+    try:
+        study = made(Study, {"name": path.stem, **content}, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     for run in study.runs()[: len(study.variants)]:
+        variant = study.variants[run.variant]
         try:
-            config = resolve(study.variants[run.variant].preset, None, run.settings(Path()))
-            for commit in study.variants[run.variant].commits:
+            config = resolve(variant.preset, None, run.settings(Path()))
+            for commit in variant.commits:
                 decoder = DecodingConfig(commit).resolve(config.model)
                 decoder.check_likelihood()
+            for number in variant.lanes:
+                resolve_lanes(config.model, number)
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
     return study
-
-
-def _made(cls: type[Any], values: Any, where: str) -> Any:
-    known = {f.name for f in fields(cls)}
-    if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
-        said = ", ".join(unknown) if isinstance(values, dict) else repr(values)
-        raise ConfigError(f"{where}: {said} is not known; known: {', '.join(sorted(known))}")
-    try:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 # --- carrying out -------------------------------------------------------------------------------------------------
