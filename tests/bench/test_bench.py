@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,20 @@ def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
     assert poisson(5.0, 9, seed=1)[:9] == arrivals[:9], "the same for every schedule"
     row = summary(5.0, "step", [Answered(0.1, 0.2, 0.3, 4), Answered(0.1, 0.3, 0.4, 4), LOST], 2.0)
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
+
+
+def test_callers_count_what_was_answered(monkeypatch):
+    from dcdm.bench import arrivals
+
+    async def ask(port, body):
+        return arrivals.LOST if body["seed"] % 2 or port == 0 else arrivals.Answered(0.1, 0.2, 0.3, 4)
+
+    monkeypatch.setattr(arrivals, "ask", ask)
+    seconds = itertools.count(step=2.0)
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert asyncio.run(arrivals.closed_loop(1, 4, 2)) == 4 / 2.0
+    with pytest.raises(ConfigError, match="answered no request"):
+        arrivals.measure({"step": 0}, 8, ({},))
 
 
 def test_a_stream_that_ends_with_an_error_is_lost():
