@@ -134,7 +134,9 @@ def test_arithmetic_orders_models_as_expected():
 
 def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
     main(["bench", "arithmetic", "--json"])
-    assert json.loads(capsys.readouterr().out)["rows"][0]["preset"] == "ar-0.1b"
+    rows = {row["preset"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert next(iter(rows)) == "ar-0.1b"
+    assert (rows["ar-0.1b"]["L"], rows["ar-small"]["L"]) == (1024, dcdm.preset("ar-small").context_length)
     main(["bench", "arithmetic"])
     assert "dcdm-moe-2.8b" in capsys.readouterr().out
 

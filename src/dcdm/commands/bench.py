@@ -153,9 +153,9 @@ def _status_line() -> Callable[[str], None]:
 
 
 def print_arithmetic(utilisation: float, json: bool) -> None:
-    """What every preset costs to train at L = 1024.
+    """What every preset costs to train at its context length L.
 
-    Columns: operations of training per token; the share of attention and of the head; gigabytes of weights,
+    Columns: L; operations of training per token; the share of attention and of the head; gigabytes of weights,
     gradients and moments; gigabytes of activations per sequence; global batch; seconds per step.
     """
     from dcdm.model.costs import H800_BF16, activation_bytes, bill, state_bytes
@@ -170,6 +170,7 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
         batch = 128 if "0.1b" in name else 512
         rows.append({
             "preset": name,
+            "L": costs.length,
             "GFLOP/tok": round(costs.training_per_token / 1e9, 2),
             "attn%": round(100 * 3 * costs.attention / costs.training, 1),
             "head%": round(100 * 3 * costs.head / costs.training, 1),
@@ -184,6 +185,6 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
         return
     print_rows(rows)
     print(
-        f"training at L=1024; state and act/seq in GB; times in seconds per step at {utilisation:.0%} of "
+        f"training at length L; state and act/seq in GB; times in seconds per step at {utilisation:.0%} of "
         f"{H800_BF16 / 1e12:.0f} TFLOP/s per device"
     )
