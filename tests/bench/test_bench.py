@@ -73,6 +73,51 @@ def test_quick_takes_one_small_case_once(monkeypatch, capsys):
     assert "production" in capsys.readouterr().out
 
 
+def test_what_cannot_be_measured_or_drawn_is_refused_by_its_option_before_anything_is_measured(
+    monkeypatch, tmp_path, capsys
+):
+    from dcdm.bench import harness
+
+    monkeypatch.setattr(harness, "measure_case", lambda *_: pytest.fail("measured"))
+    (tmp_path / "notes.txt").write_text("twice as fast\n")
+    (tmp_path / "list.json").write_text("[1]\n")
+    for arguments, said in (
+        (["step", "--repeats", "0"], "--repeats 0"),
+        (["step", "--threads", "0"], "--threads 0"),
+        (["transformers", "--memory"], "--memory"),
+        (["moe", "--plot", "plot.png"], "--plot plot.png"),
+        (["estimator", "--plot", "plot.png"], "--plot plot.png"),
+        (["step", "--compare", str(tmp_path / "notes.txt")], "--compare"),
+        (["step", "--compare", str(tmp_path / "list.json")], "--compare"),
+        (["step", "--compare", str(tmp_path / "nothing.json")], "--compare"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", *arguments])
+        assert said in capsys.readouterr().err
+
+
+def test_figures_are_written_before_anything_is_drawn(monkeypatch, tmp_path):
+    from dcdm.bench import harness
+
+    def draw(rows, path):
+        raise OSError("no room for the plot")
+
+    row = harness.PathTiming("step", "L=64", "production", 1.0, 1.0, 1.0, None, None)
+    monkeypatch.setattr(harness, "measure_case", lambda *_: [row])
+    monkeypatch.setattr(harness, "draw_scaling", draw)
+    with pytest.raises((OSError, SystemExit)):
+        main(["bench", "step", "--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plot.png")])
+    assert read_earlier(str(tmp_path / "out.json")) == {("step", "L=64", "production"): 1.0}
+
+
+def test_peak_memory_is_left_out_where_there_is_no_proc(monkeypatch):
+    from dcdm.bench import harness
+
+    monkeypatch.setattr(harness.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(harness.subprocess, "run", lambda *_, **__: pytest.fail("measured"))
+    assert harness.peak_memory("step", "L=64", "production") is None
+
+
 def test_a_ratio_is_to_the_fastest_baseline():
     waits = {"fast": 0, "slow": 300_000, "slower": 900_000}
 
@@ -138,7 +183,9 @@ def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
     assert next(iter(rows)) == "ar-0.1b"
     assert (rows["ar-0.1b"]["L"], rows["ar-small"]["L"]) == (1024, dcdm.preset("ar-small").context_length)
     main(["bench", "arithmetic"])
-    assert "dcdm-moe-2.8b" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dcdm-moe-2.8b" in printed
+    assert "L=1024" not in printed
 
 
 def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
