@@ -16,7 +16,9 @@ from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_
 from dcdm.bench.harness import Case, measure_case, read_earlier, to_json
 from dcdm.cli import main
 from dcdm.config import ConfigError
+from dcdm.model import masks
 from dcdm.model.costs import activation_bytes, bill, state_bytes
+from dcdm.model.layout import from_left
 from dcdm.model.transformer import build
 
 TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
@@ -175,6 +177,25 @@ def test_arithmetic_orders_models_as_expected():
     assert costs["mdlm-1.7b"].step_seconds(512, 64, 0.4) == pytest.approx(
         costs["mdlm-1.7b"].training * 512 / (64 * 0.4 * 989e12)
     )
+
+
+@pytest.mark.parametrize("kind", ["bdlm", "strided", "random", "positional", "causal-contiguous"])
+def test_arithmetic_of_predicting_from_the_left_counts_clean_and_seed_slots(kind):
+    config = tiny.config(kind, predict="left")
+    tokens = tiny.tokens(1, 33)
+    ids = build(config, seed=0).partition(tokens).ids
+    place = from_left(ids, ids >= 1, (ids >= 0) & (ids < ids.max()))
+    costs = bill(config, 33)
+    assert costs.slots == (place.slots.chunk >= 0).sum()
+    pairs = masks.left.dense(place.slots).sum()
+    assert costs.attention == 4 * config.num_heads * config.head_dim * config.num_layers * pairs
+
+
+def test_strided_chunks_from_the_left_cost_as_many_slots_as_positions():
+    config = replace(dcdm.preset("dcdm-0.1b-k8"), routing="strided", predict="left")
+    assert bill(config, 1024).slots == 1024
+    by_content = bill(replace(config, routing="causal"), 1024)
+    assert 1024 < by_content.slots < 2 * 1024
 
 
 def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
