@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_
 from dcdm.bench.harness import Case, measure_case, read_earlier, to_json
 from dcdm.cli import main
 from dcdm.config import ConfigError
+from dcdm.model import masks
 from dcdm.model.costs import activation_bytes, bill, state_bytes
+from dcdm.model.layout import from_left
 from dcdm.model.transformer import build
 
 TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
@@ -70,6 +73,51 @@ def test_quick_takes_one_small_case_once(monkeypatch, capsys):
     assert len(whole) == 3
     assert quick[1] not in [name for _, name, *_ in whole]
     assert "production" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_or_drawn_is_refused_by_its_option_before_anything_is_measured(
+    monkeypatch, tmp_path, capsys
+):
+    from dcdm.bench import harness
+
+    monkeypatch.setattr(harness, "measure_case", lambda *_: pytest.fail("measured"))
+    (tmp_path / "notes.txt").write_text("twice as fast\n")
+    (tmp_path / "list.json").write_text("[1]\n")
+    for arguments, said in (
+        (["step", "--repeats", "0"], "--repeats 0"),
+        (["step", "--threads", "0"], "--threads 0"),
+        (["transformers", "--memory"], "--memory"),
+        (["moe", "--plot", "plot.png"], "--plot plot.png"),
+        (["estimator", "--plot", "plot.png"], "--plot plot.png"),
+        (["step", "--compare", str(tmp_path / "notes.txt")], "--compare"),
+        (["step", "--compare", str(tmp_path / "list.json")], "--compare"),
+        (["step", "--compare", str(tmp_path / "nothing.json")], "--compare"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", *arguments])
+        assert said in capsys.readouterr().err
+
+
+def test_figures_are_written_before_anything_is_drawn(monkeypatch, tmp_path):
+    from dcdm.bench import harness
+
+    def draw(rows, path):
+        raise OSError("no room for the plot")
+
+    row = harness.PathTiming("step", "L=64", "production", 1.0, 1.0, 1.0, None, None)
+    monkeypatch.setattr(harness, "measure_case", lambda *_: [row])
+    monkeypatch.setattr(harness, "draw_scaling", draw)
+    with pytest.raises((OSError, SystemExit)):
+        main(["bench", "step", "--out", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plot.png")])
+    assert read_earlier(str(tmp_path / "out.json")) == {("step", "L=64", "production"): 1.0}
+
+
+def test_peak_memory_is_left_out_where_there_is_no_proc(monkeypatch):
+    from dcdm.bench import harness
+
+    monkeypatch.setattr(harness.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(harness.subprocess, "run", lambda *_, **__: pytest.fail("measured"))
+    assert harness.peak_memory("step", "L=64", "production") is None
 
 
 def test_a_ratio_is_to_the_fastest_baseline():
@@ -131,11 +179,34 @@ def test_arithmetic_orders_models_as_expected():
     )
 
 
+@pytest.mark.parametrize("kind", ["bdlm", "strided", "random", "positional", "causal-contiguous"])
+def test_arithmetic_of_predicting_from_the_left_counts_clean_and_seed_slots(kind):
+    config = tiny.config(kind, predict="left")
+    tokens = tiny.tokens(1, 33)
+    ids = build(config, seed=0).partition(tokens).ids
+    place = from_left(ids, ids >= 1, (ids >= 0) & (ids < ids.max()))
+    costs = bill(config, 33)
+    assert costs.slots == (place.slots.chunk >= 0).sum()
+    pairs = masks.left.dense(place.slots).sum()
+    assert costs.attention == 4 * config.num_heads * config.head_dim * config.num_layers * pairs
+
+
+def test_strided_chunks_from_the_left_cost_as_many_slots_as_positions():
+    config = replace(dcdm.preset("dcdm-0.1b-k8"), routing="strided", predict="left")
+    assert bill(config, 1024).slots == 1024
+    by_content = bill(replace(config, routing="causal"), 1024)
+    assert 1024 < by_content.slots < 2 * 1024
+
+
 def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
     main(["bench", "arithmetic", "--json"])
-    assert json.loads(capsys.readouterr().out)["rows"][0]["preset"] == "ar-0.1b"
+    rows = {row["preset"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert next(iter(rows)) == "ar-0.1b"
+    assert (rows["ar-0.1b"]["L"], rows["ar-small"]["L"]) == (1024, dcdm.preset("ar-small").context_length)
     main(["bench", "arithmetic"])
-    assert "dcdm-moe-2.8b" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dcdm-moe-2.8b" in printed
+    assert "L=1024" not in printed
 
 
 def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
@@ -167,6 +238,20 @@ def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost():
     assert poisson(5.0, 9, seed=1)[:9] == arrivals[:9], "the same for every schedule"
     row = summary(5.0, "step", [Answered(0.1, 0.2, 0.3, 4), Answered(0.1, 0.3, 0.4, 4), LOST], 2.0)
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
+
+
+def test_callers_count_what_was_answered(monkeypatch):
+    from dcdm.bench import arrivals
+
+    async def ask(port, body):
+        return arrivals.LOST if body["seed"] % 2 or port == 0 else arrivals.Answered(0.1, 0.2, 0.3, 4)
+
+    monkeypatch.setattr(arrivals, "ask", ask)
+    seconds = itertools.count(step=2.0)
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert asyncio.run(arrivals.closed_loop(1, 4, 2)) == 4 / 2.0
+    with pytest.raises(ConfigError, match="answered no request"):
+        arrivals.measure({"step": 0}, 8, ({},))
 
 
 def test_a_stream_that_ends_with_an_error_is_lost():

@@ -122,6 +122,16 @@ def test_a_table_that_is_piped_is_not_cut(capsys):
     assert wide in capsys.readouterr().out
 
 
+def test_a_table_shows_names_as_they_are(capsys):
+    from dcdm.viewing.tables import Table
+
+    names = ["runs/a[old]c", "runs/a[/b]c", "runs/:dog:", "a|b"]
+    table = Table(["[bold]name"], [[name] for name in names], ("[bold]name",))
+    table.print(caption="of [x]")
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == ["[bold]name", *names, "of [x]"]
+    assert table.to_markdown().splitlines()[-1] == r"| a\|b |"
+
+
 def test_completion_of_the_shell_knows_commands_and_options(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--tyro-print-completion", "bash"])

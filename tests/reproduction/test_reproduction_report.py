@@ -8,11 +8,11 @@ import pytest
 
 from browser import CHROMIUM, DRIVER, MISSING, chromium
 from dcdm.cli import main
-from dcdm.reproduction.claims import CONFIRMED, CONTRADICTED, UNDECIDED, claims
+from dcdm.reproduction.claims import CONFIRMED, CONTRADICTED, UNDECIDED, Claim, Comparison, claims
 from dcdm.reproduction.experiments import experiments, specs
 from dcdm.reproduction.plots import plots
 from dcdm.reproduction.report import REGION, filled, found, page_of, regions
-from dcdm.reproduction.results import VALID, Results, is_current, read_results, write_results
+from dcdm.reproduction.results import VALID, Interval, Results, is_current, read_results, write_results
 from dcdm.reproduction.scale import cpu
 from dcdm.reproduction.tables import chance_together, marks, shown
 from dcdm.reproduction.variants import variants
@@ -145,6 +145,13 @@ def test_intervals_are_drawn_on_the_side_of_zero_where_they_lie(stored: Results)
         assert 0 <= float(left) < float(right) <= 200
         holds_zero = float(left) <= 100 <= float(right)
         assert {CONFIRMED: float(right) < 100, CONTRADICTED: float(left) > 100, UNDECIDED: holds_zero}[verdict]
+
+
+@pytest.mark.parametrize("half", [0.0, None])
+def test_a_difference_of_exactly_zero_is_drawn_in_the_middle(half: float | None) -> None:
+    part = Comparison("the same twice", Interval(0.0, half, 3), UNDECIDED)
+    drawn = found([Claim("same", "one equals the other", "kinds", (part,))])
+    assert 'class="mean" x1="100.0" x2="100.0"' in drawn
 
 
 def test_every_verdict_in_a_table_has_its_colour(page: str) -> None:

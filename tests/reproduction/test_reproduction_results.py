@@ -119,6 +119,22 @@ def test_students_factor_is_that_of_the_number_of_windows() -> None:
     assert difference.half == pytest.approx(3.182 * statistics.stdev([4, 5, 6, 5]) / 2)
 
 
+def test_windows_count_by_their_tokens_in_the_error_of_a_difference_as_in_its_mean() -> None:
+    """A window of one token that says something else changes neither much."""
+    values = {("paper", seed): 5.0 for seed in range(2)} | {("bdlm8", seed): 6.0 for seed in range(2)}
+    results, tokens = results_of(values), [100, 100, 100, 1]
+    for (name, _), run in results.runs.items():
+        valid = run["measures"]["heldout"]["valid"]
+        valid["window_tokens"] = tokens
+        valid["window_nats"] = [500.0, 500.0, 500.0, 5.0] if name == "paper" else [600.0, 600.0, 600.0, 46.0]
+    difference = results.difference("paper", "bdlm8")
+    assert difference is not None
+    mean = -341 / 301
+    assert difference.mean == pytest.approx(mean)
+    spread = sum((nats - mean * count) ** 2 for nats, count in zip([-100, -100, -100, -41], tokens, strict=True))
+    assert difference.half == pytest.approx(3.182 * (spread * 4 / 3) ** 0.5 / 301)
+
+
 def test_whole_curves_are_paired_by_step() -> None:
     """Seeds draw other prompts: at one step they have been trained on other numbers of tokens."""
     curves = {

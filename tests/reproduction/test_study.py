@@ -1,12 +1,16 @@
 """Studies: runs by the ordinary command, figures on the same windows, comparison over seeds."""
 
 import json
+import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import corpora
+from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import study
 from dcdm.reproduction.study import StudyRun, carry_out, compare, read_study, summary
@@ -61,6 +65,42 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     assert f"init: {work / 'ar-s0'}" in (work / "lanes-s0" / "settings.yaml").read_text()
 
 
+def test_lanes_can_be_what_others_are_compared_with(finished):
+    asked, work = finished
+    turned = study.Study(**{**vars(asked), "against": "lanes"})
+    rows = {(row.variant, row.figure): row for row in compare(turned, work)}
+    base = rows["lanes", "4 lanes"]
+    assert base.difference is None
+    others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes")}
+    assert len(others) == 5
+    for row in others.values():
+        assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
+    few = study.StudyVariant("lanes-debug", lanes=(2, 8))
+    without_default = study.Study("few", {"few": few}, settings=asked.settings)
+    assert study.main_figure(without_default, "few", work) == "2 lanes"
+
+
+def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys):
+    variants = {"ar": {"preset": "ar-debug"}, "paper": {"preset": "dcdm-debug"}}
+    path = write(tmp_path, definition(variants=variants))
+    figures = {"ar": ["exact"], "paper": ["sequential", "surrogate"]}
+    for run in (asked := read_study(path)).runs():
+        (tmp_path / run.name).mkdir()
+        measured = {
+            "surrogate" if name == "surrogate" else "valid": {
+                "estimator": name, "nats_per_token": 2.0, "forwards": None
+            }
+            for name in figures[run.variant]
+        }  # fmt: skip
+        kept = {"measured_with": run.measured_with(), "figures": measured}
+        (tmp_path / run.name / "figures.json").write_text(json.dumps(kept))
+    assert [row.difference is None for row in compare(asked, tmp_path)] == [True, False, True]
+    main(["study", str(path), "--work", str(tmp_path), "--report"])
+    printed = capsys.readouterr().out.splitlines()
+    assert "minus ar, valid" in printed[0]
+    assert "surrogate (not a bound)" in printed[3]
+
+
 def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
     study.draw_frontier(asked, compare(asked, work), tmp_path / "frontier.svg")
@@ -77,6 +117,36 @@ def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp
     assert study.training_curve(asked, "ar", work)[-1] == (2, end)
     study.draw_curves(asked, work, tmp_path / "curves.svg")
     assert "minutes" in (tmp_path / "curves.svg").read_text()
+
+
+def test_curves_share_one_unit(finished, tmp_path):
+    asked, work = finished
+    lasting = {name: replace(variant, minutes=6.0) for name, variant in asked.variants.items()}
+    of_variants = study.Study(**{**vars(asked), "minutes": None, "variants": lasting})
+    of_one = study.Study(**{**vars(asked), "minutes": None})
+    for changed, unit, points in ((of_variants, "minutes", [9, 12]), (of_one, "steps", [1, 2])):
+        assert [x for x, _ in study.training_curve(changed, "lanes", work)] == points
+        study.draw_curves(changed, work, tmp_path / "curves.svg")
+        assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_stop_that_comes_while_a_run_starts_reaches_it(tmp_path, monkeypatch):
+    stopped, signals = threading.Event(), []
+
+    class StoppedMeanwhile:
+        def __init__(self, *arguments, **options):
+            stopped.set()
+
+        def send_signal(self, number):
+            signals.append(number)
+
+        def wait(self):
+            return 1
+
+    monkeypatch.setattr(study.subprocess, "Popen", StoppedMeanwhile)
+    run = read_study(write(tmp_path, definition())).runs()[0]
+    assert not study._train_and_measure(run, tmp_path, set(), stopped)
+    assert signals == [signal.SIGINT]
 
 
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):
@@ -118,7 +188,7 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
     for changes, message in (
         ({"against": "xx"}, "against='xx'"),
         ({"variants": {**variants, "b": {"preset": "ar-debug", "init": "nobody"}}}, "variants.b.init"),
-        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "seed is not known"),
+        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "variants.a.seed"),
         ({"settings": {"train.stepps": 3}}, "train.stepps"),
         ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
         ({"variants": {**variants, "ar": {"preset": "ar-debug", "init": "lanes"}}}, "in a circle"),
@@ -128,6 +198,18 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
             "random order",
         ),
         ({"variants": {}}, "variants"),
+        ({"samples": 0}, "samples=0"),
+        ({"windows": 0}, "windows=0"),
+        ({"windows": "many"}, "windows='many'"),
+        ({"seeds": 3}, "seeds=3"),
+        ({"seeds": [0, 0]}, r"seeds=\[0, 0\]"),
+        ({"settings": 3}, "settings=3"),
+        ({"settings": {3: 3}}, "settings: 3"),
+        ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": [0]}}}, "variants.l: lanes=0"),
+        ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": 4}}}, "variants.l.lanes=4"),
+        ({"variants": {**variants, "b": {"preset": "bdlm-debug", "lanes": [4]}}}, "variants.b: lanes=4"),
+        ({"variants": {"a": {}}, "against": "a"}, "variants.a: .*preset"),
+        ({"variants": {"a": 3}, "against": "a"}, "variants.a=3"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_study(write(tmp_path, definition(**changes)))

@@ -262,6 +262,15 @@ def test_the_same_numbers_are_drawn_by_the_same_bytes_that_ask_for_nothing_from_
     assert "fill: #000000" not in first  # text has the page's colour, on light and on dark ground
 
 
+def test_small_numbers_are_shortened_in_coordinates_but_neither_in_labels_nor_in_what_is_read_aloud():
+    drawn = chart([Series("lr-0.0003", [(0.0, 0.0001), (1.0, 0.0003)], dash="-")], "step", "rate")
+    seen = re.findall(r">([^<>]+)</text>", drawn)
+    assert {"lr-0.0003", "0.000300"} <= set(seen)
+    assert len(set(seen)) == len(seen)
+    assert 'aria-label="rate: lr-0.0003 from 0.0001 to 0.0003"' in drawn
+    assert not re.search(r"\.\d{3}", "".join(re.findall(r"<(?!svg)[^>]*>", drawn)))
+
+
 def test_the_page_of_tasks_has_figures_and_notes_and_says_what_is_absent():
     line = {
         "task": "arc", "metric": "acc", "value": 0.25, "stderr": 0.1, "chance": 0.2, "questions": 20,

@@ -20,8 +20,12 @@ from dcdm.viewing import palette
 from dcdm.viewing.chunks import (
     LEVELS,
     ChunkView,
+    Frame,
+    KindCounts,
     TextWindow,
+    Token,
     TokenWindows,
+    as_filling,
     chunks_page,
     counted,
     kinds_of,
@@ -30,6 +34,7 @@ from dcdm.viewing.chunks import (
     view,
     window_of,
 )
+from dcdm.viewing.demo_report import called
 from dcdm.viewing.terminal import coloured_text, coloured_tokens, numbered_lines, numbered_tokens, show
 
 LENGTH = 14
@@ -48,6 +53,19 @@ def byte_window(text: str) -> TextWindow:
 
 def byte_model(name: str, **changes):
     return tiny.model(name, symbols=257, **changes)
+
+
+def test_a_replay_has_a_forward_for_each_chunk_with_something_to_fill():
+    ids = [1, 3, 3, 2, 3]
+    frame = Frame(0.5, ids, [False] * 5, [[0.0] * 4] * 5, [0, 1, 3, 0])
+    tokens = [Token(at, letter, "word", free=at > 0) for at, letter in enumerate("^abcd")]
+    counts = KindCounts("", 0, [])
+    noisy = ChunkView("m", "dcdm", "paper", "", "noise", 4, tokens, [frame], 0, [0.0] * 4, counts)
+    filling = as_filling(noisy)
+    assert filling.steps == [[3], [1, 2, 4]], "BOS alone is in chunk 1, and chunk 4 is empty"
+    assert filling.came == [0, 2, 2, 1, 2]
+    assert filling.chunks[0] == 0
+    assert called(noisy) == "4 chunks, 2 forwards"
 
 
 # --- the data ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcdm.config import ConfigError
+
 SHARES = (0.4, 0.7, 0.9)
 """Rates, as parts of what eight callers that wait for their answers get out of the server."""
 LENGTHS = (8, 16, 32, 96)
@@ -137,16 +139,17 @@ async def replay(port: int, arrivals: Sequence[Arrival]) -> tuple[list[Answered]
 
 
 async def closed_loop(port: int, callers: int, each: int, decoders: Decoders = ({},)) -> float:
-    """Requests a second of callers that ask again as soon as they are answered."""
+    """Answered requests a second of callers that ask again as soon as they are answered, or refused."""
     began = time.perf_counter()
 
-    async def caller(number: int) -> None:
+    async def caller(number: int) -> int:
         rng = random.Random(number)
-        for turn in range(each):
-            await ask(port, request_body(number * each + turn, rng, decoders))
+        bodies = (request_body(number * each + turn, rng, decoders) for turn in range(each))
+        answers = [await ask(port, body) for body in bodies]
+        return sum(answer.last is not None for answer in answers)
 
-    await asyncio.gather(*map(caller, range(callers)))
-    return callers * each / (time.perf_counter() - began)
+    answered = sum(await asyncio.gather(*map(caller, range(callers))))
+    return answered / (time.perf_counter() - began)
 
 
 def measure(ports: dict[str, int], count: int, decoders: Decoders, callers: int = 8) -> list[OpenLoop]:
@@ -155,6 +158,8 @@ def measure(ports: dict[str, int], count: int, decoders: Decoders, callers: int 
         asyncio.run(closed_loop(port, callers, 1, decoders))  # to warm up
     each = max(1, count // callers)
     capacity = max(asyncio.run(closed_loop(port, callers, each, decoders)) for port in ports.values())
+    if not capacity:
+        raise ConfigError(f"the server answered no request; has its model room for {max(LENGTHS)} new tokens?")
     rows = []
     for number, share in enumerate(SHARES):
         arrivals = poisson(share * capacity, count, number, decoders)

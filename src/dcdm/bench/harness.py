@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from dcdm.config import ConfigError
 from dcdm.viewing.tables import Table
 
 Run = Callable[[], None]
@@ -80,8 +81,10 @@ def measure_case(
     return rows
 
 
-def peak_memory(subject: str, case: str, path: str) -> float:
-    """Megabytes that one run adds to a fresh process's resident memory, at its peak."""
+def peak_memory(subject: str, case: str, path: str) -> float | None:
+    """Megabytes that one run adds to a fresh process's resident memory, at its peak; None without Linux."""
+    if platform.system() != "Linux":
+        return None
     command = [sys.executable, "-m", "dcdm.bench.subjects", subject, case, path, str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.strip().splitlines()[-1])
@@ -140,8 +143,17 @@ def print_table(rows: list[PathTiming], earlier: dict[tuple[str, str, str], floa
 
 def read_earlier(path: str) -> dict[tuple[str, str, str], float]:
     """Medians of an earlier run's JSON."""
-    rows = json.loads(Path(path).read_text().strip().splitlines()[-1])["rows"]
-    return {(row["subject"], row["case"], row["path"]): row["median"] for row in rows}
+    try:
+        rows = json.loads(Path(path).read_text().strip().splitlines()[-1])["rows"]
+        return {(row["subject"], row["case"], row["path"]): float(row["median"]) for row in rows}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--compare {path}: not what `dcdm bench --out` writes: {error}") from error
+
+
+def length_of(case: str) -> int | None:
+    """The L that a case's name tells."""
+    told = re.search(r"L=(\d+)", case)
+    return None if told is None else int(told[1])
 
 
 STYLES = {"production": ("#0072b2", "o-"), "dense SDPA": ("#e69f00", "s--"), "literal": ("#d55e00", "^:")}
@@ -153,12 +165,12 @@ def draw_scaling(rows: list[PathTiming], path: Path) -> None:
 
     points: dict[str, dict[str, list[tuple[int, float, float | None]]]] = {}
     for row in rows:
-        length = re.search(r"L=(\d+)", row.case)
+        length = length_of(row.case)
         if length is None:
             continue
         subject = row.case.split(" L=")[0] if " L=" in row.case else row.subject
         lines = points.setdefault(subject, {})
-        lines.setdefault(row.path, []).append((int(length[1]), row.median, row.megabytes))
+        lines.setdefault(row.path, []).append((length, row.median, row.megabytes))
     figure = Figure(figsize=(4 * len(points), 6.4), layout="constrained")
     axes = figure.subplots(2, len(points), squeeze=False)
     for column, (subject, lines) in enumerate(points.items()):

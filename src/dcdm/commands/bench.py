@@ -31,6 +31,7 @@ OTHER_SUBJECTS = {
     "arithmetic": "nothing is measured: what the presets cost on GPUs",
 }
 """What can be asked for beside the subjects of `dcdm.bench.subjects`."""
+NO_PLOT = "--plot {} has nothing to draw: {} is not measured over lengths; scaling, attention or generate are drawn"
 
 
 def details() -> str:
@@ -83,9 +84,17 @@ def bench(
     if subject not in SUBJECTS and subject not in OTHER_SUBJECTS:
         known = ", ".join((*SUBJECTS, *OTHER_SUBJECTS))
         raise ConfigError(f"unknown subject {subject!r}; choose one of {known}")
-    torch.set_num_threads(threads)
+    counts = {"repeats": repeats, "threads": threads, "samples": samples, "windows": windows}
+    for option, number in counts.items():
+        if number < 1:
+            raise ConfigError(f"--{option} {number} must be at least 1")
     if quick:
         repeats, memory, samples, windows = 1, False, 2, 2
+    if memory and subject == "transformers":
+        raise ConfigError("--memory does not fit transformers, whose paths share one loaded model; leave it out")
+    if plot and subject in ("arithmetic", "serving", "estimator"):
+        raise ConfigError(NO_PLOT.format(plot, subject))
+    torch.set_num_threads(threads)
     if subject == "arithmetic":
         print_arithmetic(utilisation=0.4, json=json)
     elif subject == "generate":
@@ -116,9 +125,11 @@ def compare_paths(
     out: str | None, plot: Path | None,
 ) -> None:  # fmt: skip
     """Time every path of these subjects' cases; a table on the terminal, JSON on request."""
-    from dcdm.bench.harness import draw_scaling, measure_case, print_table, read_earlier, to_json
+    from dcdm.bench.harness import draw_scaling, length_of, measure_case, print_table, read_earlier, to_json
     from dcdm.bench.subjects import MEMORY_MATTERS
 
+    if plot and not any(length_of(case.name) for cases in subjects.values() for case in cases):
+        raise ConfigError(NO_PLOT.format(plot, ", ".join(subjects)))
     earlier = read_earlier(compare) if compare else {}
     rows: list[PathTiming] = []
     show = _status_line()
@@ -131,14 +142,14 @@ def compare_paths(
                 print(f"{name} {case.name}: {medians}", file=sys.stderr, flush=True)
     show("")
     line = to_json(rows)
+    if out:
+        Path(out).write_text(line + "\n")
     if json:
         print(line)
     else:
         print_table(rows, earlier)
     if plot:
         draw_scaling(rows, plot)
-    if out:
-        Path(out).write_text(line + "\n")
 
 
 def _status_line() -> Callable[[str], None]:
@@ -153,9 +164,9 @@ def _status_line() -> Callable[[str], None]:
 
 
 def print_arithmetic(utilisation: float, json: bool) -> None:
-    """What every preset costs to train at L = 1024.
+    """What every preset costs to train at its context length L.
 
-    Columns: operations of training per token; the share of attention and of the head; gigabytes of weights,
+    Columns: L; operations of training per token; the share of attention and of the head; gigabytes of weights,
     gradients and moments; gigabytes of activations per sequence; global batch; seconds per step.
     """
     from dcdm.model.costs import H800_BF16, activation_bytes, bill, state_bytes
@@ -170,6 +181,7 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
         batch = 128 if "0.1b" in name else 512
         rows.append({
             "preset": name,
+            "L": costs.length,
             "GFLOP/tok": round(costs.training_per_token / 1e9, 2),
             "attn%": round(100 * 3 * costs.attention / costs.training, 1),
             "head%": round(100 * 3 * costs.head / costs.training, 1),
@@ -184,6 +196,6 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
         return
     print_rows(rows)
     print(
-        f"training at L=1024; state and act/seq in GB; times in seconds per step at {utilisation:.0%} of "
+        f"training at length L; state and act/seq in GB; times in seconds per step at {utilisation:.0%} of "
         f"{H800_BF16 / 1e12:.0f} TFLOP/s per device"
     )

@@ -47,7 +47,16 @@ def study(
     """
     from dcdm.config import ConfigError
     from dcdm.files import write_whole
-    from dcdm.reproduction.study import carry_out, compare, draw_curves, draw_frontier, read_study, summary
+    from dcdm.likelihood.estimators import LABELS
+    from dcdm.reproduction.study import (
+        carry_out,
+        compare,
+        draw_curves,
+        draw_frontier,
+        main_figure,
+        read_study,
+        summary,
+    )
     from dcdm.viewing.tables import Table
 
     if jobs < 1:
@@ -64,9 +73,13 @@ def study(
     if json:
         print_json(summary(asked, work))
     elif rows:
-        columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"minus {asked.against}")
+        difference = "difference"
+        if asked.against is not None:
+            difference = f"minus {asked.against}, {main_figure(asked, asked.against, work)}"
+        columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", difference)
         lines = [
-            (asked.named(row.variant), row.figure, row.estimator,
+            (asked.named(row.variant), row.figure,
+             LABELS[row.estimator] if row.estimator == "surrogate" else row.estimator,
              None if row.forwards is None else f"{row.forwards:.1f}",
              _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
             for row in rows

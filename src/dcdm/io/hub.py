@@ -75,7 +75,7 @@ class DCDMForMaskedLM(_Wrapped):
         Without labels one stream runs under the decoding mask: logits are defined for the chunk that comes next
         (the lowest with MASKs in it) and equal the training pass's there. With labels, tokens are read from
         them where they are not −100, the training pass runs, and `loss` is the mean cross-entropy of the
-        masked positions. `prompt_mask` marks tokens that are given, as BOS is.
+        masked positions, 0 if there are none. `prompt_mask` marks tokens that are given, as BOS is.
         """
         model, config = self.model, self.model.config
         if attention_mask is not None:
@@ -87,13 +87,18 @@ class DCDMForMaskedLM(_Wrapped):
         masked = input_ids == config.mask_id
         tokens = torch.where(masked & (labels != IGNORED), labels, input_ids)
         masked = masked & (labels != IGNORED)
+        if (special := tokens[masked & (tokens >= config.bos_id)]).numel():
+            raise ValueError(
+                f"labels hold {int(special[0])} at a MASK; BOS, PAD and MASK, {config.bos_id} to {config.mask_id}, "
+                f"are never predicted: set such labels to {IGNORED}"
+            )
         if config.predicts_from_left:  # what is not masked is given
             given = ~masked & (tokens != config.pad_id)
             logits = model(tokens, prompt=given if prompt is None else given | prompt).logits
         else:
             logits = model(tokens, masked, prompt=prompt).logits
-        loss = F.cross_entropy(logits[masked], tokens[masked])
-        return MaskedLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
+        loss = F.cross_entropy(logits[masked], tokens[masked], reduction="sum") / masked.sum().clamp(min=1)
+        return MaskedLMOutput(loss=loss, logits=logits)
 
 
 class DCDMForCausalLM(_Wrapped):

@@ -8,9 +8,13 @@ forward pass.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from dcdm.config import ModelConfig
+from dcdm.model.masks import led_positions
+from dcdm.model.routing import fixed_partition
 from dcdm.model.transformer import parameter_counts
 
 BF16_PEAKS = {
@@ -77,6 +81,9 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     if config.kind in ("ar", "lanes"):
         slots, pairs = float(length), length * (length + 1) / 2
         last_slots, last_pairs = slots, pairs
+    elif config.predicts_from_left:
+        slots, pairs = _from_left(config, length)
+        last_slots, last_pairs = slots, pairs
     else:
         slots = 2 * length - size  # nobody reads the clean copy of the last chunk
         noisy_pairs = sum(size * (size + done * size) for done in range(groups))
@@ -97,6 +104,22 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     predicted = length if config.kind == "ar" or config.predicts_from_left else MASKED_SHARE * length
     head = 2 * d * config.vocab_size * predicted
     return Bill(length, total, active, slots, linear, attention, chunking, rounds, head)
+
+
+def _from_left(config: ModelConfig, length: int) -> tuple[float, float]:
+    """Clean and seed slots of a text without a prompt, and how many pairs of them attend.
+
+    For a routing by content a random partition is counted: which tokens are led depends on the text.
+    """
+    if config.routing == "causal" and not config.prior_decides:
+        config = replace(config, routing="random", prior="none", prior_weight=0.0)
+    free = torch.arange(length)[None] > 0
+    ids = fixed_partition(config, free, torch.ones_like(free))[0]
+    seeds, clean = (ids >= 1) & ~led_positions(ids), ids < ids.max()
+    sizes = ids.bincount()
+    earlier = sizes.cumsum(0) - sizes
+    pairs = (earlier + sizes)[ids[clean]].sum() + (earlier + 1)[ids[seeds]].sum()
+    return float(clean.sum() + seeds.sum()), float(pairs)
 
 
 def state_bytes(config: ModelConfig, devices: int = 1) -> float:

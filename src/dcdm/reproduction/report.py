@@ -115,7 +115,8 @@ def _interval_drawing(part: Comparison, reach: float) -> str:
     """A bar from end to end of the interval, with a tick at its mean; zero stands in the middle."""
     assert part.difference is not None
     mean, half = part.difference.mean, part.difference.half or 0.0
-    left, right, middle = (100 + 100 * value / reach for value in (mean - half, mean + half, mean))
+    scale = 100 / reach if reach else 0.0  # nothing reaches anywhere where the only difference is 0
+    left, right, middle = (100 + scale * value for value in (mean - half, mean + half, mean))
     words = f"{part.name}: {shown(part.difference, sign=True)}, {part.verdict}"
     return (
         f'<svg class="{part.verdict}" viewBox="0 0 200 20" preserveAspectRatio="none" role="img" '

@@ -117,9 +117,10 @@ def interval(values: Sequence[float], shared: float | None = 0.0) -> Interval | 
     return Interval(mean, half, count)
 
 
-def half_width(values: Sequence[float]) -> float | None:
-    """Half of Student's 95 % interval of a mean; None of a single value."""
-    error = known(mean_and_stderr((value, 1) for value in values)[1])
+def half_width(values: Sequence[float], sizes: Sequence[float] | None = None) -> float | None:
+    """Half of Student's 95 % interval of a mean, with `sizes` of Σ values / Σ sizes; None of a single value."""
+    sizes = [1] * len(values) if sizes is None else sizes
+    error = known(mean_and_stderr(zip(values, sizes, strict=True))[1])
     return None if error is None else student(len(values) - 1) * error
 
 
@@ -181,9 +182,8 @@ class Results:
             return None
         rows = [[mine[n][0] - theirs[n][0] for n in common] for mine, theirs in pairs]
         tokens = [pairs[0][0][n][1] for n in common]
-        columns = zip(zip(*rows, strict=True), tokens, strict=True)
-        windows = [statistics.fmean(column) / count for column, count in columns]
-        return interval([sum(row) / sum(tokens) for row in rows], half_width(windows))
+        windows = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+        return interval([sum(row) / sum(tokens) for row in rows], half_width(windows, tokens))
 
     def at_frequencies(self) -> list[tuple[str, int]]:
         """Runs whose valid figure is not surely below that of single tokens' frequencies, over the same windows."""

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -75,11 +75,16 @@ class Study:
     samples: int = 4
     against: str | None = None
     minutes: float | None = None
-    """What every run's steps take, on the machine that they were counted for; None: curves are drawn over steps."""
+    """What every run's steps take, on the machine that they were counted for; None: what the variants say."""
 
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
             raise ConfigError("a study needs variants and seeds")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds={list(self.seeds)} must name each seed once")
+        for counted in ("windows", "samples"):
+            if getattr(self, counted) < 1:
+                raise ConfigError(f"{counted}={getattr(self, counted)} must be at least 1")
         for name, variant in self.variants.items():
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
@@ -111,6 +116,11 @@ class Study:
     def minutes_of(self, name: str) -> float | None:
         own = self.variants[name].minutes
         return self.minutes if own is None else own
+
+    @property
+    def over_minutes(self) -> bool:
+        """Whether all variants know their minutes: then curves share an axis of them, else one of steps."""
+        return all(self.minutes_of(name) is not None for name in self.variants)
 
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
@@ -157,8 +167,8 @@ class StudyRun:
 
 def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
-    from dcdm.decoding.config import DecodingConfig
-    from dcdm.training.settings import resolve
+    from dcdm.decoding.config import DecodingConfig, resolve_lanes
+    from dcdm.training.settings import made, resolve
 
     try:
         content = read_yaml(path)
@@ -166,31 +176,22 @@ def read_study(path: Path) -> Study:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("variants"), dict):
         raise ConfigError(f"{path} must hold a study: name, seeds, settings and variants by name")
-    content["variants"] = {
-        name: _made(StudyVariant, values, f"{path}: variants.{name}")
-        for name, values in content["variants"].items()
-    }
-    study = _made(Study, {"name": path.stem, **content}, str(path))
+    try:
+        study = made(Study, {"name": path.stem, **content}, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     for run in study.runs()[: len(study.variants)]:
+        variant = study.variants[run.variant]
         try:
-            config = resolve(study.variants[run.variant].preset, None, run.settings(Path()))
-            for commit in study.variants[run.variant].commits:
+            config = resolve(variant.preset, None, run.settings(Path()))
+            for commit in variant.commits:
                 decoder = DecodingConfig(commit).resolve(config.model)
                 decoder.check_likelihood()
+            for number in variant.lanes:
+                resolve_lanes(config.model, number)
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
     return study
-
-
-def _made(cls: type[Any], values: Any, where: str) -> Any:
-    known = {f.name for f in fields(cls)}
-    if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
-        said = ", ".join(unknown) if isinstance(values, dict) else repr(values)
-        raise ConfigError(f"{where}: {said} is not known; known: {', '.join(sorted(known))}")
-    try:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 # --- carrying out -------------------------------------------------------------------------------------------------
@@ -286,6 +287,8 @@ def _train_and_measure(
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             running.add(process)
+            if stopped.is_set():  # while it started, when the signal could not be passed on to it
+                process.send_signal(signal.SIGINT)
             code = process.wait()
             running.discard(process)
         if code or stopped.is_set():
@@ -374,7 +377,20 @@ class Row:
     forwards: float | None
     mean: Interval
     difference: Interval | None
-    """Minus the main figure of `against`, over the seeds that both have; the same windows."""
+    """Minus the main figure of `against`, over the seeds that both have; the same windows. None of a surrogate."""
+
+
+def main_figure(study: Study, variant: str, work: Path) -> str:
+    """The figure that stands for a variant: `valid`; of lanes of the model's default number, else the first."""
+    from dcdm.model.routing import default_lanes
+    from dcdm.training.settings import resolve
+
+    run = next(run for run in study.runs() if run.variant == variant)
+    model = resolve(study.variants[variant].preset, None, run.settings(work)).model
+    if model.lanes is None:
+        return "valid"
+    numbers = study.variants[variant].lanes or model.lanes
+    return f"{default if (default := default_lanes(model)) in numbers else numbers[0]} lanes"
 
 
 def compare(study: Study, work: Path) -> list[Row]:
@@ -389,17 +405,18 @@ def compare(study: Study, work: Path) -> list[Row]:
         }
 
     rows = []
-    base = values(study.against, "valid") if study.against is not None else {}
+    main = "" if study.against is None else main_figure(study, study.against, work)
+    base = {} if study.against is None else values(study.against, main)
     for variant in study.variants:
         parts = [part for (name, _), part in found.items() if name == variant]
         for figure in dict.fromkeys(name for part in parts for name in part):
             by_seed = values(variant, figure)
             shared = [seed for seed in by_seed if seed in base]
-            is_base = variant == study.against and figure == "valid"
-            mean = interval(list(by_seed.values()))
-            difference = None if is_base else interval([by_seed[seed] - base[seed] for seed in shared])
-            assert mean is not None
             about = next(part[figure] for part in parts if figure in part)
+            mean = interval(list(by_seed.values()))
+            assert mean is not None
+            alone = (variant, figure) == (study.against, main) or about["estimator"] == "surrogate"
+            difference = None if alone else interval([by_seed[seed] - base[seed] for seed in shared])
             rows.append(Row(variant, figure, about["estimator"], about["forwards"], mean, difference))
     return rows
 
@@ -432,9 +449,9 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
 
 
 def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, float]]:
-    """Steps, or minutes where the study knows them, and the valid figure of held-out text, mean over seeds.
+    """Steps, or minutes where the study knows all of them, and the valid figure of held-out text, mean over seeds.
 
-    A variant with start weights begins where the training of those ended.
+    Over minutes, a variant with start weights begins where the training of those ended.
     """
     from dcdm.training.metrics import read_rows
 
@@ -445,8 +462,9 @@ def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, 
             if "evaluation" in row:
                 seen.setdefault(row["step"], []).append(row["evaluation"]["valid_nll"])
     complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
-    minutes = study.minutes_of(variant)
-    unit = 1.0 if minutes is None else minutes / max(complete, default=1)
+    if not study.over_minutes:
+        return list(complete.items())
+    unit = (study.minutes_of(variant) or 0.0) / max(complete, default=1)
     before = sum(study.minutes_of(name) or 0.0 for name in study.ancestors(variant))
     return [(before + unit * step, nll) for step, nll in complete.items()]
 
@@ -463,7 +481,7 @@ def draw_curves(study: Study, work: Path, path: Path) -> None:
                 *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
                 label=study.named(variant),
             )  # fmt: skip
-    across = "steps" if study.minutes is None else "minutes"
+    across = "minutes" if study.over_minutes else "steps"
     axes.set(xlabel=across, ylabel="nats per token of held-out text (exact or bound)")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)

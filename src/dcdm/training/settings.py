@@ -204,7 +204,7 @@ def resolve(
         _merge(merged, values)
     if "vocab_size" not in merged.get("model", {}):
         _put(merged, "model.vocab_size", 4)
-    return _made(RunConfig, merged, "")
+    return made(RunConfig, merged, "")
 
 
 def _sources(
@@ -270,7 +270,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Settings from the plain values that `to_dict` gave."""
-    return _made(RunConfig, values, "")
+    return made(RunConfig, values, "")
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
@@ -337,7 +337,7 @@ def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> Non
             base[name] = value
 
 
-def _made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
+def made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """A dataclass from nested plain values; unknown names and wrong types are refused with the nearest fix."""
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
@@ -352,16 +352,20 @@ def _made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     try:
         return cls(**ready)
     except TypeError as error:
-        raise ConfigError(f"{path or 'settings'}: {error}") from error
+        raise ConfigError(f"{path.rstrip('.') or 'settings'}: {error}") from error
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
+    if hint is Any or (value is None and type(None) in options):
+        return value
     for option in options:
         if is_dataclass(option) and isinstance(value, Mapping):
-            return _made(option, value, f"{where}.")  # type: ignore[arg-type]
+            return made(option, value, f"{where}.")  # type: ignore[arg-type]
+        if get_origin(option) is Mapping and isinstance(value, Mapping):
+            if strange := [name for name in value if not isinstance(name, str)]:
+                raise ConfigError(f"{where}: {strange[0]!r} is not a name; put it into quotes")
+            return {name: _value(get_args(option)[1], each, f"{where}.{name}") for name, each in value.items()}
         if get_origin(option) is tuple and isinstance(value, list | tuple):
             kinds = get_args(option)
             kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds

@@ -584,8 +584,9 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
 
 
 def as_filling(view: ChunkView) -> Filling:
-    """A text that is known, as its model would fill it: one forward for each chunk."""
+    """A text that is known, as its model would fill it: one forward for each chunk that holds free positions."""
     ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
+    ids = _where(ids, (token.free for token in view.tokens))  # the paper's routing puts BOS into a chunk, too
     steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
     return Filling([token.text for token in view.tokens], ids, [step for step in steps if step], view.lanes)
 

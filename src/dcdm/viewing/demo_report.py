@@ -11,7 +11,7 @@ from typing import Any
 
 from dcdm.shipped import Card
 from dcdm.viewing.chunks import ChunkView, Written, as_filling, page_data
-from dcdm.viewing.page import assemble, asset, grid
+from dcdm.viewing.page import assemble, asset, grid, many
 from dcdm.viewing.plots import Curve, line_plot
 
 CAUTION = (
@@ -154,12 +154,12 @@ def _viewed(view: ChunkView) -> dict[str, Any]:
     data = page_data(view)
     last = data["frames"][view.shown]
     return {
-        **asdict(as_filling(view)), "label": f"{view.model}: {_called(view)}", "rule": view.rule,
+        **asdict(as_filling(view)), "label": f"{view.model}: {called(view)}", "rule": view.rule,
         "scores": last["scores"], "bias": data["bias"], "kinds": [token.kind for token in view.tokens],
     }  # fmt: skip
 
 
-def _called(view: ChunkView) -> str:
-    if view.lanes:
-        return f"{view.num_lanes} lanes, {view.num_chunks} forwards"
-    return f"{view.num_chunks} chunks, {view.num_chunks} forwards"
+def called(view: ChunkView) -> str:
+    """In how many lanes or chunks a text stands, and in how many forwards it would be written."""
+    places = f"{view.num_lanes} lanes" if view.lanes else many(view.num_chunks, "chunk")
+    return f"{places}, {many(len(as_filling(view).steps), 'forward')}"

@@ -177,20 +177,20 @@ def _page_svg(size: tuple[float, float], draw: Callable[[Figure], None], spoken:
     size_of = re.search(r'viewBox="[^"]*"', svg)
     assert size_of is not None
     head = f'<svg {size_of[0]} role="img" aria-label="{html.escape(spoken)}" stroke-linejoin="round">'
-    svg = head + svg[svg.index(">", svg.index("<svg")) + 1 :]
+    drawn = svg[svg.index(">", svg.index("<svg")) + 1 :]
     for useless in (
         r"(?s)<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>",
         r'(?<=<g) id="[^"]*"',  # the same in every drawing, but a page may have many
         r"font-family: [^;\"]*; ",
-        r"(?<=\.\d\d)\d+",
     ):
-        svg = re.sub(useless, "", svg)
-    return re.sub(r"\s*\n\s*", " ", svg).strip()
+        drawn = re.sub(useless, "", drawn)
+    drawn = re.sub("<[^>]*>", lambda tag: re.sub(r"(?<=\.\d\d)\d+", "", tag[0]), drawn)  # coordinates, no labels
+    return re.sub(r"\s*\n\s*", " ", head + drawn).strip()
 
 
 def _spoken(series: Sequence[Series], up: str) -> str:
     """A chart for those who cannot see it."""
-    ranges = [f"{s.name} from {s.points[0][1]:.2f} to {s.points[-1][1]:.2f}" for s in series if s.points]
+    ranges = [f"{s.name} from {s.points[0][1]:,.4g} to {s.points[-1][1]:,.4g}" for s in series if s.points]
     return f"{up}: {', '.join(ranges)}"
 
 

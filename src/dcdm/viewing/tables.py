@@ -40,18 +40,21 @@ class Table:
         """To the terminal; as wide as it needs to be where there is none."""
         from rich.console import Console
         from rich.table import Table as RichTable
+        from rich.text import Text  # names of files and models are no markup
 
-        table = RichTable(box=None, pad_edge=False, caption=caption, caption_justify="left")
+        below = None if caption is None else Text(caption, style="table.caption")
+        table = RichTable(box=None, pad_edge=False, caption=below, caption_justify="left")
         for name in self.columns:
-            table.add_column(name, justify="left" if name in self.text else "right", no_wrap=True)
+            table.add_column(Text(name), justify="left" if name in self.text else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*map(_cell, row))
+            table.add_row(*(Text(_cell(value)) for value in row))
         Console(width=None if sys.stdout.isatty() else UNBOUNDED).print(table)
 
     def to_markdown(self) -> str:
         rules = ["---" if name in self.text else "---:" for name in self.columns]
-        lines = [self.columns, rules, *([_cell(value) for value in row] for row in self.rows)]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        cells = [self.columns, *([_cell(value) for value in row] for row in self.rows)]
+        head, *lines = ([cell.replace("|", r"\|") for cell in row] for row in cells)
+        return "".join(f"| {' | '.join(line)} |\n" for line in (head, rules, *lines))
 
     def to_html(self) -> str:
         return grid(self.columns, [[_cell(value) for value in row] for row in self.rows], tuple(self.text))
