@@ -6,16 +6,27 @@ import torch.nn.functional as F
 
 import tiny
 from dcdm.hub import DCDMConfig, DCDMForMaskedLM
+from dcdm.model.transformer import Model
 
 KINDS = {"mdlm": {}, "bdlm": {}, "paper": {}, "causal": {}, "lanes": {"kind": "lanes", "lanes": (1, 2)}}
 
 
 def wrapped(kind: str) -> DCDMForMaskedLM:
     name = "mdlm" if kind == "lanes" else kind
-    made = DCDMForMaskedLM(DCDMConfig(tiny.config(name, **KINDS[kind]).to_dict()))
-    with torch.no_grad():
-        made.model.init_weights(torch.Generator().manual_seed(0))
-    return made
+    torch.manual_seed(0)
+    return DCDMForMaskedLM(DCDMConfig(tiny.config(name, **KINDS[kind]).to_dict()))
+
+
+def test_a_new_model_begins_with_the_weights_that_training_begins_with():
+    config = tiny.config("paper-moe", chunk_out_init_std=0.01)
+    torch.manual_seed(0)
+    made = DCDMForMaskedLM(DCDMConfig(config.to_dict())).model.state_dict()
+    torch.manual_seed(0)
+    model = Model(config)
+    model.init_weights()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(made[name].std(), value.std(), msg=name, rtol=0.3, atol=0.02)
+        torch.testing.assert_close(made[name].mean(), value.mean(), msg=name, rtol=0.3, atol=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -49,11 +49,11 @@ class _Wrapped(PreTrainedModel):
     def __init__(self, config: DCDMConfig) -> None:
         super().__init__(config)
         self.model = Model(config.model_config())
+        self.model.init_weights()
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        if isinstance(module, Model):
-            module.init_weights()
+        """Nothing is left to do: `transformers` asks only for modules that have parameters of their own."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.model.embed_tokens
