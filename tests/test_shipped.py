@@ -164,7 +164,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("stdin", [Terminal(), io.StringIO()], ids=["terminal", "nothing piped"])
+@pytest.mark.parametrize("stdin", [Terminal(), io.TextIOWrapper(io.BytesIO())], ids=["terminal", "nothing piped"])
 def test_sample_without_arguments_continues_an_example(monkeypatch, capsys, stdin):
     from dcdm.commands.sample import EXAMPLE
 

@@ -38,7 +38,8 @@ def decoders(kind, rng):
     options["cache"] = rng.choice(caches)
     if kind in ("bdlm", "mdlm"):
         options["routing"] = rng.choice(["auto", "blocks:3", "adablock"])
-        options["adablock"] = dcdm.decoding.routes.AdaBlock((1, 2), 2, 0.2)
+        if options["routing"] == "adablock":
+            options["adablock"] = dcdm.decoding.routes.AdaBlock((1, 2), 2, 0.2)
     if config.routes_from_noise:
         fits = ["paper-chunk", "paper-step", *([] if options["cache"] == "frozen" else ["appendix-b"])]
         options["routing"] = rng.choice(fits)

@@ -32,7 +32,15 @@ ROWS, LENGTH, STEPS = 4, 14, 20
 KINDS = ("bdlm", "paper", "causal", "paper-moe", "causal-moe")
 TRAIN = TrainConfig(steps=STEPS, learning_rate=1e-2)
 # weights and rates large enough that a mistake in any part of the loss shows
-OBJECTIVE = ObjectiveConfig(chunk_loss_weight=0.1, moe_loss_weight=0.1, bias_rate=0.1, prompt_share=0.5)
+BALANCE = 0.1
+
+
+def objective(model: Model) -> ObjectiveConfig:
+    config = model.config
+    return ObjectiveConfig(
+        chunk_loss_weight=BALANCE if config.kind == "dcdm" else None, moe_loss_weight=BALANCE,
+        bias_rate=BALANCE if config.routes_from_noise else None, prompt_share=0.5,
+    )  # fmt: skip
 
 
 def rows_of(world: World, micro: int = 0, micros: int = 1) -> Tensor:
@@ -52,8 +60,8 @@ def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
     def total(x: torch.Tensor) -> torch.Tensor:
         return distributed.sum_over_ranks(x, world)
 
-    tokens = total(visibility(model, batch, key, OBJECTIVE)[0].sum())
-    return loss(model, batch, key, OBJECTIVE, GlobalBatch(tokens, ROWS, total=total))
+    tokens = total(visibility(model, batch, key, objective(model))[0].sum())
+    return loss(model, batch, key, objective(model), GlobalBatch(tokens, ROWS, total=total))
 
 
 def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
@@ -66,7 +74,7 @@ def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
         if sharded_loss:
             result = fsdp.run_gathered(model, share_of_loss, model, batch, key, world)
         else:
-            result = loss(model, batch, key, OBJECTIVE)
+            result = loss(model, batch, key, objective(model))
         result.total.backward()
         norms.append(fsdp.clip_gradients(model, 1.0).item())
         optimizer.step()
@@ -113,7 +121,7 @@ def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[
     for micro in range(micros):
         fsdp.sync_gradients(model, sync_each or micro == micros - 1)
         batch = batch_of(0, rows_of(world, micro, micros))
-        result = fsdp.run_gathered(model, loss, model, batch, Key(0), OBJECTIVE)
+        result = fsdp.run_gathered(model, loss, model, batch, Key(0), objective(model))
         (result.total / ROWS).backward()
     return gradients(model)
 
@@ -217,7 +225,7 @@ def mixed_precision(world: World) -> dict[str, Any]:
         model.layers[1].register_forward_pre_hook(
             lambda block, args, early=early: seen.update({early: args}), prepend=early
         )
-    result = fsdp.run_gathered(model, loss, model, batch_of(0, rows_of(world)), Key(0), OBJECTIVE)
+    result = fsdp.run_gathered(model, loss, model, batch_of(0, rows_of(world)), Key(0), objective(model))
     result.total.backward()
     return {
         "loss": str(result.nll.dtype),
