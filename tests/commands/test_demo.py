@@ -155,6 +155,7 @@ def test_shipped_models_come_first_in_lanes_beside_ars_order_and_then_chunks(fin
     assert (finished[0] / "filling.svg").stat().st_size < 400_000
 
 
+@pytest.mark.slow
 def test_without_training_the_first_screen_is_all(place, tmp_path, capsys):
     assert demo(tmp_path / "quick", place / "corpus.txt", "--no-train") == 0
     assert [path.name for path in (tmp_path / "quick").iterdir()] == ["filling.svg"]

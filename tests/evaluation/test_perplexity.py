@@ -196,7 +196,9 @@ def test_small_chunks_are_summed_exactly_once_there_are_passes_enough():
     assert dcdm.score(model, clean, samples=2).stderr.all()
 
 
-@pytest.mark.parametrize("kind", ["mdlm", "bdlm", "causal"])
+@pytest.mark.parametrize(
+    "kind", ["mdlm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bdlm", "causal"))]
+)
 def test_the_error_is_less_than_half_of_that_of_uniform_sampling(kind):
     model = tiny.model(kind, num_chunks=4) if kind == "causal" else tiny.model(kind, scale=4.0)
     rows = {row.path: row for row in errors(kind, model, tiny.tokens(4, 25), samples=8, repeats=30)}
