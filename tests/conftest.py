@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # some virtual machines announce AMX and die of it
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -10,3 +11,9 @@ torch.set_num_threads(1)
 for profile, examples in (("repeatable", 30), ("thorough", 120)):
     settings.register_profile(profile, derandomize=True, deadline=None, max_examples=examples, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Commands may have set another number in this process; two are far slower where both cores are busy."""
+    torch.set_num_threads(1)
