@@ -146,8 +146,6 @@ class Gate:
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, within its limits, to be received once more."""
         headers, most = Headers(scope=scope), self.settings.max_body_bytes
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
         too_large = Refusal(413, f"the body is larger than {most} bytes, the limit here", code="body_too_large")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > most:
@@ -167,6 +165,9 @@ class Gate:
             raise Refusal(
                 408, f"the body took longer than {self.settings.body_seconds:g} seconds", code="body_timeout"
             ) from None
+        # only now: a connection that is closed over an unread body is reset, and the caller may lose the answer
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
         given = False
 
         async def again() -> Message:
