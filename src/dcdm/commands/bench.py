@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
-from dcdm.commands.options import print_json, print_rows
+from dcdm.commands.options import at_least_one, print_json, print_rows
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ def bench(
     if subject not in SUBJECTS and subject not in OTHER_SUBJECTS:
         known = ", ".join((*SUBJECTS, *OTHER_SUBJECTS))
         raise ConfigError(f"unknown subject {subject!r}; choose one of {known}")
-    counts = {"repeats": repeats, "threads": threads, "samples": samples, "windows": windows}
-    for option, number in counts.items():
-        if number < 1:
-            raise ConfigError(f"--{option} {number} must be at least 1")
+    at_least_one(repeats=repeats, threads=threads, samples=samples, windows=windows)
     if quick:
         repeats, memory, samples, windows = 1, False, 2, 2
     if memory and subject == "transformers":

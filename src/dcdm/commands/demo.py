@@ -243,7 +243,7 @@ def _train(recipe: Recipe, folder: Path, steps: int, seed: int, data: tuple[str,
     from dcdm.training.run import run_training
 
     changes = {
-        "train.steps": steps, "train.optimizer": "muon", "train.warmup_steps": min(40, steps), "train.seed": seed,
+        "train.steps": steps, "train.warmup_steps": min(40, steps), "train.seed": seed,
         "data.sources": data, "evaluate_every": steps, "evaluate_sequences": 16, "checkpoint_every": 50,
         "log_every": 25, "tensorboard": False, **recipe.changes,
     }  # fmt: skip
