@@ -223,3 +223,15 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
 )
 def test_every_study_that_is_shipped_can_be_read(path):
     assert read_study(path).about
+
+
+def test_a_part_of_a_study_can_be_carried_out(finished, tmp_path, monkeypatch, capsys):
+    asked = replace(finished[0], seeds=(0, 1))
+    begun: list[str] = []
+    monkeypatch.setattr(study, "_train_and_measure", lambda run, *more: not begun.append(run.name))
+    assert carry_out(asked, tmp_path, 1, only=("mdlm", "ar"), seeds=(1,))
+    assert begun == ["ar-s1", "mdlm-s1"]
+    with pytest.raises(ConfigError, match="--seeds 7: the study has 0, 1"):
+        carry_out(asked, tmp_path, 1, seeds=(7,))
+    main(["study", str(write(tmp_path, definition())), "--work", str(tmp_path), "--report"])
+    assert "no run of small is finished" in capsys.readouterr().err

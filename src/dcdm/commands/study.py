@@ -24,6 +24,7 @@ def study(
     work: Annotated[Path, arg(metavar="DIR")],
     jobs: int = 1,
     only: tuple[str, ...] = (),
+    seeds: tuple[int, ...] = (),
     report: bool = False,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
@@ -40,6 +41,7 @@ def study(
         work: Where runs and their figures are kept; the same folder resumes.
         jobs: Runs at a time, one thread each.
         only: The variants to carry out now; by default all.
+        seeds: The seeds to carry out now; by default all of the study.
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON.
         plot: Draw exact nats per token against forwards into this PNG or SVG.
@@ -62,7 +64,11 @@ def study(
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
     asked = read_study(file)
-    complete = report or carry_out(asked, work, jobs, lambda line: print(line, file=sys.stderr, flush=True), only)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    complete = report or carry_out(asked, work, jobs, say, only, seeds)
     rows = compare(asked, work)
     if out is not None:
         write_whole(out, _as_text(summary(asked, work)))
@@ -85,6 +91,8 @@ def study(
             for row in rows
         ]  # fmt: skip
         Table(columns, lines, ("variant", "figure", "is")).print()
+    else:
+        say(f"no run of {asked.name} is finished in {work}")
     if not complete:
         print("unfinished: the same command resumes", file=sys.stderr)
         sys.exit(1)

@@ -212,17 +212,26 @@ def carry_out(
     jobs: int,
     say: Callable[[str], None] = lambda line: None,
     only: Collection[str] = (),
+    seeds: Collection[int] = (),
 ) -> bool:
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
-    `only` names the variants to carry out, by default all; start weights that they need are made with them. A stop
-    is passed on to the runs, which save; the same call resumes them.
+    `only` and `seeds` choose the variants and the seeds to carry out, by default all; start weights that they need are
+    made with them. A stop is passed on to the runs, which save; the same call resumes them.
     """
     if unknown := sorted(set(only) - set(study.variants)):
         raise ConfigError(f"{', '.join(unknown)}: no such variant; choose from {', '.join(study.variants)}")
+    if foreign := sorted(set(seeds) - set(study.seeds)):
+        raise ConfigError(
+            f"--seeds {' '.join(map(str, foreign))}: the study has {', '.join(map(str, study.seeds))}"
+        )
     wanted = set(only) or set(study.variants)
     wanted |= {init for name in wanted for init in study.ancestors(name)}
-    waiting = [run for run in study.runs() if run.variant in wanted and figures_of(run, work) is None]
+    waiting = [
+        run
+        for run in study.runs()
+        if run.variant in wanted and run.seed in (seeds or study.seeds) and figures_of(run, work) is None
+    ]
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
         if run not in waiting:
