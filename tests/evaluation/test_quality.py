@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import tiny
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.evaluation import quality
+from dcdm.io.export import write
+from dcdm.likelihood.estimators import score
 
 TEXTS = ["the cat sat", "a", "the dog ran and ran and ran and ran", "", "the cat sat"]
 
@@ -43,6 +46,21 @@ def test_perplexity_is_that_of_transformers_text_by_text(folder):
     result = quality.measure_quality(["the cat sat", "a", ""], scorer)
     assert result.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert (result.texts, result.tokens, result.left_out) == (2, 12, 1)
+
+
+def test_an_exported_ar_model_is_a_scorer_and_one_of_another_kind_is_none(tmp_path, capsys):
+    model, tokenizer = tiny.model("ar", symbols=257).float(), byte_tokenizer()
+    for kind, made in (("ar", model), ("mdlm", tiny.model("mdlm", symbols=257).float())):
+        write(made, tokenizer, tmp_path / kind, "a model")
+    texts = ["abba", "babb"]
+    result = quality.measure_quality(texts, quality.TextScorer.load(tmp_path / "ar"))
+    rows = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts])
+    exact = score(model, rows)
+    assert result.perplexity == pytest.approx(math.exp(exact.per_token), rel=1e-4)
+    assert result.bits_per_byte == pytest.approx(float(exact.nats.sum()) / 8 / math.log(2), rel=1e-4)
+    with pytest.raises(SystemExit):
+        main(["eval", "quality", "--texts", "none.txt", "--scorer", str(tmp_path / "mdlm")])
+    assert "holds no causal model" in capsys.readouterr().err
 
 
 def test_the_scorer_sees_no_padding_and_the_batch_size_changes_nothing(folder):

@@ -23,6 +23,7 @@ def quality(
     length: int = 128,
     temperature: float = 1.0,
     commit: str = "auto",
+    lanes: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
     device: DeviceOption = "auto",
@@ -32,7 +33,8 @@ def quality(
     """Measure generated texts: perplexity under another model, entropy, distinct n-grams, repetition.
 
     Args:
-        scorer: A local folder with a causal model of transformers and its tokenizer.
+        scorer: A local folder with a causal model of transformers and its tokenizer, or with an AR model that dcdm
+            import or dcdm export wrote.
         model: The model whose texts are measured: a run folder, a checkpoint in it, an exported folder, or a
             name that `dcdm models` lists.
         texts: A file of texts instead of a model: .jsonl with a field text, or parted by blank lines.
@@ -40,6 +42,7 @@ def quality(
         length: Tokens of a generated text.
         temperature: Temperature of sampling.
         commit: How tokens are filled in, as in dcdm sample.
+        lanes: For models that write in lanes: how many, as in dcdm sample.
         batch_size: Sequences of one pass; it changes no result.
         seed: Seed of sampling; text i follows from it and i.
     """
@@ -53,6 +56,7 @@ def quality(
         wanted, settings = read_texts(texts), {}
     else:
         settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
+        settings |= {} if lanes is None else {"lanes": lanes}
         wanted = _generated(str(model), num, batch_size, device, dtype, settings)
     result = measure_quality(wanted, judge, batch_size)
     if json:
@@ -78,6 +82,7 @@ def _generated(
 def _print(result: Any) -> None:
     spread = "" if result.perplexity_stderr is None else f" ± {result.perplexity_stderr:.2f}"
     print(f"generative perplexity  {result.perplexity:.2f}{spread}")
+    print(f"by bytes               {result.bits_per_byte:.3f} bits per byte")
     print(f"entropy                {result.entropy:.3f} nats within a text")
     for n, share in result.distinct.items():
         print(f"distinct {n}-grams       {100 * share:.1f} %")

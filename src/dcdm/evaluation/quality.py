@@ -32,6 +32,8 @@ class Quality:
     """exp of the mean negative log-likelihood per token under the scorer."""
     perplexity_stderr: float | None
     """Standard error over texts, by the delta method; None for one text."""
+    bits_per_byte: float
+    """The same likelihood by the bytes of the texts: it does not depend on how the scorer cuts them."""
     entropy: float
     """Nats: entropy of the token frequencies within a text, mean over texts."""
     distinct: dict[int, float]
@@ -66,11 +68,16 @@ class TextScorer:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> TextScorer:
-        """A scorer from a local folder; nothing is fetched."""
+        """A scorer from a local folder, AR models that this package exported among them; nothing is fetched."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from dcdm.io.hub import register
+
         if not folder.is_dir():
-            raise ConfigError(f"--scorer {folder} is not a folder; give one that `save_pretrained` wrote")
+            raise ConfigError(
+                f"--scorer {folder} is not a folder; give one that `save_pretrained` or `dcdm import` wrote"
+            )
+        register()
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
@@ -126,9 +133,12 @@ def measure_quality(texts: Sequence[str], scorer: TextScorer, batch_size: int = 
     pairs, tokens = [scored[number] for number in kept], [tokens[number] for number in kept]
     mean, stderr = mean_and_stderr(pairs)
     perplexity = math.exp(mean)
+    size = sum(len(texts[number].encode()) for number in kept)
+    bits_per_byte = math.fsum(nats for nats, _ in pairs) / math.log(2) / size
     return Quality(
-        perplexity, known(perplexity * stderr), entropy(tokens), {n: distinct(tokens, n) for n in DISTINCT},
-        repetition(tokens), len(kept), sum(count for _, count in pairs), len(texts) - len(kept),
+        perplexity, known(perplexity * stderr), bits_per_byte, entropy(tokens),
+        {n: distinct(tokens, n) for n in DISTINCT}, repetition(tokens), len(kept), sum(count for _, count in pairs),
+        len(texts) - len(kept),
     )  # fmt: skip
 
 

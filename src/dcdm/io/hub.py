@@ -104,6 +104,11 @@ class DCDMForMaskedLM(_Wrapped):
 class DCDMForCausalLM(_Wrapped):
     """AR."""
 
+    def __init__(self, config: DCDMConfig) -> None:
+        if (kind := config.model_config().kind) != "ar":
+            raise ValueError(f"AutoModelForCausalLM is for AR, this is {kind}: load it by AutoModelForMaskedLM")
+        super().__init__(config)
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_: Any
     ) -> CausalLMOutput:

@@ -216,8 +216,8 @@ def carry_out(
 ) -> bool:
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
-    `only` and `seeds` choose the variants and the seeds to carry out, by default all; start weights that they need are
-    made with them. A stop is passed on to the runs, which save; the same call resumes them.
+    `only` and `seeds` choose the variants and the seeds to carry out, by default all; start weights that they need
+    are made with them. A stop is passed on to the runs, which save; the same call resumes them.
     """
     if unknown := sorted(set(only) - set(study.variants)):
         raise ConfigError(f"{', '.join(unknown)}: no such variant; choose from {', '.join(study.variants)}")
