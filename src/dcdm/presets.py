@@ -26,7 +26,8 @@ def _at_1_7b(**changes: object) -> ModelConfig:
 
 
 def _debug(**changes: object) -> ModelConfig:
-    base = ModelConfig("mdlm", BYTES_VOCAB, 128, 4, 4, 2, 32, 384, context_length=128)
+    """Frequencies of RoPE for short windows: masked diffusion learns faster with them, AR neither way."""
+    base = ModelConfig("mdlm", BYTES_VOCAB, 128, 4, 4, 2, 32, 384, context_length=128, rope_theta=10_000.0)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("learning_rate: 0.002", "learning_rate: 0.003"),
-                                          ("rope_theta: 1000000.0", "rope_theta: 3000000.0")])  # fmt: skip
+                                          ("rope_theta: 10000.0", "rope_theta: 30000.0")])  # fmt: skip
 def test_a_flipped_bit_in_the_settings_is_found_by_train_verify_and_load(old, new, place):
     text = (place / "settings.yaml").read_text()
     assert old in text

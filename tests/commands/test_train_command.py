@@ -447,6 +447,19 @@ def test_settings_come_from_preset_then_file_then_flags(tmp_path):
         run_settings.resolve("mdlm-debug", file)
 
 
+@pytest.mark.parametrize("other", [{"model.kind": "ar"}, {"model.kind": "lanes"}, None])
+def test_a_preset_s_noise_is_for_models_that_know_noise(other, tmp_path):
+    assert run_settings.resolve("bdlm-debug").objective.t_shape == "bell"
+    if other is None:
+        (tmp_path / "left.yaml").write_text("model: {predict: left}\n")
+        config = run_settings.resolve("bdlm-debug", tmp_path / "left.yaml")
+    else:
+        config = run_settings.resolve("mdlm-debug", changes=other)
+    assert config.objective.t_shape == "uniform"
+    with pytest.raises(ConfigError, match="t_shape=bell has no effect"):
+        run_settings.resolve("ar-debug", changes={"objective.t_shape": "bell"})
+
+
 def test_a_damaged_export_is_found(corpus, tmp_path):
     start("mdlm-debug", tmp_path / "run", corpus, train__steps=1)
     export(tmp_path / "run", tmp_path / "out")

@@ -14,10 +14,11 @@ from dcdm.data.store import PreparedData
 from dcdm.reproduction import measures, run
 from dcdm.reproduction.report import filled, regions, write_report
 from dcdm.reproduction.results import Places, gather, is_done, read_results
-from dcdm.reproduction.run import carry_out, measure_frequencies, prepare_data
-from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, tiny
+from dcdm.reproduction.run import PRESET, carry_out, measure_frequencies, prepare_data, settings_of
+from dcdm.reproduction.scale import TEST, TRAINING, VALIDATION, ZERO_SHOT, cpu, tiny
 from dcdm.reproduction.variants import RunSpec, variants
 from dcdm.training import run as training
+from dcdm.training.settings import preset_defaults, resolve
 
 WORDS = ("the", "a", "river", "house", "of", "green", "and", "was", "1907", "in", "song", "(", ",", ".", "old")
 
@@ -54,6 +55,19 @@ def finished(places: Places) -> Places:
         assert carry_out(spec, places) == 0
     gather(specs, places, "tiny")
     return places
+
+
+def test_nothing_of_a_comparison_rests_on_the_preset() -> None:
+    """Debug presets carry recipes of their own: another optimizer, other noise, another network."""
+    places = Places(Path("data"), Path("work"), Path("results"))
+    for variant in variants(cpu()).values():
+        spec = RunSpec(cpu(), variant, 1)
+        told = settings_of(spec, places)
+        config = resolve(PRESET, changes=told)
+        assert (config.model, config.objective) == (spec.model, spec.objective), variant.name
+        named = {*told, "train.betas", "train.weight_decay", "train.clip", "train.muon_momentum", "train.schedule"}
+        preset = {name for name in preset_defaults(PRESET) if name.startswith(("train.", "objective."))}
+        assert preset - named <= {"train.muon_rate"} if told["train.optimizer"] == "adamw" else not preset - named
 
 
 def stopping_after(steps: int):
@@ -176,7 +190,7 @@ def test_the_queue_stops_with_a_signal_and_resumes(places: Places, tmp_path: Pat
     state = run.work_off(chosen, own, 1, stop_at_once)
     assert not state.failed, own.log(chosen[0]).read_text()
     state = run.work_off(chosen, own, 1)
-    assert [one.name for one in state.done] == ["bdlm8-s7"]
+    assert [one.name for one in state.done] == ["bdlm8-s7"], state
 
 
 def test_frequencies_of_single_tokens_are_the_line_to_get_below(finished: Places) -> None:

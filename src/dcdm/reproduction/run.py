@@ -40,6 +40,7 @@ from dcdm.reproduction.scale import TRAINING, TUNING, VALIDATION, Scale, scale
 from dcdm.reproduction.variants import RunSpec, variants
 
 INTERRUPTED = 130
+PRESET = "mdlm-debug"  # where settings come from that no run of a comparison changes
 POLL = 0.5  # seconds
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OPERATIONS = 2.6e10  # per second of one core, as measured; used where no finished run says better
@@ -121,18 +122,7 @@ def _train(spec: RunSpec, places: Places) -> int:
         return 0
     if spec.parent is not None and (code := _train(spec.parent, places)):
         return code
-    tuning = spec.parent is not None
-    changes: dict[str, Any] = {f"model.{name}": value for name, value in spec.model.to_dict().items()}
-    changes |= {f"objective.{name}": value for name, value in spec.objective.to_dict().items()}
-    changes |= {
-        **spec.train, "data.sources": (str(places.prepared(spec.scale, tuning)),), "tensorboard": False,
-        "evaluate_every": spec.evaluate_every, "evaluate_sequences": spec.scale.curve_windows,
-        "evaluate_samples": spec.scale.curve_samples, "checkpoint_every": max(1, spec.steps // 10),
-        "keep_last": 1, "keep_best": 0, "log_every": max(1, spec.steps // 20),
-    }  # fmt: skip
-    if spec.parent is not None:
-        changes["init"] = str(places.model(spec.parent))
-    if code := run_training("mdlm-debug", folder, changes=changes, device="cpu", load_init=load_init):
+    if code := run_training(PRESET, folder, changes=settings_of(spec, places), device="cpu", load_init=load_init):
         return code
     aside = folder / "model.partial"
     shutil.rmtree(aside, ignore_errors=True)
@@ -140,6 +130,22 @@ def _train(spec: RunSpec, places: Places) -> int:
     aside.rename(done)
     shutil.rmtree(folder / "checkpoints")
     return 0
+
+
+def settings_of(spec: RunSpec, places: Places) -> dict[str, Any]:
+    """All that a run's training is told beside the preset, so that nothing of a comparison rests on the preset."""
+    changes: dict[str, Any] = {f"model.{name}": value for name, value in spec.model.to_dict().items()}
+    changes |= {f"objective.{name}": value for name, value in spec.objective.to_dict().items()}
+    changes |= {
+        "objective.t_shape": spec.objective.t_shape, "train.optimizer": "adamw", **spec.train,
+        "data.sources": (str(places.prepared(spec.scale, spec.parent is not None)),), "tensorboard": False,
+        "evaluate_every": spec.evaluate_every, "evaluate_sequences": spec.scale.curve_windows,
+        "evaluate_samples": spec.scale.curve_samples, "checkpoint_every": max(1, spec.steps // 10),
+        "keep_last": 1, "keep_best": 0, "log_every": max(1, spec.steps // 20),
+    }  # fmt: skip
+    if spec.parent is not None:
+        changes["init"] = str(places.model(spec.parent))
+    return changes
 
 
 def _forget_other(spec: RunSpec, folder: Path) -> None:

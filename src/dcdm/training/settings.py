@@ -169,7 +169,7 @@ class RunConfig:
 
 
 def preset_defaults(name: str) -> dict[str, Any]:
-    """What suits a small preset on a laptop better than the paper's settings."""
+    """What suits a small preset on a laptop better than the paper's settings; noise is for models that know it."""
     if "small" in name:
         return {
             "train.steps": 4_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
@@ -182,8 +182,8 @@ def preset_defaults(name: str) -> dict[str, Any]:
         return {"train.batch_size": batch}
     return {
         "train.steps": 1_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
-        "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "evaluate_every": 200, "evaluate_sequences": 32,
-        "checkpoint_every": 200,
+        "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "objective.t_shape": "bell", "evaluate_every": 200,
+        "evaluate_sequences": 32, "checkpoint_every": 200,
     }  # fmt: skip
 
 
@@ -223,14 +223,17 @@ def _sources(
         preset_name = preset_name or named
     if preset_name is None and "model" not in {*from_file, *changes}:
         raise ConfigError("--preset is missing; `dcdm presets` lists them")
-    from_preset: dict[str, Any] = {}
-    if preset_name is not None:
-        from_preset["model"] = preset(preset_name).to_dict()
-        for name, value in preset_defaults(preset_name).items():
-            _put(from_preset, name, value)
     asked: dict[str, Any] = {}
     for name, value in changes.items():
         _put(asked, name, value)
+    from_preset: dict[str, Any] = {}
+    if preset_name is not None:
+        from_preset["model"] = preset(preset_name).to_dict()
+        model = {**from_preset["model"], **from_file.get("model", {}), **asked.get("model", {})}
+        noisy = model["kind"] not in ("ar", "lanes") and model.get("predict") != "left"
+        for name, value in preset_defaults(preset_name).items():
+            if noisy or name != "objective.t_shape":
+                _put(from_preset, name, value)
     return [(f"preset {preset_name}", from_preset), (str(file), from_file), ("command line", asked)]
 
 
