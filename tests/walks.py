@@ -10,7 +10,7 @@ from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.loop import fill_canvas
 
 EXACT = ["ar", *tiny.VALID]
-ORDERED = ["chunk", "position", "steps:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
+ORDERED = ["chunk", "position", "steps:2", "dilated:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
 RANDOM = ["ancestral:3", "first-hitting"]
 
 

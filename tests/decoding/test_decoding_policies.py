@@ -30,6 +30,7 @@ PREDICTED = [[0.5, 0.5], [0.95, 0.05], [0.8, 0.2], [0.99, 0.01]]
         ("entropy:0.3", [0, 1, 0, 1]), ("entropy:0", [0, 0, 0, 1]),
         # (n+1)(1−c): 2·0.01, 3·0.05, 4·0.2, 5·0.5
         ("factor:0.16", [0, 1, 0, 1]), ("factor:0.81", [0, 1, 1, 1]), ("factor:0", [0, 0, 0, 1]),
+        ("dilated:2", [1, 0, 1, 0]), ("dilated:3", [1, 0, 0, 1]), ("dilated:9", [1, 0, 0, 0]),
         ("first-hitting", [0, 0, 0, 1]), ("ancestral:1", [1, 1, 1, 1]), ("ancestral:2", [0, 0, 1, 1]),
     ],
 )  # fmt: skip
@@ -48,6 +49,18 @@ def test_commit_policies_fill_a_candidate_and_nothing_else(name):
 def test_fixed_steps_end_with_the_chunk():
     assert commit_policy("steps:3")(view_of(PREDICTED, step=2)).all()
     assert commit_policy("steps:3")(view_of(PREDICTED, step=7)).all()
+
+
+@pytest.mark.parametrize(("steps", "size"), [(1, 5), (3, 8), (4, 16), (5, 3)])
+def test_dilated_forwards_fill_the_first_then_the_second_of_every_few_positions(steps, size):
+    open_, filled = [True] * size, []
+    for step in range(steps):
+        view = view_of([[0.5, 0.5]] * size, step, open_)
+        filled.append(commit_policy(f"dilated:{steps}")(view)[0].nonzero().flatten().tolist())
+        open_ = [was and at not in filled[-1] for at, was in enumerate(open_)]
+        if not any(open_):
+            break
+    assert filled == [list(range(step, size, steps)) for step in range(min(steps, size))]
 
 
 @pytest.mark.parametrize("text", ["best", "steps:0", "steps:1.5", "threshold:1.1", "threshold:x", "chunk:3"])

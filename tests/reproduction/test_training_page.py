@@ -5,14 +5,68 @@ from pathlib import Path
 
 import pytest
 
+from dcdm.reproduction.results import interval
+
 ROOT = Path(__file__).parents[2]
-COLUMNS = ["adamw-1", "adamw-2", "adamw-4", "muon-1", "muon-2", "muon-5", "muon-10", "muon-20"]
+PAGE = (ROOT / "docs/training.md").read_text()
+RATES = ["adamw-1", "adamw-2", "adamw-4", "muon-1", "muon-2", "muon-5", "muon-10", "muon-20"]
+RECIPES = {
+    "AdamW, the best of three rates": "adamw", "Muon": "muon", "Muon, noise in a bell": "bell",
+    "Muon, noise in a bell, RoPE for short windows": "theta", "Muon, noise clipped": "clipped",
+    "Muon, a third of the time as AR first": "from-ar", "Muon, blocks that grow": "grown",
+    "Muon, complementary pairs": "pairs",
+}  # fmt: skip
+"""Rows of the table of recipes → endings of the study's variants."""
+TEN_MINUTES = {
+    "`ar-debug`": "ar", "`lanes-debug`": "lanes", "`mdlm-debug`": "mdlm", "`bdlm-debug`": "bdlm",
+    "`dcdm-debug` (paper)": "paper", "`dcdm-debug-causal`": "causal", "`dcdm-moe-debug`": "moe",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "begins"), [("mdlm", "| MDLM, bound"), ("bdlm", "| BDLM, blocks of 8, bound")])
+def runs(study: str) -> dict:
+    return json.loads((ROOT / f"results/{study}.json").read_text())["runs"]
+
+
+def cells(begins: str) -> list[str]:
+    """The cells behind the first of the table's line that begins so."""
+    (line,) = (one for one in PAGE.splitlines() if one.startswith(f"| {begins} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize(("kind", "begins"), [("mdlm", "MDLM, bound"), ("bdlm", "BDLM, blocks of 8, bound")])
 def test_the_table_of_rates_quotes_the_results(kind, begins):
-    runs = json.loads((ROOT / "results/learn-rates.json").read_text())["runs"]
-    (line,) = (one for one in (ROOT / "docs/training.md").read_text().splitlines() if one.startswith(begins))
-    cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
-    figures = [runs.get(f"{kind}-{column}-s0") for column in COLUMNS]
-    assert cells == ["" if one is None else f"{one['valid']['nats_per_token']:.3f}" for one in figures]
+    known = runs("learn-rates")
+    figures = [known.get(f"{kind}-{column}-s0") for column in RATES]
+    assert cells(begins)[1:] == ["" if one is None else f"{one['valid']['nats_per_token']:.3f}" for one in figures]
+
+
+def mean(known: dict, variant: str, figure: str = "valid") -> str:
+    values = [known[run][figure]["nats_per_token"] for run in sorted(known) if run.rpartition("-s")[0] == variant]
+    found = interval(values)
+    if found is None:
+        return ""
+    return f"{found.mean:.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
+
+
+@pytest.mark.parametrize("row", RECIPES)
+def test_the_table_of_recipes_quotes_the_results(row):
+    known = runs("learn-recipes")
+    assert cells(row) == [mean(known, f"{kind}-{RECIPES[row]}") for kind in ("mdlm", "bdlm", "paper", "causal")]
+
+
+@pytest.mark.parametrize("row", TEN_MINUTES)
+def test_the_table_of_ten_minutes_quotes_the_results(row):
+    figures = runs("ten-minutes")[f"{TEN_MINUTES[row]}-s0"]
+    nats = {name: f"{figure['nats_per_token']:.3f}" for name, figure in figures.items()}
+    valid, chunk = cells(row)[1:]
+    if "4 lanes" in nats:
+        assert valid.startswith(f"{nats['4 lanes']} ")
+        assert [one for one in chunk.split() if "." in one] == [value for name, value in nats.items()]
+        return
+    assert valid.split()[0] == nats["valid"]
+    assert ("surrogate" in valid) == ("surrogate" in nats)
+    if "surrogate" in nats:
+        assert f"surrogate {nats['surrogate']}" in valid
+    if "chunk" in nats:
+        forwards = figures["chunk"]["forwards"]
+        assert chunk == f"{nats['chunk']} ({forwards:.0f} forward{'' if round(forwards) == 1 else 's'})"

@@ -23,6 +23,7 @@ from torch import Tensor
 from dcdm.config import ConfigError
 from dcdm.model.head import SLICE_BYTES
 
+OUTSIDE = 2**40  # behind every position
 OfPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(log-probabilities (n, V), their rows (n,), their places among the asked (n,)) → (n,)."""
 
@@ -171,6 +172,20 @@ def fixed_steps(steps: int) -> Rule:
     return rule
 
 
+def dilated(steps: int) -> Rule:
+    """The chunk in `steps` forwards, each filling every `steps`-th of its positions: first, second, third ones, ….
+
+    Positions that are filled together lie apart, and all but the first have their left neighbour before them.
+    """
+
+    def rule(view: View) -> Tensor:
+        left = (steps - view.step).clamp(min=1)  # of `left` neighbours that are still open, this forward fills one
+        rank = _rank(-view.position.masked_fill(~view.candidates, OUTSIDE).double())
+        return rank % left[:, None] == 0
+
+    return rule
+
+
 def threshold(least: float) -> Rule:
     """Every position whose best token has at least this probability; failing that, the best one."""
 
@@ -249,6 +264,10 @@ POLICIES: dict[str, Policy] = {
     "position": Policy(lambda _: most_confident, "The most confident position, one per forward."),
     "steps": Policy(
         lambda n: fixed_steps(int(n)), "The chunk in this many forwards, most confident positions first.", 4,
+        least=1, most=_MOST_STEPS, whole=True,
+    ),
+    "dilated": Policy(
+        lambda n: dilated(int(n)), "The chunk in this many forwards, each filling positions as far apart.", 16,
         least=1, most=_MOST_STEPS, whole=True,
     ),
     "threshold": Policy(
