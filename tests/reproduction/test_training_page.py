@@ -29,7 +29,7 @@ def runs(study: str) -> dict:
 
 def cells(begins: str) -> list[str]:
     """The cells behind the first of the table's line that begins so."""
-    (line,) = (one for one in PAGE.splitlines() if one.startswith(f"| {begins} |"))
+    (line,) = (one.strip() for one in PAGE.splitlines() if one.strip().startswith(f"| {begins} |"))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 

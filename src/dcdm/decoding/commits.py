@@ -267,7 +267,7 @@ POLICIES: dict[str, Policy] = {
         least=1, most=_MOST_STEPS, whole=True,
     ),
     "dilated": Policy(
-        lambda n: dilated(int(n)), "The chunk in this many forwards, each filling positions as far apart.", 16,
+        lambda n: dilated(int(n)), "The chunk in this many forwards, each of positions that far apart.", 16,
         least=1, most=_MOST_STEPS, whole=True,
     ),
     "threshold": Policy(
