@@ -261,7 +261,7 @@ def test_start_weights_come_from_a_run_and_from_an_export(corpus, tmp_path):
         torch.testing.assert_close(ours["embed_tokens.weight"], theirs["embed_tokens.weight"])
     for changes, message in (
         ({"model__hidden_size": 64}, "hidden_size=64"),
-        ({"model__rope_theta": 1e4}, "rope_theta=10000.0; there it is"),
+        ({"model__rope_theta": 3e4}, "rope_theta=30000.0; there it is"),
         ({"data__tokenizer": "bpe:270"}, "another tokenizer than that of the data"),
     ):
         with pytest.raises(ConfigError, match=message):
