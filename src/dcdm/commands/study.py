@@ -94,7 +94,7 @@ def study(
     else:
         say(f"no run of {asked.name} is finished in {work}")
     if not complete:
-        print("unfinished: the same command resumes", file=sys.stderr)
+        say("unfinished: the same command resumes")
         sys.exit(1)
 
 
