@@ -99,9 +99,9 @@ class ModelConfig:
     `kind` is `ar`, `mdlm`, `bdlm` (needs `block_size`) or `dcdm` (needs `num_chunks` and `chunk_dim`).
     `routing`, `prior`, `prior_weight` and `chunk_growth` say how a `dcdm` model forms its chunks. A model of kind
     `lanes` writes many runs of a text at once, each from left to right; the field `lanes` lists the numbers of
-    lanes to train with, and `num_chunks` and `chunk_dim` give it a chunking attention. `predict` says what predicts
-    a token: a MASK slot in its own place, or, for partitions that do not depend on noise, the token on its left
-    wherever that is known.
+    lanes to train with, `num_chunks` and `chunk_dim` give it a chunking attention, `drafts` a draft head. `predict`
+    says what predicts a token: a MASK slot in its own place, or, for partitions that do not depend on noise, the
+    token on its left wherever that is known.
     `vocab_size` counts the three specials BOS, PAD and MASK, which are its last three ids.
     The backbone is Qwen3's; with `attention_bias` and without `qk_norm` it is Qwen2's, with neither Llama's.
     """
@@ -134,6 +134,8 @@ class ModelConfig:
     lanes: tuple[int, ...] | None = None
     lane_weights: tuple[float, ...] | None = None
     """How often training draws each of `lanes`, relative to the others; None: all alike."""
+    drafts: int = 0
+    """How many tokens of each lane a head guesses ahead, for decoding that verifies them; 0: there is no head."""
     attention_bias: bool = False
     """Whether queries, keys and values have a bias."""
     qk_norm: bool = True
@@ -167,8 +169,8 @@ class ModelConfig:
 
     def _check_lanes(self) -> None:
         if self.kind != "lanes":
-            for name in ("lanes", "lane_weights"):
-                if getattr(self, name) is not None:
+            for name in ("lanes", "lane_weights", "drafts"):
+                if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name}={getattr(self, name)} belongs to kind 'lanes', not {self.kind!r}")
             if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
                 what = "the paper's routing" if self.kind == "dcdm" else f"kind {self.kind!r}"
@@ -178,6 +180,7 @@ class ModelConfig:
                 )
             return
         object.__setattr__(self, "predict", "left")
+        _at_least("drafts", self.drafts, 0)
         if not isinstance(self.lanes, list | tuple | None):
             raise ConfigError(f"lanes={self.lanes!r} must be a list of numbers of lanes, such as [1, 2, 4]")
         lanes = DEFAULT_LANES if self.lanes is None else tuple(self.lanes)
@@ -334,7 +337,7 @@ class ModelConfig:
         values = asdict(self)
         if self.predict == "mask":
             del values["predict"], values["lanes"]
-        for name in ("lane_weights", "attention_bias", "qk_norm", "rope_scaling", "hide_specials"):
+        for name in ("lane_weights", "drafts", "attention_bias", "qk_norm", "rope_scaling", "hide_specials"):
             if getattr(self, name) == getattr(ModelConfig, name):
                 del values[name]
         return values

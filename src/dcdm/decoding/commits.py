@@ -61,6 +61,12 @@ class Distributions:
         whole[self._row[chosen], self._at[chosen]] = values.to(whole.dtype)
         return whole
 
+    def states_at(self, row: Tensor, at: Tensor) -> Tensor:
+        """(n, …): the states that predict these places."""
+        number = torch.full(self.valid.shape, -1, device=self.valid.device)
+        number[self._row, self._at] = torch.arange(len(self._row), device=number.device)
+        return self._states[number[row, at]]
+
     @cached_property
     def best(self) -> tuple[Tensor, Tensor]:
         """The log-probability and the id of the most probable token, each (B, A); −inf and 0 at fillers."""

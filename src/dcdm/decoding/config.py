@@ -30,6 +30,7 @@ class DecodingOptions(TypedDict, total=False):
     cache: str
     adablock: AdaBlock | None
     lanes: int | None
+    drafts: int | None
     revise: Revise | float | None
 
 
@@ -80,6 +81,8 @@ class DecodingConfig:
     """For models that write in lanes: how many, so many tokens a forward; None is the model's default."""
     revise: Revise | None = None
     """Prompts are drafts, of which the least sure tokens are written again."""
+    drafts: int | None = None
+    """For models with a draft head: how many tokens of each lane are guessed ahead; None is the model's number."""
 
     @classmethod
     def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
@@ -100,6 +103,7 @@ class DecodingConfig:
             options.get("cache", "auto"),
             options.get("lanes"),
             Revise.of(options.get("revise")),
+            options.get("drafts"),
         )
 
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
@@ -124,7 +128,8 @@ class DecodingConfig:
             )
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
-        return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes)
+        drafts = resolve_drafts(config, self.drafts, cache)
+        return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts)
 
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
@@ -157,6 +162,22 @@ def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
     if whole_number("lanes", lanes) < 1:
         raise ConfigError(f"lanes={lanes} must be at least 1")
     return lanes
+
+
+def resolve_drafts(config: ModelConfig, drafts: int | None, cache: str) -> int:
+    """The number of tokens to guess ahead that None means, or a refusal of what does not fit."""
+    if drafts is None:
+        return 0 if cache == "none" else config.drafts
+    if whole_number("drafts", drafts) < 0:
+        raise ConfigError(f"drafts={drafts} must be at least 0; 0 guesses nothing ahead")
+    if drafts and not config.drafts:
+        raise ConfigError(
+            f"drafts={drafts} needs a model with a draft head; train one of kind lanes with model.drafts={drafts}, "
+            "or leave drafts out"
+        )
+    if drafts and cache == "none":
+        raise ConfigError(f"drafts={drafts} needs the cache; leave cache='none' out, or set drafts=0")
+    return drafts
 
 
 def default_commit(config: ModelConfig) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, Distributions, View
+from dcdm.decoding.drafts import Drafter, Drafts, goes_on, propose, verify
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Router
 from dcdm.model.layout import RaggedIndex, stack_rows
@@ -82,9 +83,11 @@ class Filling:
     """
 
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None
-    ) -> None:
-        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies."""
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies, `ahead` (B,)
+        how many tokens of each lane are guessed ahead, where lanes have a pace of their own."""
         self.z, self.real, self.router, self.predict = z.clone(), sets.real, router, predict
         self.order = (
             torch.zeros(z.shape, dtype=torch.float64, device=z.device) if order is None else order.to(z.device)
@@ -93,32 +96,42 @@ class Filling:
         self.counts = Counts.zero(len(z))
         self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
         """(B,): forwards that the active chunk has had, and its number from 1."""
+        self.ahead = torch.zeros_like(self.steps) if ahead is None else ahead.to(z.device)
+        self.lane = torch.zeros_like(z) if router.lanes is None else router.lanes
+        self.drafts = Drafts.none(predict.model)
 
-    def join(self, z: Tensor, sets: Sets, router: Router, order: Tensor) -> None:
+    def join(self, z: Tensor, sets: Sets, router: Router, order: Tensor, ahead: Tensor | None = None) -> None:
         """Rows behind those that are there; the predictor is told by the caller."""
         pad = self.predict.model.config.pad_id
-        new = Filling(z, sets, router, self.predict, order)
-        for name, filler in (("z", pad), ("real", False), ("revealed", False), ("order", 0.0)):
+        new = Filling(z, sets, router, self.predict, order, ahead)
+        for name, filler in (("z", pad), ("real", False), ("revealed", False), ("order", 0.0), ("lane", 0)):
             setattr(self, name, stack_rows(getattr(self, name), getattr(new, name), filler))
         self.route = routes.Route(
             stack_rows(self.route.ids, new.route.ids, -1), stack_rows(self.route.active, new.route.active, False)
         )
         self.counts = self.counts.stack(new.counts)
-        self.steps, self.chunk = torch.cat([self.steps, new.steps]), torch.cat([self.chunk, new.chunk])
+        for name in ("steps", "chunk", "ahead"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(new, name)]))
         self.router.join(router)
 
     def keep_rows(self, rows: Tensor) -> None:
         """All rows leave but these, which are in ascending order; positions that nobody has any more go too."""
         length = max(1, int(self.real[rows].sum(dim=-1).max())) if len(rows) else 1
-        for name in ("z", "real", "revealed", "order"):
+        for name in ("z", "real", "revealed", "order", "lane"):
             setattr(self, name, getattr(self, name)[rows, :length])
         self.route = routes.Route(self.route.ids[rows, :length], self.route.active[rows, :length])
         self.counts = self.counts.of(rows.cpu())
-        self.steps, self.chunk = self.steps[rows], self.chunk[rows]
+        self.steps, self.chunk, self.ahead = self.steps[rows], self.chunk[rows], self.ahead[rows]
+        self.drafts = self.drafts.keep_rows(rows)
         self.router.keep_rows(rows, length)
 
-    def step(self, commit: Commit, reveal: Reveal, closed: Tensor | None = None) -> Committed | None:
-        """One forward; None if nothing is left to fill. `closed` (B, L): positions that need no token any more."""
+    def step(
+        self, commit: Commit, reveal: Reveal, closed: Tensor | None = None, drafter: Drafter | None = None
+    ) -> Committed | None:
+        """One forward; None if nothing is left to fill. `closed` (B, L): positions that need no token any more.
+
+        Rows whose lanes have a pace of their own need a `drafter`.
+        """
         router, revealed, z = self.router, self.revealed, self.z
         closed = revealed if closed is None else revealed | closed
         pending = self.real & ~closed
@@ -134,25 +147,51 @@ class Filling:
             stage_one = found.stage_one if torch.equal(asking, busy) else None
             self.counts.rounds += (asking & router.counted).cpu()
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
-        asked = self.route.active & pending
-        predicted = self.predict(z, revealed, routes.Route(self.route.ids, asked, stage_one))
+        asked, given = self.route.active & pending, z
+        drafts = self.drafts[pending[self.drafts.row, self.drafts.position]]
+        drafted = drafts.places(z.shape)
+        if len(drafts):
+            now = self.route.level()
+            asked = asked | (torch.nn.functional.pad(drafted[:, :-1], (1, 0)) & pending)
+            self.route = routes.Route(torch.where(asked, now, self.route.ids), asked)
+            given = z.clone()
+            given[drafts.row, drafts.position] = drafts.token
+        predicted = self.predict(given, revealed, routes.Route(self.route.ids, asked, stage_one))
         where = RaggedIndex(asked)
         distributions = self.predict.distributions(where.valid, predicted.states)
         view = View(distributions, where.valid, where.index, self.steps, where.pick(self.order))
         if router.narrows:
             self.route = router.narrow(self.route, view, spent & busy)
             view = replace(view, candidates=where.valid & where.pick(self.route.active))
-        fill = commit(view)
+        fill, instead = commit(view), None
+        if len(drafts):
+            assert drafter is not None
+            checked = verify(drafts, view, where, drafted, self.predict.log_p_of, drafter)
+            fill, instead = fill & checked.fill, checked.tokens
+            self.predict.settle(checked.stands)
         tokens = reveal(view, fill)
+        if instead is not None:
+            tokens = torch.where(instead >= 0, instead, tokens)
         row, at = fill.nonzero(as_tuple=True)
         z[row, view.position[row, at]] = tokens[row, at]
         revealed[row, view.position[row, at]] = True
         self.steps = self.steps + 1
+        if drafter is not None and bool(self.ahead.any()):
+            self._look_ahead(view, fill, tokens, pending & ~revealed, drafter)
         counts = self.counts
         counts.forwards += busy.cpu()
         counts.computed += torch.where(busy, predicted.computed, 0).cpu()
         counts.reused += torch.where(busy, predicted.reused, 0).cpu()
         return Committed(view.position, tokens, fill, distributions, self.chunk, counts.forwards)
+
+    def _look_ahead(self, view: View, fill: Tensor, tokens: Tensor, left: Tensor, drafter: Drafter) -> None:
+        """Guess what follows; places behind guesses that fell are asked for again. `left` (B, L) is still open."""
+        void = self.route.active & left & (self.ahead > 0)[:, None]
+        self.route = routes.Route(torch.where(void, routes.LATER, self.route.ids), self.route.active & ~void)
+        predict = self.predict
+        self.drafts = propose(
+            predict.model, view, fill, tokens, goes_on(self.lane, left), self.ahead, predict.log_p_of, drafter
+        )
 
 
 @torch.no_grad()
@@ -165,12 +204,15 @@ def fill_canvas(
     reveal: Reveal,
     *,
     order: Tensor | None = None,
+    ahead: Tensor | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[Tensor, Counts]:
     """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk.
 
-    `order` (B, L) is the noise of random commit policies. Returns the filled canvas and what it cost.
+    `order` (B, L) is the noise of random commit policies; `ahead` (B,) and `drafter` are for lanes with drafts.
+    Returns the filled canvas and what it cost.
     """
-    filling = Filling(z, sets, router, predict, order)
-    while filling.step(commit, reveal) is not None:
+    filling = Filling(z, sets, router, predict, order, ahead)
+    while filling.step(commit, reveal, drafter=drafter) is not None:
         pass
     return filling.z, filling.counts

@@ -19,7 +19,7 @@ from dcdm.decoding.prefixes import Beginning, PrefixStore
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.attention import at_least_fp32
 from dcdm.model.layout import RaggedIndex, stack_rows, widen
-from dcdm.model.masks import CLEAN, NOISY, Slots, led_positions
+from dcdm.model.masks import CLEAN, GUESSES, NOISY, Slots, led_positions
 from dcdm.model.transformer import Model, Sets
 
 
@@ -74,12 +74,15 @@ class Predictor(ABC):
 
     def distributions(self, valid: Tensor, states: Tensor) -> Distributions:
         """Those of `Predicted.states`, at the True places of `valid` (B, A)."""
+        return Distributions(valid, states, self.log_p_of, self.model.config.vocab_size)
 
-        def log_p_of(part: Tensor) -> Tensor:
-            logits = predictable(self.model, part)
-            return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
+    def log_p_of(self, states: Tensor) -> Tensor:
+        """Log-probabilities (…, V) of the tokens that can be predicted."""
+        logits = predictable(self.model, states)
+        return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
 
-        return Distributions(valid, states, log_p_of, self.model.config.vocab_size)
+    def settle(self, stands: Tensor) -> None:  # noqa: B027
+        """Told which guesses (B, L) of the last forward are part of the text."""
 
 
 class Uncached(Predictor):
@@ -112,6 +115,8 @@ class Cached(Predictor):
         """(R,): the rows of the batch that are remembered, ascending."""
         self.beginnings: list[Beginning | None] = []
         """What of each row may serve others, until it has been written."""
+        self._guesses: list[tuple[Tensor, RaggedIndex, Tensor]] = []
+        """Of each pass of the last forward that read any: rows, positions, places in the cache."""
         if sets is not None:
             self.add_rows(sets.real)
 
@@ -145,7 +150,8 @@ class Cached(Predictor):
         count, rows = len(z), self.rows
         self.written = widen(self.written, z.shape[1], False)  # a row without a cache may be the longest
         z, revealed, route = z[rows], revealed[rows], Route(route.ids[rows], route.active[rows])
-        need = self._needed(revealed, route)
+        need = self._needed(z, revealed, route)
+        self._guesses = []
         row, position = route.active.nonzero(as_tuple=True)
         slot = torch.where(need.led[row, position], position - 1, position).clamp(min=0)
         sizes = need.size()
@@ -167,7 +173,14 @@ class Cached(Predictor):
         assert states is not None
         return Predicted(states, computed, reused)
 
-    def _needed(self, revealed: Tensor, route: Route) -> _Needed:
+    def settle(self, stands: Tensor) -> None:
+        stands = stands[self.rows]
+        for rows, where, index in self._guesses:
+            self.cache.promote(rows, index, where.pick(stands[rows]) & where.valid)
+        self._guesses = []
+        self.written |= stands
+
+    def _needed(self, z: Tensor, revealed: Tensor, route: Route) -> _Needed:
         """The slots of the next pass.
 
         Where the model predicts from the left, and in AR, the tokens that were committed last come in and predict
@@ -179,28 +192,39 @@ class Cached(Predictor):
             new = real & (ids < level) & revealed & ~self.written
             led = led_positions(ids) & route.active
             asked = F.pad(led[:, 1:], (0, 1))  # the slots on the left of what is led
-            return _Needed(asked & new, route.active & ~led, new & ~asked, led)
+            guesses = route.active & ~revealed & (z != self.model.config.mask_id)
+            led = led | (route.active & F.pad(guesses[:, :-1], (1, 0)))
+            return _Needed(asked & new, route.active & ~led, new & ~asked, led, guesses)
         earlier = real & (ids < level) & ~self.written
         if self.model.config.kind == "ar":
             last = real & (ids == level - 1)
-            return _Needed(last, nothing, earlier & ~last, route.active)
-        return _Needed(nothing, real & (ids == level), earlier, nothing)
+            return _Needed(last, nothing, earlier & ~last, route.active, nothing)
+        return _Needed(nothing, real & (ids == level), earlier, nothing, nothing)
 
     def _pass(self, z: Tensor, route: Route, need: _Needed, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The states (n, Q, d) of some rows' leaders and seeds, and the place of each position (n, L) in them."""
+        """The states (n, Q, d) of some rows' leaders, seeds and guesses, and the place of each position (n, L) in
+        them."""
         clean = CLEAN if self.model.config.predicts_from_left else NOISY
         z, route = z[rows], Route(route.ids[rows], route.active[rows])
-        leaders, seeds, rest = (RaggedIndex(part[rows]) for part in (need.leaders, need.seeds, need.rest))
+        parts = [RaggedIndex(part[rows]) for part in (need.leaders, need.seeds, need.guesses, need.rest)]
+        leaders, seeds, guesses, rest = parts
         slots = Slots.cat(
-            self._slots(z, route, leaders, clean), self._slots(z, route, seeds), self._slots(z, route, rest, clean)
-        )
-        keep = torch.cat([leaders.valid, torch.zeros_like(seeds.valid), rest.valid], dim=1)
-        tokens = torch.cat([part.pick(z) for part in (leaders, seeds, rest)], dim=1)
+            self._slots(z, route, leaders, clean), self._slots(z, route, seeds),
+            self._slots(z, route, guesses, guesses.pick(_streams(need.guesses[rows]))),
+            self._slots(z, route, rest, clean),
+        )  # fmt: skip
+        stays = (True, False, False, True)
+        keep = torch.cat([part.valid & kept for part, kept in zip(parts, stays, strict=True)], dim=1)
+        tokens = torch.cat([part.pick(z) for part in parts], dim=1)
         first_seed = leaders.index.shape[1]
-        states = self.model.extend(tokens, slots, keep, self.cache, first_seed + seeds.index.shape[1], rows)
+        first_guess = first_seed + seeds.index.shape[1]
+        answers = first_guess + guesses.index.shape[1]
+        states = self.model.extend(tokens, slots, keep, self.cache, answers, rows)
         home = torch.zeros_like(z)
-        for part, first in ((leaders, 0), (seeds, first_seed)):
+        for part, first in ((leaders, 0), (seeds, first_seed), (guesses, first_guess)):
             part.put(home, first + torch.arange(part.index.shape[1], device=z.device).expand_as(part.index))
+        if answers > first_guess:
+            self._guesses.append((rows, guesses, self.cache.index[:, first_guess:answers]))
         return states, home
 
     def _remember(self) -> None:
@@ -218,9 +242,17 @@ class Cached(Predictor):
             self.rows, self.written = self.rows[kept], self.written[kept]
             self.beginnings = [self.beginnings[row] for row in kept.tolist()]
 
-    def _slots(self, z: Tensor, route: Route, where: RaggedIndex, stream: int = NOISY) -> Slots:
+    def _slots(self, z: Tensor, route: Route, where: RaggedIndex, stream: Tensor | int = NOISY) -> Slots:
         chunk = torch.where(where.valid, where.pick(route.ids), -1)
-        return Slots.of(chunk, where.pick(z) == self.model.config.mask_id, stream, position=where.index)
+        masked = where.pick(z) == self.model.config.mask_id
+        return Slots(where.index, chunk, torch.zeros_like(chunk) + stream, masked)
+
+
+def _streams(guesses: Tensor) -> Tensor:
+    """(B, L): the stream of each guess, one for every run of them."""
+    place = torch.arange(guesses.shape[1], device=guesses.device)
+    begins = guesses & ~F.pad(guesses[:, :-1], (1, 0))
+    return GUESSES + torch.where(begins, place, 0).cummax(dim=-1).values
 
 
 @dataclass(frozen=True)
@@ -235,9 +267,11 @@ class _Needed:
     """Tokens that are only written; they stay."""
     led: Tensor
     """Of the active positions those that the slot on their left predicts."""
+    guesses: Tensor
+    """Tokens that may turn out wrong and predict what stands on their right; they pass unless told otherwise."""
 
     def size(self) -> Tensor:
-        return sum(part.sum(dim=-1) for part in (self.leaders, self.seeds, self.rest))  # type: ignore[return-value]
+        return sum(part.sum(dim=-1) for part in (self.leaders, self.seeds, self.guesses, self.rest))  # type: ignore[return-value]
 
 
 FILLERS = 64
@@ -274,6 +308,9 @@ class MixedPredictor(Predictor):
 
     def keep_rows(self, rows: Tensor, length: int) -> None:
         self.cached.keep_rows(rows, length)
+
+    def settle(self, stands: Tensor) -> None:
+        self.cached.settle(stands)
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         busy = route.active.any(dim=-1)

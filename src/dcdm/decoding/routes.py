@@ -158,8 +158,10 @@ def router_of(
     name: str = "auto",
     adablock: AdaBlock | None = None,
     lanes: int | Tensor | None = None,
+    paced: bool = False,
 ) -> Router:
-    """The routing policy `name` for a model; "auto" is the one of its kind. `lanes`: of all rows, or each (B,)."""
+    """The routing policy `name` for a model; "auto" is the one of its kind. `lanes`: of all rows, or each (B,);
+    `paced` lets each of them run as far as it gets."""
     config = model.config
     check_routing(config, name)
     if name == "adablock":
@@ -174,7 +176,7 @@ def router_of(
         return _CausalRounds(model, sets)
     if config.kind == "lanes":
         ids, lane = routing.lane_partition(config, sets.free, sets.real, lanes)
-        return _Fixed(sets, ids, ids, lane)
+        return _Paced(sets, lane) if paced else _Fixed(sets, ids, ids, lane)
     fixed = routing.fixed_partition(config, sets.free, sets.real, index)
     if not name.startswith("blocks"):
         return _Fixed(sets, fixed, fixed)
@@ -200,6 +202,29 @@ class _Fixed(Router):
 
     def state(self) -> tuple[str, ...]:
         return ("real", "ids", "turn")
+
+
+class _Paced(Router):
+    """The first open position of every lane; ids count the forwards after which a token is known."""
+
+    policy = "paced"
+
+    def __init__(self, sets: Sets, lanes: Tensor) -> None:
+        super().__init__()
+        self.real, self.lanes, self.lane = sets.real, lanes, lanes
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        pending = self.real & ~revealed
+        place = torch.arange(pending.shape[1], device=pending.device)
+        upto = torch.where(pending, place, -1).cummax(dim=-1).values
+        before = torch.nn.functional.pad(upto[:, :-1], (1, 0), value=-1)  # the open position before each
+        active = pending & ((before < 0) | (self.lane.gather(1, before.clamp(min=0)) != self.lane))
+        known = torch.where(route.ids < LATER, route.ids, 0)
+        ids = torch.where(active, known.amax(dim=-1, keepdim=True) + 1, torch.where(pending, LATER, route.ids))
+        return Route(torch.where(self.real, ids, -1), active)
+
+    def state(self) -> tuple[str, ...]:
+        return ("real", "lane")
 
 
 class _FromNoise(Router):

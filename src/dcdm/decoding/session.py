@@ -19,6 +19,7 @@ from torch import Tensor
 from dcdm.decoding.commits import View, commit_policy, mixed_commit
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Guide
+from dcdm.decoding.drafts import stands_or_instead
 from dcdm.decoding.loop import Committed, Filling
 from dcdm.decoding.predictors import MixedPredictor
 from dcdm.decoding.prefixes import PrefixStore, beginning_of
@@ -150,6 +151,11 @@ class Text:
         """The commit policy of the window that is being filled."""
         return self.decoding.commit
 
+    @property
+    def drafts(self) -> int:
+        """How many tokens of each lane are guessed ahead; none where they must match something."""
+        return 0 if self.guides else self.decoding.drafts or 0
+
     def forced(self) -> list[int] | None:
         """The tokens to place instead of drawn ones, for the whole canvas; None draws."""
         return None
@@ -245,7 +251,8 @@ class Decoding:
         self.texts: list[Text] = []
         self.forwards = 0
         self._new: list[Text] = []
-        self._uniform = torch.zeros(0, 1, dtype=torch.float64)
+        self._uniform = torch.zeros(0, 1, 3, dtype=torch.float64)
+        """(B, L, 3): numbers for a token, for a guess at it, and for whether the guess stands."""
         self._predict = MixedPredictor(model, prefixes)
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
@@ -273,7 +280,7 @@ class Decoding:
             self._settle()
         if not self.texts:
             return 0
-        committed = self._filling.step(self._commit, self._reveal, self._void())
+        committed = self._filling.step(self._commit, self._reveal, self._void(), self)
         count = len(self.texts)
         if committed is not None:
             self.forwards += 1
@@ -289,23 +296,26 @@ class Decoding:
         length = max(map(len, lines))
         z = torch.tensor([line + [config.pad_id] * (length - len(line)) for line in lines], device=device)
         sets = self.model.sets(z, z != config.mask_id)
-        order, chances = (torch.cat([text.noise(use, length) for text in texts]) for use in ("order", "token"))
-        self._uniform = stack_rows(self._uniform, chances, 0.0)
+        order = torch.cat([text.noise("order", length) for text in texts])
+        uses = ("token", "guess", "verify") if config.drafts else ("token",) * 3
+        chances = [torch.cat([text.noise(use, length) for text in texts]) for use in uses]
+        self._uniform = stack_rows(self._uniform, torch.stack(chances, dim=-1), 0.0)
 
-        def alike(row: int) -> tuple[str, AdaBlock | None, bool]:
+        def alike(row: int) -> tuple[str, AdaBlock | None, bool, bool]:
             decoding = texts[row].decoding
-            return decoding.routing, decoding.adablock, decoding.cache == "none"
+            return decoding.routing, decoding.adablock, decoding.cache == "none", texts[row].drafts > 0
 
-        for (routing, adablock, uncached), group in groupby(range(len(texts)), alike):
+        for (routing, adablock, uncached, paced), group in groupby(range(len(texts)), alike):
             rows = list(group)
             part, own = slice(rows[0], rows[-1] + 1), texts[rows[0] : rows[-1] + 1]
             places = Sets(sets.real[part], sets.visible[part], sets.free[part])
             index = torch.tensor([text.index for text in own])
             lanes = torch.tensor([text.decoding.lanes for text in own]) if config.kind == "lanes" else None
-            router = router_of(self.model, places, index, routing, adablock, lanes)
+            router = router_of(self.model, places, index, routing, adablock, lanes, paced)
             for at, text in enumerate(own):
                 text.lanes = [] if router.lanes is None else router.lanes[at].tolist()
-            self._filling.join(z[part], places, router, order[part])
+            ahead = torch.tensor([text.drafts for text in own])
+            self._filling.join(z[part], places, router, order[part], ahead)
             if not uncached:
                 beginnings = [
                     beginning_of(config, lines[row])
@@ -378,16 +388,14 @@ class Decoding:
 
     def _reveal(self, view: View, fill: Tensor) -> Tensor:
         """Tokens for what is filled, each drawn with its own uniform number."""
-        chances = self._chances.gather(1, view.position)
-        samplings = [text.decoding.sampling for text in self.texts]
         tokens = torch.zeros_like(view.position)
-        for sampling in dict.fromkeys(samplings):
+        for sampling, mine in self._samplings():
 
             def draw(log_p: Tensor, row: Tensor, at: Tensor, sampling: Sampling = sampling) -> Tensor:
-                return sampling.draw(sampling.log_p(log_p), chances[row, at])
+                return sampling.draw(sampling.log_p(log_p), self._chances[row, view.position[row, at], 0])
 
-            mine = torch.tensor([each == sampling for each in samplings], device=fill.device)[:, None]
-            tokens = torch.where(mine, view.predicted.measure(draw, fill & mine, 0), tokens)
+            asked = fill & mine[:, None]
+            tokens = torch.where(mine[:, None], view.predicted.measure(draw, asked, 0), tokens)
         for row, text in enumerate(self.texts):
             for guide in text.guides:
                 self._guided(view, fill, row, guide, tokens)
@@ -396,6 +404,34 @@ class Decoding:
                     view.position[row].clamp(max=len(forced) - 1)
                 ]
         return tokens
+
+    def _samplings(self) -> list[tuple[Sampling, Tensor]]:
+        """Each way to draw that there is, with the rows (B,) bool that draw so."""
+        every = [text.decoding.sampling for text in self.texts]
+        device = self._filling.z.device
+        return [(one, torch.tensor([each == one for each in every], device=device)) for one in dict.fromkeys(every)]
+
+    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        """As `Drafter` says: a guess at each place, drawn with a uniform number of its own."""
+        tokens = torch.zeros_like(row)
+        for sampling, rows in self._samplings():
+            mine = rows[row]
+            chance = self._chances[row[mine], position[mine], 1]
+            tokens[mine] = sampling.draw(sampling.log_p(log_q[mine]), chance)
+        return tokens
+
+    def verify(
+        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `Drafter` says."""
+        right, instead = torch.zeros_like(row, dtype=torch.bool), torch.zeros_like(row)
+        for sampling, rows in self._samplings():
+            mine = rows[row]
+            draw, accept = (self._chances[row[mine], position[mine], use] for use in (0, 2))
+            right[mine], instead[mine] = stands_or_instead(
+                sampling, log_p[mine], log_q[mine], token[mine], accept, draw
+            )
+        return right, instead
 
     def _guided(self, view: View, fill: Tensor, row: int, guide: Guide, tokens: Tensor) -> None:
         """Draw once more what a row fills within a guide, from what the guide allows."""
@@ -415,7 +451,7 @@ class Decoding:
         places = view.position[row, columns]
         order = places.argsort()
         log_p, columns, places = log_p[order], columns[order], places[order]
-        sampling, chances = self.texts[row].decoding.sampling, self._chances[row, places]
+        sampling, chances = self.texts[row].decoding.sampling, self._chances[row, places, 0]
 
         def draw(number: int, allowed: Tensor) -> int:
             own = log_p[number].masked_fill(~allowed.to(log_p.device), -torch.inf)[None]

@@ -16,6 +16,7 @@ from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
+from dcdm.model.drafting import SHARE, guesses
 from dcdm.model.head import weighted_nll
 from dcdm.model.routing import fixed_partition
 from dcdm.model.transformer import Encoded, Model
@@ -66,8 +67,14 @@ class Loss:
     """Free tokens of this batch."""
     chunk_loss: Tensor | None = None
     moe_loss: Tensor | None = None
+    draft_loss: Tensor | None = None
+    """Cross-entropy of the draft head's guesses, of which the rest of the network learns nothing."""
     counts: Tensor | None = None
     """N_k per sequence (B, K), without BOS and PAD."""
+
+
+DRAFT_WEIGHT = 0.1
+"""Of the draft head's loss: its steps hardly depend on it, the norm at which all gradients are clipped does."""
 
 
 def loss(
@@ -190,7 +197,7 @@ def _with_balance(
     """Add the auxiliary losses to the cross-entropy and count the chunks."""
     config, total = model.config, nll
     counted = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id)
-    chunk_loss = moe_loss = counts = None
+    chunk_loss = moe_loss = draft_loss = counts = None
     if config.kind == "dcdm":
         assert config.num_chunks is not None
         assert encoded.chunk_ids is not None
@@ -207,7 +214,23 @@ def _with_balance(
         moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, global_batch.total)
         moe_loss = moe_loss / global_batch.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
-    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)
+    if config.drafts:
+        draft_loss = _draft_loss(model, batch, encoded) / global_batch.tokens.clamp(min=1)
+        total = total + DRAFT_WEIGHT * draft_loss
+    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, draft_loss, counts)
+
+
+def _draft_loss(model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+    """Cross-entropy of the draft head's guesses, scaled to what all rows would add; it moves the head alone."""
+    assert model.drafting is not None
+    assert encoded.chunk_ids is not None
+    count = model.config.drafts
+    chosen = (_rows(batch)[0] % SHARE == 0).to(batch.tokens.device)
+    tokens, ids, states = batch.tokens[chosen], encoded.chunk_ids[chosen], encoded.states[chosen].detach()
+    embedded = model.embed_tokens(tokens).detach()
+    made, truths = guesses(model.drafting, states, embedded, tokens, ids, count)
+    summed = weighted_nll(made, model.head_weight().detach(), truths, torch.ones_like(truths))
+    return summed * SHARE / count
 
 
 def _rows(batch: Batch) -> tuple[Tensor, int]:

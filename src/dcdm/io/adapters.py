@@ -18,6 +18,7 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.files import UnreadableFile, listed_file, read_json_object
 from dcdm.model import lora
+from dcdm.model.transformer import OWN_PARTS
 
 SETTINGS, PEFT, WEIGHTS = "dcdm.json", "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model.model."
@@ -62,7 +63,7 @@ def of_state(
 ) -> Adapter:
     """The adapter in the state dict of a model that was trained with one."""
     tensors = {
-        n: v for n, v in state.items() if n.rpartition(".")[2] in (lora.A, lora.B) or n.startswith("chunking.")
+        n: v for n, v in state.items() if n.rpartition(".")[2] in (lora.A, lora.B) or n.startswith(OWN_PARTS)
     }
     if (addend := state.get(f"embed_tokens.{lora.ROWS}")) is not None:
         tensors[EMBEDDING] = state[EMBEDDING][-NUM_SPECIALS:] + addend
@@ -71,7 +72,7 @@ def of_state(
 
 def frozen(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a model that was trained with an adapter has from its base, unchanged: all but the special rows."""
-    kept = {n: v for n, v in state.items() if not lora.is_adapter(n) and not n.startswith("chunking.")}
+    kept = {n: v for n, v in state.items() if not lora.is_adapter(n) and not n.startswith(OWN_PARTS)}
     if EMBEDDING in kept:
         kept[EMBEDDING] = kept[EMBEDDING][:-NUM_SPECIALS]
     return kept

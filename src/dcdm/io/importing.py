@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig, RopeScaling
 from dcdm.files import UnreadableFile, read_json_object
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import OWN_PARTS, Model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -162,7 +162,7 @@ class Source:
         parameters = dict(model.named_parameters())
         if any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError("the model has no storage yet (meta device); make it with dcdm.build(config)")
-        targets = {name: p for name, p in parameters.items() if not name.startswith("chunking.")}
+        targets = {name: p for name, p in parameters.items() if not name.startswith(OWN_PARTS)}
         origins = {name: f"model.{name}" for name in targets}
         if HEAD in targets:
             origins[HEAD] = f"model.{EMBEDDING}" if self.fields["tie_embeddings"] else HEAD
@@ -216,7 +216,7 @@ def load_transformers(model: Model, folder: str | Path) -> ImportReport:
     """Copy the weights in `folder` into `model`, whose config `config_from_transformers` gives.
 
     Token ids keep their meaning: row i of the source becomes row i, as far as both vocabularies go without
-    the model's specials. The other rows and the chunking attention keep the values they have.
+    the model's specials. The other rows, the chunking attention and the draft head keep the values they have.
     """
     return Source.in_folder(Path(folder)).load_into(model)
 

@@ -19,7 +19,7 @@ from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_objec
 from dcdm.io import adapters
 from dcdm.io.importing import EMBEDDING, FIXED, HEAD, is_transformers, load_transformers
 from dcdm.model import lora
-from dcdm.model.transformer import Model, build, state_shapes
+from dcdm.model.transformer import OWN_PARTS, Model, build, state_shapes
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
@@ -297,7 +297,7 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
     if HEAD in state and HEAD not in start:
         start[HEAD] = start[EMBEDDING]  # the start's head is its embedding
     wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
-    wrong += [name for name in state if name not in start and not name.startswith("chunking.")]
+    wrong += [name for name in state if name not in start and not name.startswith(OWN_PARTS)]
     if wrong:
         raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
     model.load_state_dict(start, strict=False)

@@ -5,6 +5,7 @@ B sequences   L positions   S samples   C noise groups: chunks or blocks, or the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,7 +18,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig, Revise
-from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.loop import Reveal, fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import AdaBlock, router_of
 from dcdm.decoding.sampling import Sampling
@@ -26,7 +27,7 @@ from dcdm.likelihood import subsets
 from dcdm.model.head import token_nll
 from dcdm.model.transformer import Model, Sets
 
-Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory"]
+Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory", "drafted"]
 
 LABELS: dict[str, str] = {
     "exact": "exact negative log-likelihood",
@@ -34,6 +35,7 @@ LABELS: dict[str, str] = {
     "surrogate": "surrogate (not a bound)",
     "sequential": "upper bound (NELBO, sequential protocol)",
     "trajectory": "exact negative log-likelihood of the decoder",
+    "drafted": "upper bound over the decoder's paces (exact with one lane)",
 }
 
 
@@ -48,7 +50,7 @@ class Score:
     tokens: Tensor
     """(B,) predicted tokens; BOS, prompt and padding do not count."""
     forwards: Tensor
-    """(B,) network passes of the decoder for `trajectory`, of the estimate otherwise."""
+    """(B,) network passes of the decoder for `trajectory` and, on average, `drafted`; of the estimate otherwise."""
     by_position: Tensor
     """(B, L) float64: what each token adds to `nats`; 0 at BOS, prompt and padding."""
     estimator: str
@@ -101,6 +103,7 @@ def score(
     sampling: Sampling | None = None,
     cache: str = "auto",
     lanes: int | None = None,
+    drafts: int | None = None,
     revise: Revise | float | None = None,
     index: Tensor | None = None,
     batch_size: int = 16,
@@ -110,12 +113,15 @@ def score(
     `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
     drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
     `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `lanes` is the number of lanes, for models
-    of that kind. `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a
-    split over processes changes a score. `revise` is refused: what is written again has no likelihood.
+    of that kind, and `drafts` how many tokens of each are guessed ahead for `drafted`, which walks `samples` paces.
+    `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a split over
+    processes changes a score. `revise` is refused: what is written again has no likelihood.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
-    decoder = DecodingConfig(commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise))
+    decoder = DecodingConfig(
+        commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise), drafts
+    )
     decoder.check_likelihood()
     decoder = decoder.resolve(model.config)
     _check_texts(model.config, tokens, prompt, batch_size)
@@ -154,7 +160,7 @@ def _check_texts(config: ModelConfig, tokens: Tensor, prompt: Tensor | None, bat
 def estimators_of(config: ModelConfig) -> list[Estimator]:
     """The estimators that fit a model, the valid one of its kind first."""
     if config.kind == "ar" or config.predicts_from_left:
-        return ["exact", "trajectory"]
+        return ["exact", "trajectory", "drafted"] if config.drafts else ["exact", "trajectory"]
     return ["sequential", "surrogate", "trajectory"] if config.routes_from_noise else ["bound", "trajectory"]
 
 
@@ -166,6 +172,8 @@ def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
         raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
     if estimator not in fits:
         raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
+    if samples == "all" and estimator == "drafted":
+        raise ValueError("samples='all' does not fit 'drafted', which draws paces; give a number")
     if samples != "all" and (not isinstance(samples, int) or samples < 1):
         raise ValueError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
 
@@ -247,27 +255,63 @@ class Scorer:
         if decoder.one_pass_per_chunk and by_mask:
             return self._trajectory_in_one_pass(tokens, sets, index)
         total = torch.zeros(tokens.shape, dtype=torch.float64)
-
-        def reveal(view: View, fill: Tensor) -> Tensor:
-            true = tokens.gather(1, view.position)
-
-            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
-                return -decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
-
-            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
-            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
-            return true
-
         _, counts = fill_canvas(
             tokens.masked_fill(sets.free, model.config.mask_id),
             sets,
             router_of(model, sets, index, decoder.routing, decoder.adablock, decoder.lanes),
             predictor_of(model, sets, decoder.cache),
             commit_policy(decoder.commit),
-            reveal,
+            self._true_tokens(tokens, total),
             order=self.key.fold("order").rows(index, tokens.shape[1]),
         )
         return _certain(total, sets.free.sum(dim=-1), counts.forwards)
+
+    def drafted(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+        """Lanes with drafts along the true text: −log p of each token given what its forward knew.
+
+        How far each forward gets is drawn as it would have come given the text. What is summed up is then
+        log p(text, pace) − log P(pace | steps before), whose mean is at most log p(text); with one lane it is the
+        same at any pace, and log p(text) itself.
+        """
+        model, decoder = self.model, self.decoder
+        assert isinstance(self.samples, int)
+        ahead = torch.full_like(index, decoder.drafts or 0)
+        costs, forwards = [], []
+        for sample in range(self.samples):
+            total = torch.zeros(tokens.shape, dtype=torch.float64)
+            pace = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
+            _, counts = fill_canvas(
+                tokens.masked_fill(sets.free, model.config.mask_id),
+                sets,
+                router_of(model, sets, index, lanes=decoder.lanes, paced=True),
+                predictor_of(model, sets, decoder.cache),
+                commit_policy("chunk"),
+                self._true_tokens(tokens, total),
+                ahead=ahead,
+                drafter=_AlongText(tokens, decoder.sampling, pace),
+            )
+            costs.append(total)
+            forwards.append(counts.forwards)
+        each, passes = torch.stack(costs), torch.stack(forwards).double()
+        alone = self.samples == 1  # says nothing about its error, but for one lane there is none
+        nothing = torch.full_like(each[0, :, 0], 0.0 if decoder.lanes == 1 else torch.nan)
+        spread = nothing if alone else each.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
+        return _Part(each.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), passes.mean(dim=0))
+
+    def _true_tokens(self, tokens: Tensor, total: Tensor) -> Reveal:
+        """Reveals the text itself, and adds −log p of each token to `total` (B, L)."""
+
+        def reveal(view: View, fill: Tensor) -> Tensor:
+            true = tokens.gather(1, view.position)
+
+            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+                return -self.decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
+
+            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
+            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
+            return true
+
+        return reveal
 
     def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
@@ -301,6 +345,25 @@ class Scorer:
         sizes = subsets.group_sizes(groups, num_groups)
         cost, variance = subsets.combine(draws, nlls, groups, self.samples)
         return cost, variance, subsets.passes_needed(sizes, self.samples)
+
+
+@dataclass(frozen=True)
+class _AlongText:
+    """Guesses are right, and stand as often as they would have, given that the text came out."""
+
+    tokens: Tensor
+    sampling: Sampling
+    pace: Tensor
+    """(B, L) uniform."""
+
+    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        return self.tokens[row, position]
+
+    def verify(
+        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        p, q = (self.sampling.log_p(x).gather(-1, token[:, None]).squeeze(-1) for x in (log_p, log_q))
+        return self.pace[row, position].to(p) < (q - p).exp(), token
 
 
 def _certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dcdm.config import ModelConfig
 from dcdm.model.attention import AttentionInputs, product_type
-from dcdm.model.masks import Mask, Slots
+from dcdm.model.masks import CLEAN, Mask, Slots
 
 
 class KVCache:
@@ -130,6 +130,29 @@ class KVCache:
             held = getattr(self._slots, field.name)
             held[place.rows[:, None], place.index] = getattr(slots, field.name).to(held.dtype)
         self._queries = slots
+
+    @property
+    def index(self) -> Tensor:
+        """(B, Q): where the slots of the last pass stand."""
+        return self._place.index
+
+    def promote(self, rows: Tensor, index: Tensor, chosen: Tensor) -> None:
+        """Keep slots of the last pass of `rows` (B,) that were to be forgotten, as tokens of the text.
+
+        `chosen` (B, X) of those at the places `index` (B, X): guesses that were right.
+        """
+        row, at = chosen.nonzero(as_tuple=True)
+        first = (self.length + self._kept)[rows]
+        where, source = rows[row], index[row, at]
+        target = (first[:, None] + chosen.long().cumsum(dim=-1) - 1)[row, at]
+        for held in self._held():
+            for kind in (held.keys, held.values):
+                kind[where, target] = kind[where, source]
+        for field in fields(Slots):
+            kind = getattr(self._slots, field.name)
+            kind[where, target] = kind[where, source]
+        self._slots.stream[where, target] = CLEAN
+        self._kept[rows] += chosen.sum(dim=-1)
 
     def allowed(self, mask: Mask) -> Allowed | None:
         """Who sees whom, or None if every query sees every key. Fillers see slot 0, so that no row is empty."""

@@ -2,8 +2,8 @@
 
 They sit on the matrices of the blocks, in mixtures on those of attention and of the shared expert; of the
 embedding, the rows of BOS, PAD and MASK get a trainable addend, since a pretrained model does not know them. A
-chunking attention is trained whole. Adapters lie beside the weights in the state dict (`….q_proj.weight`,
-`….q_proj.lora_a`, `….q_proj.lora_b`), so merging is arithmetic on it.
+chunking attention and a draft head are trained whole. Adapters lie beside the weights in the state dict
+(`….q_proj.weight`, `….q_proj.lora_a`, `….q_proj.lora_b`), so merging is arithmetic on it.
 
     r rank   o, i rows and columns of a weight   d hidden size
 """
@@ -78,8 +78,9 @@ def attach(model: Model, rank: int, alpha: float | None = None, seed: int = 0) -
                 setattr(module, name, LoraLinear(child, rank, scale, generator))
     if not model.config.predicts_specials:  # else a tied head has these rows, too
         model.embed_tokens = LoraEmbedding(model.embed_tokens)
-    if model.chunking is not None:
-        model.chunking.requires_grad_(True)
+    for whole in (model.chunking, model.drafting):
+        if whole is not None:
+            whole.requires_grad_(True)
 
 
 def adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

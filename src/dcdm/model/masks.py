@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 CLEAN, NOISY = 0, 1  # stream numbers; further noise draws over one clean stream count on from NOISY
+GUESSES = 2  # in decoding from the left: the first of the streams of guesses, which count on by position
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,14 @@ seed_itself = Mask(
     "seed itself", lambda q, k: (q.stream != CLEAN) & (k.stream == q.stream) & (k.position == q.position)
 )
 left = (not_padding & (clean_in_order | noisy_to_clean | seed_itself)).named("left")
+
+# guesses at what follows in a lane see each other from left to right, each lane's in a stream of their own, and
+# nobody else sees them
+guess_to_own = Mask(
+    "guess to own",
+    lambda q, k: (q.stream >= GUESSES) & (k.stream == q.stream) & (k.position <= q.position),
+)
+left_with_guesses = (left | (not_padding & guess_to_own)).named("left_with_guesses")
 
 # next-token prediction
 causal = (not_padding & Mask("not later", lambda q, k: k.position <= q.position)).named("causal")

@@ -19,9 +19,13 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
+from dcdm.model.drafting import DraftHead
 from dcdm.model.linear import product
 from dcdm.model.masks import Slots
 from dcdm.model.rounds import Rounds
+
+OWN_PARTS = ("chunking.", "drafting.")
+"""What names of parameters begin with that no other architecture has: AR weights bring none of them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Model(nn.Module):
         self.lm_head = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+        self.drafting = DraftHead(config) if config.drafts else None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -108,6 +113,8 @@ class Model(nn.Module):
             self.chunking.mu.normal_(std=std, generator=generator)
             self.chunking.o_proj.weight.normal_(std=self.config.chunk_out_init_std, generator=generator)
             self.chunking.balance_bias.zero_()
+        if self.drafting is not None:
+            self.drafting.down.weight.zero_()
 
     def compile_blocks(self) -> None:
         """Compile every block by itself, without graph breaks; lengths may vary from batch to batch."""
@@ -242,7 +249,8 @@ class Model(nn.Module):
         paper's routing there are none; keeping them anyway is the approximation named "frozen".)
         """
         cache.place(slots, keep, rows)
-        routed = cache.allowed(masks.left if self.config.predicts_from_left else masks.chunk_causal)
+        left = masks.left_with_guesses if self.config.drafts else masks.left
+        routed = cache.allowed(left if self.config.predicts_from_left else masks.chunk_causal)
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config, h_bqd.dtype)

@@ -50,6 +50,7 @@ class StepReport:
     """Free tokens of the step."""
     chunk_loss: float | None = None
     moe_loss: float | None = None
+    draft_loss: float | None = None
     chunk_counts: Tensor | None = None
     """N_k over the step (K,), where the model has chunks."""
 
@@ -173,7 +174,7 @@ def _gradients(
         parts.append(part)
     norm = clip_gradients(model, settings.clip)
 
-    names = ("total", "nll", "chunk_loss", "moe_loss")
+    names = ("total", "nll", "chunk_loss", "moe_loss", "draft_loss")
     sums = {n: total(torch.stack([getattr(p, n).detach() for p in parts]).sum()).item()
             for n in names if getattr(parts[0], n) is not None}  # fmt: skip
     for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
@@ -185,7 +186,7 @@ def _gradients(
     rate = learning_rate(step, settings)
     return StepReport(
         step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
-        sums.get("chunk_loss"), sums.get("moe_loss"), counts,
+        sums.get("chunk_loss"), sums.get("moe_loss"), sums.get("draft_loss"), counts,
     )  # fmt: skip
 
 

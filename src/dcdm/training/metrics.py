@@ -77,7 +77,7 @@ class Recorder:
             "step": step, "loss": report.loss, "nll": report.nll, "gradient_norm": report.gradient_norm,
             "learning_rate": report.learning_rate, "tokens": report.tokens,
         }  # fmt: skip
-        for name in ("chunk_loss", "moe_loss", "max_violation"):
+        for name in ("chunk_loss", "moe_loss", "draft_loss", "max_violation"):
             if getattr(report, name) is not None:
                 row[name] = getattr(report, name)
         if report.chunk_counts is not None:

@@ -48,7 +48,7 @@ def adamw(model: Model, settings: TrainConfig) -> torch.optim.AdamW:
 
 
 def muon(model: Model, settings: TrainConfig) -> Muon:
-    """Muon for the matrices of the blocks and of the chunking attention, AdamW for all else."""
+    """Muon for the matrices of the blocks, of the chunking attention and of the draft head, AdamW for all else."""
     matrices: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -70,7 +70,7 @@ def muon(model: Model, settings: TrainConfig) -> Muon:
 
 
 def _is_matrix(name: str, dimensions: int) -> bool:
-    """Whether Muon moves a parameter: a matrix, or a stack of them, of the blocks or of the chunking attention."""
+    """Whether Muon moves a parameter: a matrix, or a stack of them, but for embeddings and head."""
     return dimensions >= 2 and not name.startswith(("embed_tokens", "lm_head"))
 
 

@@ -1,0 +1,57 @@
+"""The draft head: guesses at the tokens behind the next one, which decoding then verifies.
+
+A forward predicts one token of each lane. The head goes on from there without the network: from the state that
+predicted a token and from that token it guesses the next one, from its own state and that guess the one after. The
+next forward reads the guesses beside the last token and says which of them stand (decoding/drafts.py).
+
+    B batch   L positions   d hidden size   M positions of all rows
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcdm.config import ModelConfig
+from dcdm.model.masks import led_positions
+
+SHARE = 4
+"""Training teaches the head on every fourth row: a small head needs no more, and a step stays cheap."""
+
+
+class DraftHead(nn.Module):
+    """Two layers on a state and a token's embedding, added to the state."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.state_norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.token_norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.up = nn.Linear(2 * d, 2 * d, bias=False)
+        self.down = nn.Linear(2 * d, d, bias=False)
+        self.norm = nn.RMSNorm(d, eps=config.norm_eps)
+
+    def forward(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """(…, d): the state to guess from what comes behind a token, `embedded`, that `states` predicted."""
+        both = torch.cat([self.state_norm(states), self.token_norm(embedded)], dim=-1)
+        return self.norm(states + self.down(F.silu(self.up(both))))
+
+
+def guesses(
+    head: DraftHead, states: Tensor, embedded: Tensor, tokens: Tensor, ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """What `count` guesses in a row are made from, and their truths: states (M, d), tokens (M,).
+
+    `states` (B, L, d) are those that predict each position, `embedded` the true tokens; a guess is made behind a
+    free token for as long as the lane goes on.
+    """
+    goes_on = led_positions(ids)
+    made, truths = [], []
+    written = ids >= 1  # (B, L − n): whether the guesses that begin behind a position have got as far as n
+    for number in range(1, count + 1):
+        written = written[:, :-1] & goes_on[:, number:]
+        states = head(states[:, :-1], embedded[:, number - 1 : -1])
+        made.append(states[written])
+        truths.append(tokens[:, number:][written])
+    return torch.cat(made), torch.cat(truths)

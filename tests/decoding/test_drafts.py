@@ -1,0 +1,283 @@
+"""Lanes with drafts: guesses that are verified change how fast a text is written, not what it is drawn from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import dcdm
+import tiny
+from dcdm.config import ConfigError
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.drafts import stands_or_instead
+from dcdm.decoding.loop import Filling
+from dcdm.decoding.predictors import Cached
+from dcdm.decoding.routes import router_of
+from dcdm.decoding.sampling import Sampling
+from dcdm.keys import Key
+from dcdm.likelihood.estimators import score
+from dcdm.model import masks, reference
+from dcdm.model.transformer import Model
+
+
+def model_with_drafts(symbols: int = tiny.LETTERS, **changes: object) -> Model:
+    """Lanes whose head has opinions of its own."""
+    made = tiny.model("mdlm", symbols, kind="lanes", lanes=(1, 2, 4), drafts=3, **changes)
+    assert made.drafting is not None
+    with torch.no_grad():
+        made.drafting.down.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+@dataclass
+class Decided:
+    """Walks along a text; whether a guess stands is told beforehand, and the odds of that are kept."""
+
+    tokens: Tensor
+    told: list[bool] | Tensor
+    """In the order in which guesses are verified, of one row; or for every position (B, L)."""
+    odds: list[float] = field(default_factory=list)
+
+    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        return self.tokens[row, position]
+
+    def verify(
+        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(self.told, Tensor):
+            return self.told[row, position], token
+        right = []
+        chance = (log_q - log_p).gather(-1, token[:, None]).squeeze(-1).exp().clamp(max=1)
+        before, falls = -2, False
+        for at, one in zip(position.tolist(), chance.tolist(), strict=True):
+            if falls and at == before + 1:  # behind a guess that fell nobody asks
+                right.append(False)
+                before = at
+                continue
+            number = len(self.odds)
+            stands = self.told[number] if number < len(self.told) else True
+            self.odds.append(one if stands else 1 - one)
+            right.append(stands)
+            before, falls = at, not stands
+        return torch.tensor(right), token
+
+
+@torch.no_grad()
+def walk(
+    model: Model, tokens: Tensor, lanes: int, ahead: int, by: Decided, prompt: Tensor | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """log p (B, L) of the tokens along a pace, the forward that brought each, and the forwards."""
+    sets = model.sets(tokens, prompt)
+    z = tokens.masked_fill(sets.free, model.config.mask_id)
+    router = router_of(model, sets, lanes=lanes, paced=True)
+    numbers = torch.full((len(tokens),), ahead)
+    filling = Filling(z, sets, router, Cached(model, sets), ahead=numbers)
+    log_p = torch.zeros(tokens.shape, dtype=torch.float64)
+    known = torch.where(sets.real, 0, -1)
+
+    def reveal(view: View, fill: Tensor) -> Tensor:
+        return tokens.gather(1, view.position)
+
+    while (done := filling.step(commit_policy("chunk"), reveal, drafter=by)) is not None:
+        row, at = done.fill.nonzero(as_tuple=True)
+        log_p[row, done.position[row, at]] = done.log_p()[row, at].double()
+        known[row, done.position[row, at]] = done.forward[row]
+    assert torch.equal(filling.z, tokens)
+    return log_p, known, int(filling.counts.forwards.max())
+
+
+def texts(model: Model, rows: int, length: int, padded: bool = True) -> tuple[Tensor, Tensor]:
+    """Random rows with prompts here and there, the last ones shorter."""
+    config, draw = model.config, torch.Generator().manual_seed(3)
+    tokens = torch.randint(config.vocab_size - 3, (rows, length), generator=draw)
+    tokens[:, 0] = config.bos_id
+    if padded:
+        tokens[-1, length - 3 :] = config.pad_id
+    prompt = torch.zeros_like(tokens, dtype=torch.bool)
+    prompt[0, 1:4] = True
+    prompt[1, 6:9] = True
+    return tokens, prompt
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [{}, {"num_chunks": 2, "chunk_dim": 4}])
+def test_every_pace_equals_one_pass_over_all_slots_with_the_view_that_each_had(lanes: int, chunks: dict) -> None:
+    model = model_with_drafts(**chunks)
+    tokens, prompt = texts(model, 4, 23)
+    for seed in range(3):
+        told = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+        log_p, known, _ = walk(model, tokens, lanes, 3, Decided(tokens, told), prompt)
+        lane = router_of(model, model.sets(tokens, prompt), lanes=lanes, paced=True).lanes
+        assert lane is not None
+        states = reference.encode_paced(model, tokens, known, lane)
+        expected = model.head(states).log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
+        free = model.sets(tokens, prompt).free
+        torch.testing.assert_close(log_p[free], expected[free], atol=1e-9, rtol=0)
+        assert int((known == 1).sum()) >= lanes
+
+
+def test_a_pace_of_one_is_lockstep() -> None:
+    model = model_with_drafts()
+    tokens, prompt = texts(model, 3, 19)
+    for lanes in (1, 2, 4):
+        log_p, _, _ = walk(model, tokens, lanes, 0, Decided(tokens, []), prompt)
+        exact = score(model, tokens, "exact", prompt=prompt, lanes=lanes)
+        torch.testing.assert_close(-log_p.sum(dim=-1), exact.nats, atol=1e-9, rtol=0)
+        never = torch.zeros(tokens.shape, dtype=torch.bool)
+        fallen, _, _ = walk(model, tokens, lanes, 3, Decided(tokens, never), prompt)
+        torch.testing.assert_close(fallen, log_p, atol=1e-9, rtol=0)
+
+
+def test_guesses_of_other_lanes_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with_drafts()
+    tokens, prompt = texts(model, 2, 23, padded=False)
+
+    def first_guessed(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        every = torch.ones(tokens.shape, dtype=torch.bool)
+        log_p, known, _ = walk(model, tokens, 2, 3, Decided(tokens, every), prompt)
+        return log_p, known
+
+    log_p, known = first_guessed(tokens)
+    lane = router_of(model, model.sets(tokens, prompt), lanes=2, paced=True).lanes
+    assert lane is not None
+    changed = (lane == 2) & (known == 2)  # what lane 2 is told in the second forward
+    assert bool(changed.any())
+    other = torch.where(changed, (tokens + 1) % (model.config.vocab_size - 3), tokens)
+    same = (lane == 1) & (known <= 2)
+    torch.testing.assert_close(first_guessed(other)[0][same], log_p[same], atol=1e-12, rtol=0)
+    leaking = masks.left_with_guesses | masks.Mask("leak", lambda q, k: (q.stream >= 2) & (k.stream >= 2))
+    monkeypatch.setattr(masks, "left_with_guesses", leaking)
+    leaked = [first_guessed(text)[0][same] for text in (tokens, other)]
+    assert not torch.allclose(*leaked, atol=1e-6)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_probabilities_of_all_texts_at_all_paces_sum_to_one(lanes: int) -> None:
+    model = model_with_drafts(tiny.SYMBOLS)
+    total = 0.0
+    for letters in itertools.product(range(tiny.SYMBOLS), repeat=5):
+        tokens = torch.tensor([[model.config.bos_id, *letters]])
+        p = probability(model, tokens, lanes)
+        total += p
+        if lanes == 1:
+            assert p == pytest.approx(math.exp(-float(score(model, tokens, "exact", lanes=1).nats)), abs=1e-12)
+    assert total == pytest.approx(1, abs=1e-9)
+
+
+def probability(model: Model, tokens: Tensor, lanes: int, ahead: int = 3) -> float:
+    """Of a text (1, L), summed over all paces."""
+    total = 0.0
+    open_ends: list[list[bool]] = [[]]
+    while open_ends:
+        told = open_ends.pop()
+        by = Decided(tokens, told)
+        log_p, _, _ = walk(model, tokens, lanes, ahead, by)
+        total += math.exp(float(log_p.sum()) + sum(math.log(max(one, 1e-300)) for one in by.odds))
+        open_ends += [[*told, *[True] * more, False] for more in range(len(by.odds) - len(told))]
+    return total
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_drawn_texts_follow_the_sum_over_paces(lanes: int) -> None:
+    model, count = model_with_drafts(tiny.SYMBOLS), 3000
+    made = dcdm.generate(model, [[]] * count, max_new_tokens=4, lanes=lanes, drafts=2, batch_size=500, seed=1)
+    found = torch.zeros(2**4)
+    for row in made.completions:
+        found[int("".join(map(str, row)), 2)] += 1
+    p = [
+        probability(model, torch.tensor([[model.config.bos_id, *letters]]), lanes, ahead=2)
+        for letters in itertools.product(range(2), repeat=4)
+    ]
+    expected = torch.tensor(p) * count
+    often = expected > 5
+    chi = ((found - expected)[often] ** 2 / expected[often]).sum()
+    assert chi < 2.5 * int(often.sum())
+    assert float(made.statistics.forwards.double().mean()) < 4 / lanes + 1
+
+
+def test_scores_are_those_of_the_walk_and_exact_with_one_lane() -> None:
+    model = model_with_drafts()
+    tokens, prompt = texts(model, 3, 23)
+    one = score(model, tokens, "drafted", 2, prompt=prompt, lanes=1)
+    exact = score(model, tokens, "exact", prompt=prompt, lanes=1)
+    torch.testing.assert_close(one.nats, exact.nats, atol=1e-9, rtol=0)
+    assert bool((one.forwards < one.tokens).all())
+    several = score(model, tokens, "drafted", 3, prompt=prompt, lanes=4, batch_size=2)
+    torch.testing.assert_close(several.nats, score(model, tokens, "drafted", 3, prompt=prompt, lanes=4).nats)
+    assert "upper bound" in several.label
+    lockstep = score(model, tokens, "drafted", 1, prompt=prompt, lanes=4, drafts=0)
+    torch.testing.assert_close(lockstep.nats, score(model, tokens, "exact", prompt=prompt, lanes=4).nats)
+    with pytest.raises(ValueError, match="give a number"):
+        score(model, tokens, "drafted", "all")
+    with pytest.raises(ValueError, match="does not fit"):
+        score(tiny.model("mdlm", kind="lanes"), tokens, "drafted")
+
+
+def test_the_most_probable_text_of_one_lane_is_the_same_with_and_without_drafts() -> None:
+    model = model_with_drafts()
+    prompts = [[5, 6, 7], [1], [2, 3]]
+    plain, drafted = (
+        dcdm.generate(model, prompts, max_new_tokens=24, lanes=1, temperature=0.0, drafts=number).completions
+        for number in (0, 3)
+    )
+    assert plain == drafted
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_neither_the_batch_nor_others_in_it_change_a_text(lanes: int) -> None:
+    model = model_with_drafts()
+    prompts = [[5, 6, 7, 1, 2, 3, 4], [1], [2, 3], [4, model.config.mask_id, 3, *[model.config.mask_id] * 5]]
+    numbers = [20, 31, 9, 0]
+    together = dcdm.generate(
+        model, prompts, max_new_tokens=numbers, lanes=lanes, window=24, top_p=0.9, temperature=0.8, batch_size=4
+    )
+    for row, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
+        alone = dcdm.generate(
+            model, [prompt], max_new_tokens=number, lanes=lanes, window=24, top_p=0.9, temperature=0.8, index=[row]
+        )
+        assert alone.completions[0] == together.completions[row]
+        assert int(alone.forwards[0]) == int(together.forwards[row])
+    mixed = [DecodingConfig.of(lanes=lanes, drafts=drafts).resolve(model.config) for drafts in (0, 3)]
+    assert mixed[0] != mixed[1]
+
+
+def test_texts_end_at_eos_also_where_guesses_went_on() -> None:
+    model = model_with_drafts(tiny.SYMBOLS)
+    made = dcdm.generate(model, [[]] * 40, max_new_tokens=12, lanes=2, eos_id=1, seed=2)
+    assert "eos" in made.finished
+    assert all(1 not in row for row in made.completions)
+
+
+def test_speculative_sampling_draws_from_p_whatever_is_guessed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    log_p, log_q = (torch.randn(1, 6, generator=draw).log_softmax(-1).expand(60_000, 6) for _ in range(2))
+    uniform = Key(0).fold("test").uniform(3 * 60_000).view(3, -1)
+    for sampling in (Sampling(), Sampling(0.7, top_p=0.8)):
+        guess = sampling.draw(sampling.log_p(log_q), uniform[0])
+        right, instead = stands_or_instead(sampling, log_p, log_q, guess, uniform[1], uniform[2])
+        drawn = torch.where(right, guess, instead).bincount(minlength=6) / 60_000
+        torch.testing.assert_close(drawn, sampling.log_p(log_p)[0].exp().to(drawn), atol=8e-3, rtol=0)
+    greedy = Sampling(0.0)
+    right, instead = stands_or_instead(greedy, log_p[:6], log_q[:6], torch.arange(6), uniform[1], uniform[2])
+    assert right.nonzero().flatten().tolist() == [int(log_p[0].argmax())]
+    assert set(instead.tolist()) == {int(log_p[0].argmax())}
+
+
+def test_mistakes_are_named() -> None:
+    model = model_with_drafts()
+    with pytest.raises(ConfigError, match="drafts=-1 must be at least 0"):
+        dcdm.generate(model, [[1]], drafts=-1)
+    with pytest.raises(ConfigError, match="needs the cache"):
+        dcdm.generate(model, [[1]], drafts=1, cache="none")
+    with pytest.raises(ConfigError, match="needs a model with a draft head"):
+        dcdm.generate(tiny.model("mdlm", kind="lanes"), [[1]], drafts=1)
+    with pytest.raises(ConfigError, match="belongs to kind 'lanes'"):
+        replace(tiny.config("mdlm"), drafts=1)
+    assert DecodingConfig.of(cache="none").resolve(model.config).drafts == 0
+    assert DecodingConfig.of().resolve(model.config).drafts == 3
