@@ -18,6 +18,7 @@ never done again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -58,6 +59,8 @@ class StudyVariant:
     """Numbers of lanes to score with; by default those that the model is trained with."""
     commits: tuple[str, ...] = ()
     """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts."""
+    drafts: tuple[int, ...] = ()
+    """Numbers of tokens guessed ahead to score each number of lanes with too, for models with a draft head."""
     minutes: float | None = None
     """What its steps take; None: what the study says."""
 
@@ -161,13 +164,15 @@ class StudyRun:
             self.settings(Path()),
             [] if self.parent is None else self.parent.measured_with(),
         ]
-        measured = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
+        measured: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
+        if variant.drafts:
+            measured.append(list(variant.drafts))
         return digest([trained, measured])[:16]
 
 
 def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
-    from dcdm.decoding.config import DecodingConfig, resolve_lanes
+    from dcdm.decoding.config import DecodingConfig, resolve_drafts, resolve_lanes
     from dcdm.training.settings import made, resolve
 
     try:
@@ -189,6 +194,8 @@ def read_study(path: Path) -> Study:
                 decoder.check_likelihood()
             for number in variant.lanes:
                 resolve_lanes(config.model, number)
+            for number in variant.drafts:
+                resolve_drafts(config.model, number, "exact")
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
     return study
@@ -282,9 +289,8 @@ def _train_and_measure(
     settings.write(config, file)
     place = str(work / run.name)
     variant = run.study.variants[run.variant]
-    measuring = json.dumps(
-        [place, run.study.windows, run.study.samples, variant.lanes, variant.commits, run.measured_with()]
-    )
+    how = [variant.lanes, variant.commits, variant.drafts]
+    measuring = json.dumps([place, run.study.windows, run.study.samples, *how, run.measured_with()])
     commands = (
         ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
         ["-m", "dcdm.reproduction.study", measuring],
@@ -309,12 +315,13 @@ def _train_and_measure(
 
 
 def measure(
-    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str]
+    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str], drafts: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
     """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
 
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
-    valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods; `surrogate` is not a bound.
+    valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
+    at one pace drawn for each window; `surrogate` is not a bound.
     """
     import torch
 
@@ -334,8 +341,17 @@ def measure(
     tokens, prompt = (torch.stack([item[name] for item in items]) for name in ("tokens", "prompt"))
     asked: dict[str, dict[str, Any]] = {"valid": {"estimator": default_estimator(model)}}
     if model.config.lanes is not None:
-        asked = {
-            f"{number} lanes": {"estimator": "exact", "lanes": number} for number in lanes or model.config.lanes
+        numbers = lanes or model.config.lanes
+        asked = {f"{number} lanes": {"estimator": "exact", "lanes": number} for number in numbers}
+        asked |= {
+            f"{number} lanes, {ahead} drafts": {
+                "estimator": "drafted",
+                "lanes": number,
+                "drafts": ahead,
+                "samples": 1,
+            }
+            for ahead in drafts
+            for number in numbers
         }
     elif default_estimator(model) != "exact":
         asked |= {commit: {"estimator": "trajectory", "commit": commit} for commit in ("chunk", *commits)}
@@ -343,9 +359,9 @@ def measure(
         asked["surrogate"] = {"estimator": "surrogate"}
     figures = {}
     for name, options in asked.items():
-        found = score(model, tokens, samples=samples, prompt=prompt, index=chosen, **options)
+        found = score(model, tokens, prompt=prompt, index=chosen, **{"samples": samples, **options})
         forwards = _forwards(found)
-        if model.config.predicts_from_left:
+        if model.config.predicts_from_left and found.estimator == "exact":
             ids = model.partition(tokens, prompt, chosen, options.get("lanes")).ids
             forwards = float(ids.amax(dim=-1).double().mean())
         figures[name] = {
@@ -358,7 +374,7 @@ def measure(
 
 def _forwards(found: Score) -> float | None:
     """Forwards of the decoder per window, where the figure is the exact likelihood of one; of AR a token each."""
-    if found.estimator == "trajectory":
+    if found.estimator in ("trajectory", "drafted"):
         return float(found.forwards.double().mean())
     return float(found.tokens.double().mean()) if found.estimator == "exact" else None
 
@@ -437,17 +453,18 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
-    for number, variant in enumerate(study.variants):
-        points = sorted(
-            ((row.forwards, row.mean) for row in rows if row.variant == variant and row.forwards is not None),
-            key=lambda point: point[0],
-        )
-        if not points:
-            continue
+    lines: dict[str, list[tuple[float, Interval]]] = {}
+    for row in rows:
+        if row.forwards is not None:
+            drafts = row.figure.partition(", ")[2]
+            label = study.named(row.variant) + (f", {drafts}" if drafts else "")
+            lines.setdefault(label, []).append((row.forwards, row.mean))
+    for number, (label, points) in enumerate(lines.items()):
+        points.sort(key=lambda point: point[0])
         axes.errorbar(
             [forwards for forwards, _ in points], [mean.mean for _, mean in points],
             [mean.half or 0.0 for _, mean in points], marker=MARKERS[number % len(MARKERS)], capsize=3,
-            label=study.named(variant), linewidth=1.2, markersize=6,
+            label=label, linewidth=1.2, markersize=6,
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
