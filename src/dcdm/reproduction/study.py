@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -343,16 +344,9 @@ def measure(
     if model.config.lanes is not None:
         numbers = lanes or model.config.lanes
         asked = {f"{number} lanes": {"estimator": "exact", "lanes": number} for number in numbers}
-        asked |= {
-            f"{number} lanes, {ahead} drafts": {
-                "estimator": "drafted",
-                "lanes": number,
-                "drafts": ahead,
-                "samples": 1,
-            }
-            for ahead in drafts
-            for number in numbers
-        }
+        for ahead, number in itertools.product(drafts, numbers):
+            how = {"estimator": "drafted", "lanes": number, "drafts": ahead, "samples": 1}
+            asked[f"{number} lanes, {ahead} drafts"] = how
     elif default_estimator(model) != "exact":
         asked |= {commit: {"estimator": "trajectory", "commit": commit} for commit in ("chunk", *commits)}
     if model.config.routes_from_noise:
@@ -364,8 +358,10 @@ def measure(
         if model.config.predicts_from_left and found.estimator == "exact":
             ids = model.partition(tokens, prompt, chosen, options.get("lanes")).ids
             forwards = float(ids.amax(dim=-1).double().mean())
+        error = found.per_token_stderr
         figures[name] = {
-            "estimator": found.estimator, "nats_per_token": found.per_token, "monte_carlo": found.per_token_stderr,
+            "estimator": found.estimator, "nats_per_token": found.per_token,
+            "monte_carlo": None if math.isnan(error) else error,
             "tokens": int(found.tokens.sum()), "forwards": forwards,
             "nats": [round(value, 4) for value in found.nats.tolist()],
         }  # fmt: skip
