@@ -30,6 +30,10 @@ def test_parameter_counts_of_every_preset_are_those_of_the_table(name):
     elif parent in MILLIONS:
         assert round(total / 1e6, 2) == MILLIONS[parent]
         assert round(active / 1e6, 2) == ACTIVE.get(parent, MILLIONS[parent])
+    elif name.endswith("-drafts"):
+        config, plain = (dcdm.preset(one) for one in (name, name.removesuffix("-drafts")))
+        assert replace(config, drafts=0) == plain
+        assert total == parameter_counts(plain)[0] + 6 * config.hidden_size**2 + 3 * config.hidden_size
     else:  # the ablations: another K or h of a row of the table
         config = dcdm.preset(name)
         row = dcdm.preset("-".join(name.split("-")[:2]) + "-k8")
@@ -99,6 +103,8 @@ LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
         ({"kind": "ar", "rope_scaling": {**LLAMA_3, "low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor"),
         ({"kind": "mdlm", "hide_specials": True}, "hide_specials"),
         ({"kind": "ar", "lane_weights": (1.0,)}, "lane_weights"),
+        ({"kind": "ar", "drafts": 1}, "drafts"),
+        ({"kind": "lanes", "drafts": -1}, "drafts"),
         ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0,)}, "lane_weights"),
         ({"kind": "lanes", "lanes": (2, 1), "lane_weights": (1.0, 0.0)}, "lane_weights"),
         ({"kind": "lanes", "lanes": (1, 2), "lane_weights": (1.0, -1.0)}, "lane_weights"),
@@ -158,7 +164,13 @@ def test_config_survives_a_round_trip_and_refuses_unknown_settings():
 
 def test_settings_that_came_later_are_written_only_where_they_say_something():
     """Folders of earlier versions have none of them, and digests of settings stay."""
-    later = {"lane_weights": (3.0, 1.0), "attention_bias": True, "qk_norm": False, "rope_scaling": LLAMA_3}
+    later = {
+        "lane_weights": (3.0, 1.0),
+        "drafts": 2,
+        "attention_bias": True,
+        "qk_norm": False,
+        "rope_scaling": LLAMA_3,
+    }
     plain = ModelConfig("lanes", **GOOD, lanes=(1, 2))
     assert not later.keys() & plain.to_dict().keys()
     assert not {*later, "hide_specials", "predict", "lanes"} & ModelConfig("ar", **GOOD).to_dict().keys()

@@ -11,6 +11,7 @@ from dcdm.config import ConfigError, ModelConfig, MoEConfig
 
 GPT2_VOCAB = 50_260  # GPT-2's 50,257 tokens and BOS, PAD, MASK
 BYTES_VOCAB = 260  # 256 bytes, EOS and BOS, PAD, MASK
+DRAFTS = 3  # tokens of a lane that a draft head learns to guess ahead
 
 
 def _at_0_1b(**changes: object) -> ModelConfig:
@@ -92,6 +93,11 @@ def _causal_of(parent: Callable[[], ModelConfig]) -> ModelConfig:
     return replace(parent(), routing="causal")
 
 
+def _with_drafts(parent: Callable[[], ModelConfig]) -> ModelConfig:
+    return replace(parent(), drafts=DRAFTS)
+
+
+_TABLE |= {f"{name}-drafts": partial(_with_drafts, make) for name, make in _TABLE.items() if "lanes" in name}
 _TABLE |= {f"{name}-causal": partial(_causal_of, make) for name, make in _TABLE.items() if name.startswith("dcdm")}
 
 

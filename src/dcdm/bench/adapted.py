@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcdm.bench.harness import Case, Run
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, lanes_in_words
 from dcdm.decoding.engine import generate
 from dcdm.decoding.routes import described
 from dcdm.io.load import load_model
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import OWN_PARTS, Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,9 +38,9 @@ def cases(folder: Path | None, tokens: int = TOKENS) -> list[Case]:
     theirs: Any = network_of_transformers(model)
     start = config.bos_id
 
-    def ours(lanes: int | None) -> Callable[[], Run]:
+    def ours(lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
         def run() -> None:
-            generate(model, [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes)
+            generate(model, [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts)
 
         return lambda: run
 
@@ -58,6 +58,9 @@ def cases(folder: Path | None, tokens: int = TOKENS) -> list[Case]:
     one = ours(None if config.kind == "ar" else 1)
     name = f"one text of {tokens} tokens"
     several = {f"{number} lanes": ours(number) for number in sorted(lanes, reverse=True)}
+    if config.drafts:
+        numbers = sorted({1, *lanes}, reverse=True)
+        several |= {f"{lanes_in_words(n)}, {config.drafts} drafts": ours(n, config.drafts) for n in numbers}
     found = [Case(f"{name}, against {THEIRS}", {**several, AR: one, THEIRS: generated}, (THEIRS,))]
     if several:
         found.append(Case(f"{name}, against {AR}", {**several, AR: one}, (AR,)))
@@ -80,7 +83,9 @@ def network_of_transformers(model: Model) -> PreTrainedModel:
     }  # fmt: skip
     network = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
     weights = {
-        name if name.startswith("lm_head") else f"model.{name}": value for name, value in model.state_dict().items()
+        name if name.startswith("lm_head") else f"model.{name}": value
+        for name, value in model.state_dict().items()
+        if not name.startswith(OWN_PARTS)
     }
     missing, unexpected = network.load_state_dict(weights, strict=False)
     assert not unexpected

@@ -68,7 +68,9 @@ def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
     if config.kind == "ar":
         return [DecodingConfig("position", cache=cache) for cache in ("exact", "none")]
     if config.predicts_from_left:
-        return [DecodingConfig("chunk", cache="exact", lanes=lanes) for lanes in config.lanes or (None,)]
+        ahead = (0, config.drafts) if config.drafts else (0,)
+        every = [(lanes, drafts) for drafts in ahead for lanes in config.lanes or (None,)]
+        return [DecodingConfig("chunk", cache="exact", lanes=lanes, drafts=drafts) for lanes, drafts in every]
     caches = ("none", "frozen") if config.routes_from_noise else ("exact", "none")
     decoders = [DecodingConfig(commit, cache=cache) for cache in caches for commit in COMMITS]
     if config.routes_from_noise:
@@ -96,7 +98,8 @@ def measure_decoders(
         drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
         costs = drawn.statistics
         score = _score(model, held_out, decoder, seed)
-        what = "bound" if commit_policy(decoder.commit).random else "trajectory"
+        paced = bool(decoder.drafts) and decoder.lanes != 1
+        what = "bound" if commit_policy(decoder.commit).random or paced else "trajectory"
         of_samples: tuple[float | None, float | None] = (None, None)
         if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
             of_samples = _score(model, drawn.tokens, replace(decoder, cache="none"), seed).bits_per_token
@@ -121,7 +124,9 @@ def kind_of(config: ModelConfig) -> str:
 
 def _commit(decoder: DecodingConfig) -> str:
     """The policy as the table and the plot call it."""
-    return decoder.commit if decoder.lanes is None else many(decoder.lanes, "lane")
+    if decoder.lanes is None:
+        return decoder.commit
+    return many(decoder.lanes, "lane") + (f", {many(decoder.drafts, 'draft')}" if decoder.drafts else "")
 
 
 def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:

@@ -39,6 +39,7 @@ def chat(
     adapter: AdapterOption = None,
     system: str | None = None,
     lanes: int | None = None,
+    drafts: int | None = None,
     length: int = 128,
     temperature: float = 0.7,
     top_p: float | None = None,
@@ -56,6 +57,7 @@ def chat(
         system: The system message.
         lanes: For models that write in lanes: how many (default as in dcdm sample); an answer of --length
             tokens is cut into so many runs.
+        drafts: For models with a draft head: how many tokens of each lane are guessed ahead, as in dcdm sample.
         length: Most tokens of an answer.
         temperature: 0 takes the most probable token.
         top_p: Draw from the most probable tokens that together reach this probability.
@@ -70,7 +72,7 @@ def chat(
         raise ConfigError(f"{model}: its tokenizer has no chat template; use `dcdm sample {model} --prompt TEXT`")
     if length > loaded.config.context_length - 2:
         raise ConfigError(f"--length {length} leaves no room in a context of {loaded.config.context_length} tokens")
-    options = DecodingConfig.of(lanes=lanes, temperature=temperature, top_p=top_p)
+    options = DecodingConfig.of(lanes=lanes, drafts=drafts, temperature=temperature, top_p=top_p)
     decoding = options.resolve(loaded.config, tokenizer)
     conversation = Conversation(loaded, tokenizer, ChatTemplate(tokenizer), decoding, system, length, seed)
     for message in _messages():

@@ -60,6 +60,7 @@ def sample(
     routing: str = "auto",
     commit: str = "auto",
     lanes: int | None = None,
+    drafts: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -93,6 +94,8 @@ def sample(
         commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
         lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order. By
             default 4, or the nearest smaller number that the model was trained with.
+        drafts: For models with a draft head: how many tokens of each lane are guessed ahead and verified (default:
+            as many as it was trained with); 0 writes one token of each lane a forward.
         temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
             is named).
         top_k: Draw from the k most probable tokens.
@@ -133,9 +136,9 @@ def sample(
     with _Stream(tokenizer, prompts, stream, blanks) as on_event:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
-            commit=commit, lanes=lanes, temperature=temperature, top_k=top_k, top_p=top_p, cache=cache, seed=seed,
-            eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock, batch_size=batch_size,
-            on_event=on_event, blanks=blanks,
+            commit=commit, lanes=lanes, drafts=drafts, temperature=temperature, top_k=top_k, top_p=top_p,
+            cache=cache, seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock,
+            batch_size=batch_size, on_event=on_event, blanks=blanks,
         )  # fmt: skip
     if json:
         for row in range(len(prompts)):

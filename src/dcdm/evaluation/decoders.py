@@ -52,13 +52,15 @@ def score_under_decoder(
     """Walk the decoder along the true text.
 
     This gives the exact likelihood of a decoder whose order follows from probabilities. One of random order is
-    walked along one order drawn for each window: on average a bound of −log of the sum over orders.
+    walked along one order drawn for each window, one with drafts along one pace: on average a bound of −log of the
+    sum over them.
     """
     device, result = model.embed_tokens.weight.device, DecoderScore()
     scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
     for batch in batches:
         tokens, prompt = batch.tokens.to(device), batch.prompt.to(device)
-        part = scorer.trajectory(tokens, model.sets(tokens, prompt), batch.index)
+        walk = scorer.drafted if decoder.drafts else scorer.trajectory
+        part = walk(tokens, model.sets(tokens, prompt), batch.index)
         result.nats.extend(part.by_position.sum(dim=-1).tolist())
         result.tokens.extend(part.tokens.tolist())
         result.forwards.extend(part.forwards.tolist())

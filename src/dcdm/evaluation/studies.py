@@ -238,7 +238,9 @@ def decoders_of(config: ModelConfig, lanes: Sequence[int] = ()) -> list[Decoding
     (default: those of training).
     """
     if config.kind == "lanes":
-        made = [DecodingConfig("chunk", lanes=number) for number in lanes or config.lanes or ()]
+        ahead = (0, config.drafts) if config.drafts else (0,)
+        numbers = lanes or config.lanes or ()
+        made = [DecodingConfig("chunk", lanes=number, drafts=drafts) for drafts in ahead for number in numbers]
     elif config.predicts_from_left:
         made = [DecodingConfig("chunk")]
     else:
@@ -254,9 +256,8 @@ def decoder_figures(model: Model, batches: Sequence[WindowBatch], decoder: Decod
     """Bits per token of the windows under the decoder, and its forwards."""
     score = score_under_decoder(model, batches, decoder)
     bits, stderr = score.bits_per_token
-    return DecoderFigures(
-        decoder.commit, score.forwards_per_window, bits, known(stderr), len(score.nats), decoder.lanes
-    )
+    commit = f"{decoder.drafts} drafts" if decoder.drafts else decoder.commit
+    return DecoderFigures(commit, score.forwards_per_window, bits, known(stderr), len(score.nats), decoder.lanes)
 
 
 def calibrated(

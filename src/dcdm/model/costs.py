@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcdm.config import ModelConfig
+from dcdm.model.drafting import SHARE
 from dcdm.model.masks import led_positions
 from dcdm.model.routing import fixed_partition
 from dcdm.model.transformer import parameter_counts
@@ -75,7 +76,8 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     d, heads = config.hidden_size, config.num_heads * config.head_dim
     embedding = config.vocab_size * d * (1 if config.tie_embeddings else 2)
     chunk_layer = 0 if not config.has_chunking else config.num_chunks * d * config.chunk_dim + 2 * d * d  # type: ignore[operator]
-    per_slot = 2 * (active - embedding - chunk_layer) / config.num_layers  # one block, one slot
+    draft_head = 6 * d * d if config.drafts else 0
+    per_slot = 2 * (active - embedding - chunk_layer - draft_head) / config.num_layers  # one block, one slot
     groups = min(config.num_groups(length), length)
     size = length / groups
     if config.kind in ("ar", "lanes"):
@@ -103,6 +105,7 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
             rounds = per_slot * length * (config.num_chunks + 1) / 2 + 4 * heads * length * length / 2
     predicted = length if config.kind == "ar" or config.predicts_from_left else MASKED_SHARE * length
     head = 2 * d * config.vocab_size * predicted
+    head += config.drafts * 2 * (draft_head + d * config.vocab_size) * length / SHARE
     return Bill(length, total, active, slots, linear, attention, chunking, rounds, head)
 
 

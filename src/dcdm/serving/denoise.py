@@ -27,7 +27,7 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     decoding = served.decoding(
         **request.model_dump(
             include={
-                "routing", "commit", "lanes", "cache", "temperature", "top_k", "top_p", "delimiters",
+                "routing", "commit", "lanes", "drafts", "cache", "temperature", "top_k", "top_p", "delimiters",
                 "delimiter_threshold",
             }
         )

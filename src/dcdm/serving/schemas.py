@@ -33,6 +33,7 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Lanes = Annotated[int, Field(ge=1, le=4096)]
+Drafts = Annotated[int, Field(ge=0, le=64)]
 Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -99,6 +100,9 @@ class Generating(Body):
     lanes: Lanes | None = Field(
         None, description="For models that write in lanes: how many, so many tokens a forward."
     )
+    drafts: Drafts | None = Field(
+        None, description="For models with a draft head: how many tokens of each lane are guessed ahead; 0 none."
+    )
     cache: Short | None = Field(
         None, description="What is remembered between forwards; /v1/models lists what fits."
     )
@@ -116,7 +120,7 @@ class Generating(Body):
 
     def decoding(self) -> dict[str, Any]:
         """The decoder that was asked for, for `Served.decoding`."""
-        names = ("routing", "commit", "lanes", "cache", "temperature", "top_k", "top_p")
+        names = ("routing", "commit", "lanes", "drafts", "cache", "temperature", "top_k", "top_p")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -191,6 +195,7 @@ class DenoiseRequest(Body):
     routing: Short = "auto"
     commit: Short = "auto"
     lanes: Lanes | None = None
+    drafts: Drafts | None = None
     temperature: Temperature = 1.0
     top_k: TopK | None = None
     top_p: TopP | None = None

@@ -171,6 +171,7 @@ class Served:
                 "num_chunks": config.num_chunks,
                 "lanes": config.lanes,
                 "default_lanes": None if config.lanes is None else default_lanes(config),
+                "drafts": config.drafts,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "routings": fitting_routings(config),
                 "commits": [_commit(name) for name in commits],

@@ -1,0 +1,115 @@
+"""What trains the draft head, and that nothing else learns from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import dcdm
+import tiny
+from dcdm.config import ObjectiveConfig
+from dcdm.diffusion.objectives import DRAFT_WEIGHT, Batch, GlobalBatch, draw_lanes, loss
+from dcdm.io.export import export
+from dcdm.io.load import load_init
+from dcdm.keys import Key
+from dcdm.model.drafting import SHARE
+from dcdm.model.masks import led_positions
+from dcdm.model.transformer import Model
+
+SETTINGS = ObjectiveConfig(prompt_share=0.5)
+
+
+def lanes_model(drafts: int) -> Model:
+    made = tiny.model("mdlm", kind="lanes", lanes=(1, 2, 4), drafts=drafts)
+    if made.drafting is not None:
+        with torch.no_grad():
+            made.drafting.down.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    return made
+
+
+def test_the_loss_is_that_of_a_literal_loop() -> None:
+    model, clean = lanes_model(3), tiny.tokens(5, 17, padding=(0, 4))
+    assert model.drafting is not None
+    found = loss(model, Batch(clean), Key(3), ObjectiveConfig(prompt_share=0.0)).draft_loss
+    sets = model.sets(clean)
+    drawn = draw_lanes(model.config, Key(3), torch.arange(5), sets.free.sum(dim=-1))
+    ids = model.partition(clean, None, None, drawn).ids
+    states = model.encode(clean, chunk_ids=ids).states
+    led, total = led_positions(ids), 0.0
+    for row in range(0, 5, SHARE):
+        for start in range(clean.shape[1]):
+            if ids[row, start] < 1:
+                continue
+            state = states[row, start]
+            for ahead in range(1, 4):
+                at = start + ahead
+                if at >= clean.shape[1] or not led[row, at]:
+                    break
+                state = model.drafting(state, model.embed_tokens(clean[row, at - 1]))
+                total = total + F.cross_entropy(model.token_logits(state), clean[row, at])
+    torch.testing.assert_close(found, total * SHARE / 3 / sets.free.sum())
+
+
+def test_the_rest_of_the_network_learns_nothing_from_it() -> None:
+    with_head, without = lanes_model(3), lanes_model(0)
+    without.load_state_dict({n: v for n, v in with_head.state_dict().items() if not n.startswith("drafting.")})
+    batch = Batch(tiny.tokens(6, 17))
+    made = [loss(model, batch, 5, SETTINGS) for model in (with_head, without)]
+    for one in made:
+        one.total.backward()
+    assert made[1].draft_loss is None
+    assert made[0].draft_loss is not None
+    torch.testing.assert_close(made[0].total, made[1].total + DRAFT_WEIGHT * made[0].draft_loss)
+    assert torch.equal(made[0].nll, made[1].nll)
+    for name, parameter in without.named_parameters():
+        torch.testing.assert_close(with_head.get_parameter(name).grad, parameter.grad, msg=name)
+    assert with_head.drafting is not None
+    assert all(parameter.grad is not None for parameter in with_head.drafting.parameters())
+
+
+def test_splitting_a_batch_changes_neither_loss_nor_gradient() -> None:
+    model, clean = lanes_model(2), tiny.tokens(8, 17, padding=(0, 5))
+    whole = loss(model, Batch(clean), Key(1), SETTINGS)
+    whole.total.backward()
+    assert model.drafting is not None
+    expected = [parameter.grad.clone() for parameter in model.drafting.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    shared = GlobalBatch(whole.tokens, 8)
+    parts = []
+    for at in (0, 2, 4, 6):
+        rows = slice(at, at + 2)
+        part = loss(model, Batch(clean[rows], rows=torch.arange(at, at + 2), num_rows=8), Key(1), SETTINGS, shared)
+        part.total.backward()
+        parts.append(part)
+    torch.testing.assert_close(sum(part.draft_loss for part in parts), whole.draft_loss)
+    for parameter, gradient in zip(model.drafting.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_model_begins_with_the_same_weights_with_and_without_a_head() -> None:
+    config = tiny.config("mdlm", kind="lanes")
+    plain, drafting = (dcdm.build(replace(config, drafts=number), seed=3) for number in (0, 3))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, drafting.state_dict()[name]), name
+    assert drafting.drafting is not None
+    assert not drafting.drafting.down.weight.any()
+
+
+def test_weights_without_a_head_start_a_model_that_has_one(tmp_path: Path) -> None:
+    folder = tiny.exported("mdlm", tmp_path / "start", kind="lanes")
+    start, tokenizer = dcdm.load(folder)
+    model = dcdm.build(replace(start.config, drafts=2), seed=0)
+    load_init(model, str(folder), tokenizer)
+    assert torch.equal(model.embed_tokens.weight, start.embed_tokens.weight)
+
+
+def test_the_head_is_exported_and_loaded(tmp_path: Path) -> None:
+    folder = tiny.exported("mdlm", tmp_path / "with-head", kind="lanes", drafts=2)
+    export(folder, tmp_path / "again")
+    model, _ = dcdm.load(tmp_path / "again")
+    assert model.config.drafts == 2
+    before = dcdm.load(folder)[0].state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
