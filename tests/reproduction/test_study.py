@@ -25,7 +25,13 @@ SMALL = {
 def definition(**changes) -> dict:
     variants = {
         "ar": {"preset": "ar-debug"},
-        "lanes": {"preset": "lanes-debug", "lanes": [1, 4], "init": "ar", "minutes": 1},
+        "lanes": {
+            "preset": "lanes-debug-drafts",
+            "lanes": [1, 4],
+            "drafts": [2],
+            "init": "ar",
+            "minutes": 1,
+        },
         "mdlm": {"preset": "mdlm-debug", "commits": ["steps:4"]},
     }
     plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "minutes": 2}
@@ -54,11 +60,17 @@ def finished(tmp_path_factory):
 def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     asked, work = finished
     rows = {(row.variant, row.figure): row for row in compare(asked, work)}
-    lanes, mdlm = {("lanes", "1 lanes"), ("lanes", "4 lanes")}, {("mdlm", name) for name in ("chunk", "steps:4")}
+    numbers = ("1 lanes", "4 lanes", "1 lanes, 2 drafts", "4 lanes, 2 drafts")
+    lanes = {("lanes", name) for name in numbers}
+    mdlm = {("mdlm", name) for name in ("chunk", "steps:4")}
     assert set(rows) == {("ar", "valid"), ("mdlm", "valid")} | lanes | mdlm
     assert rows["mdlm", "steps:4"].forwards == 4
     assert rows["ar", "valid"].forwards == 31
     assert rows["lanes", "4 lanes"].forwards == 8
+    alone, drafted = (rows["lanes", name] for name in ("1 lanes", "1 lanes, 2 drafts"))
+    assert drafted.mean.mean == pytest.approx(alone.mean.mean, rel=1e-5)
+    assert drafted.forwards < alone.forwards == 31
+    assert rows["lanes", "4 lanes, 2 drafts"].estimator == "drafted"
     assert rows["ar", "valid"].difference is None
     found = rows["lanes", "4 lanes"]
     assert found.difference.mean == pytest.approx(found.mean.mean - rows["ar", "valid"].mean.mean)
@@ -72,7 +84,7 @@ def test_lanes_can_be_what_others_are_compared_with(finished):
     base = rows["lanes", "4 lanes"]
     assert base.difference is None
     others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes")}
-    assert len(others) == 5
+    assert len(others) == 7
     for row in others.values():
         assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
     few = study.StudyVariant("lanes-debug", lanes=(2, 8))
@@ -105,7 +117,9 @@ def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
     study.draw_frontier(asked, compare(asked, work), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
-    assert drawn.count('id="LineCollection') == 6  # the bars of three variants, on the plot and in the legend
+    assert (
+        drawn.count('id="LineCollection') == 8
+    )  # the bars of three variants and of drafts, on the plot and in the legend
 
 
 def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):

@@ -15,6 +15,7 @@ from dcdm.cli import main
 from dcdm.commands.sample import _Stream
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.likelihood.estimators import forwards_along
 from dcdm.model.routing import lane_partition
 from dcdm.viewing.chunks import (
     ChunkView,
@@ -95,6 +96,21 @@ def test_a_notebook_shows_lanes_in_their_colours():
     html = seen(round=2)._repr_html_()
     assert html.count('title="lane 2"') == 5
     assert "outlined: not written yet" in html
+
+
+def test_with_drafts_a_forward_writes_as_far_as_its_guesses_stand():
+    network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), drafts=3)
+    window, _ = window_of(TEXT, byte_tokenizer(), 128)
+    found = view(network, window, lanes=2, drafts=3, name="m")
+    came = forwards_along(network, window.tokens[None], lanes=2, drafts=3)[0].tolist()
+    assert found.frames[-1].ids == came
+    assert found.num_chunks == max(came) < 8
+    assert "as far as its guesses stand" in found.rule
+    lines = lane_rows(found, 80, False).plain.split("\n")
+    letters = ["".join(line[9:].split()) for line in lines if line.startswith("lane")]
+    assert "".join(letters) == TEXT.replace(" ", "·").replace("\n", "↵")
+    with pytest.raises(ConfigError, match="draft head"):
+        seen(drafts=2)
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def chunks(
     noise: float | None = None,
     round: int | None = None,
     lanes: int | None = None,
+    drafts: int = 0,
     window: int = 1,
     corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
     windows: int = 64,
@@ -68,6 +69,7 @@ def chunks(
         round: The round to show, for every other model (default the last).
         lanes: For models that write in lanes: how many (default as in dcdm sample); each is a row, or a
             colour of the page.
+        drafts: For models with a draft head: lanes at the pace that so many guesses would have given them.
         window: Which window to show of a text that is longer than the model's context.
         corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
             `dcdm data prepare` reads, or a folder that it wrote.
@@ -94,6 +96,7 @@ def chunks(
         corpus=counted,
         note=note,
         lanes=lanes,
+        drafts=drafts,
     )
     if html is not None:
         from dcdm.files import write_whole

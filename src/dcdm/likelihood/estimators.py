@@ -18,7 +18,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig, Revise
-from dcdm.decoding.loop import Reveal, fill_canvas
+from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import AdaBlock, router_of
 from dcdm.decoding.sampling import Sampling
@@ -254,17 +254,17 @@ class Scorer:
         by_mask = "bound" in estimators_of(model.config)
         if decoder.one_pass_per_chunk and by_mask:
             return self._trajectory_in_one_pass(tokens, sets, index)
-        total = torch.zeros(tokens.shape, dtype=torch.float64)
+        along = _AlongText(tokens, decoder.sampling)
         _, counts = fill_canvas(
             tokens.masked_fill(sets.free, model.config.mask_id),
             sets,
             router_of(model, sets, index, decoder.routing, decoder.adablock, decoder.lanes),
             predictor_of(model, sets, decoder.cache),
             commit_policy(decoder.commit),
-            self._true_tokens(tokens, total),
+            along.reveal,
             order=self.key.fold("order").rows(index, tokens.shape[1]),
         )
-        return _certain(total, sets.free.sum(dim=-1), counts.forwards)
+        return _certain(along.nats, sets.free.sum(dim=-1), counts.forwards)
 
     def drafted(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Lanes with drafts along the true text: −log p of each token given what its forward knew.
@@ -273,45 +273,30 @@ class Scorer:
         log p(text, pace) − log P(pace | steps before), whose mean is at most log p(text); with one lane it is the
         same at any pace, and log p(text) itself.
         """
-        model, decoder = self.model, self.decoder
         assert isinstance(self.samples, int)
-        ahead = torch.full_like(index, decoder.drafts or 0)
-        costs, forwards = [], []
-        for sample in range(self.samples):
-            total = torch.zeros(tokens.shape, dtype=torch.float64)
-            pace = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
-            _, counts = fill_canvas(
-                tokens.masked_fill(sets.free, model.config.mask_id),
-                sets,
-                router_of(model, sets, index, lanes=decoder.lanes, paced=True),
-                predictor_of(model, sets, decoder.cache),
-                commit_policy("chunk"),
-                self._true_tokens(tokens, total),
-                ahead=ahead,
-                drafter=_AlongText(tokens, decoder.sampling, pace),
-            )
-            costs.append(total)
-            forwards.append(counts.forwards)
-        each, passes = torch.stack(costs), torch.stack(forwards).double()
-        alone = self.samples == 1  # says nothing about its error, but for one lane there is none
-        nothing = torch.full_like(each[0, :, 0], 0.0 if decoder.lanes == 1 else torch.nan)
-        spread = nothing if alone else each.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
-        return _Part(each.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), passes.mean(dim=0))
+        walks = [self.walk(tokens, sets, index, sample) for sample in range(self.samples)]
+        nats = torch.stack([along.nats for along in walks])
+        forwards = torch.stack([along.forward for along in walks]).double().mean(dim=0)
+        alone = torch.full_like(forwards, 0.0 if self.decoder.lanes == 1 else torch.nan)  # one draw has no spread
+        spread = alone if self.samples == 1 else nats.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
+        return _Part(nats.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), forwards)
 
-    def _true_tokens(self, tokens: Tensor, total: Tensor) -> Reveal:
-        """Reveals the text itself, and adds −log p of each token to `total` (B, L)."""
-
-        def reveal(view: View, fill: Tensor) -> Tensor:
-            true = tokens.gather(1, view.position)
-
-            def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
-                return -self.decoder.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
-
-            nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
-            total[fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()] = nll[fill].cpu()
-            return true
-
-        return reveal
+    def walk(self, tokens: Tensor, sets: Sets, index: Tensor, sample: int) -> _AlongText:
+        """Lanes with drafts along the true text, at a pace drawn for it."""
+        model, decoder = self.model, self.decoder
+        pace = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
+        along = _AlongText(tokens, decoder.sampling, pace)
+        fill_canvas(
+            tokens.masked_fill(sets.free, model.config.mask_id),
+            sets,
+            router_of(model, sets, index, lanes=decoder.lanes, paced=True),
+            predictor_of(model, sets, decoder.cache),
+            commit_policy("chunk"),
+            along.reveal,
+            ahead=torch.full_like(index, decoder.drafts or 0),
+            drafter=along,
+        )
+        return along
 
     def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
@@ -347,14 +332,31 @@ class Scorer:
         return cost, variance, subsets.passes_needed(sizes, self.samples)
 
 
-@dataclass(frozen=True)
 class _AlongText:
-    """Guesses are right, and stand as often as they would have, given that the text came out."""
+    """Fills a canvas with the text itself. Guesses are right, and stand as often as they would have, given that the
+    text came out."""
 
-    tokens: Tensor
-    sampling: Sampling
-    pace: Tensor
-    """(B, L) uniform."""
+    def __init__(self, tokens: Tensor, sampling: Sampling, pace: Tensor | None = None) -> None:
+        """`pace` (B, L) is uniform noise, for lanes with drafts."""
+        self.tokens, self.sampling, self.pace = tokens, sampling, pace
+        self.nats = torch.zeros(tokens.shape, dtype=torch.float64)
+        """(B, L): −log p of each token."""
+        self.forward = torch.zeros(len(tokens), dtype=torch.long)
+        """(B,): forwards so far."""
+        self.came = torch.zeros(tokens.shape, dtype=torch.long)
+        """(B, L): the forward that brought each token, from 1; 0 for given ones."""
+
+    def reveal(self, view: View, fill: Tensor) -> Tensor:
+        true = self.tokens.gather(1, view.position)
+
+        def nats(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+            return -self.sampling.log_p(log_p).gather(-1, true[row, at][:, None]).squeeze(-1)
+
+        nll = view.predicted.measure(nats, fill, 0.0, torch.float64)
+        row, position = fill.nonzero()[:, 0].cpu(), view.position[fill].cpu()
+        self.forward += fill.any(dim=-1).cpu()
+        self.nats[row, position], self.came[row, position] = nll[fill].cpu(), self.forward[row]
+        return true
 
     def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
         return self.tokens[row, position]
@@ -362,8 +364,24 @@ class _AlongText:
     def verify(
         self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor]:
+        assert self.pace is not None
         p, q = (self.sampling.log_p(x).gather(-1, token[:, None]).squeeze(-1) for x in (log_p, log_q))
         return self.pace[row, position].to(p) < (q - p).exp(), token
+
+
+@torch.no_grad()
+def forwards_along(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, *, lanes: int | None = None,
+    drafts: int | None = None, index: Tensor | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """(B, L): the forward that brings each token of a text when lanes have drafts, from 1; 0 for given ones.
+
+    The pace is drawn as it would have come given the text.
+    """
+    decoder = DecodingConfig("chunk", lanes=lanes, drafts=drafts).resolve(model.config)
+    scorer = Scorer(model, 1, Key(seed).fold("drafted"), decoder)
+    numbers = torch.arange(len(tokens)) if index is None else index
+    return scorer.walk(tokens, model.sets(tokens, prompt), numbers, 0).came
 
 
 def _certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:

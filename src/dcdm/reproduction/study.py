@@ -438,7 +438,9 @@ def compare(study: Study, work: Path) -> list[Row]:
             assert mean is not None
             alone = (variant, figure) == (study.against, main) or about["estimator"] == "surrogate"
             difference = None if alone else interval([by_seed[seed] - base[seed] for seed in shared])
-            rows.append(Row(variant, figure, about["estimator"], about["forwards"], mean, difference))
+            spent = [part[figure]["forwards"] for part in parts if figure in part]  # drafts: each seed its own
+            forwards = None if about["forwards"] is None else fmean(spent)
+            rows.append(Row(variant, figure, about["estimator"], forwards, mean, difference))
     return rows
 
 

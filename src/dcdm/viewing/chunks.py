@@ -24,11 +24,12 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import resolve_lanes
+from dcdm.decoding.config import resolve_drafts, resolve_lanes
 from dcdm.decoding.engine import Generation
 from dcdm.keys import Key
+from dcdm.likelihood.estimators import forwards_along
 from dcdm.model.routing import lane_partition
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, Partition
 from dcdm.viewing.page import assemble, asset, escape
 from dcdm.viewing.palette import colour, ink
 
@@ -225,27 +226,33 @@ def view(
     corpus: TokenWindows | None = None,
     note: str = "",
     lanes: int | None = None,
+    drafts: int = 0,
 ) -> ChunkView:
     """The chunks of a window, beginning at the noise level or round asked for.
 
     Kinds of tokens are counted over `corpus`, or over the window itself. `lanes` is how many, for models that
-    write in them; by default the model's own number.
+    write in them; by default the model's own number. With `drafts` they have a pace of their own, which is drawn.
     """
     refuse_without_chunks(model)
     config = model.config
     lanes = resolve_lanes(config, lanes)
+    drafts = resolve_drafts(config, drafts, "exact")
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
     sets = model.sets(tokens)
     free = sets.free[0].tolist()
     num_chunks = config.num_groups(sum(free))
     lane: list[int] = []
+    ids: Tensor | None = None
     if lanes is not None:
-        num_chunks = -(-sum(free) // lanes)
+        ids = forwards_along(model, tokens, lanes=lanes, drafts=drafts, seed=seed).to(tokens) if drafts else None
+        num_chunks = -(-sum(free) // lanes) if ids is None else int(ids.max())
         lane = lane_partition(config, sets.free, sets.real, lanes)[1][0].tolist()
     levels = _levels(model, noise, round)
-    frames = (
-        _noise_frames(model, tokens, levels, seed) if levels else _round_frames(model, tokens, num_chunks, lanes)
-    )
+    if levels:
+        frames = _noise_frames(model, tokens, levels, seed)
+    else:
+        partition = model.partition(tokens, lanes=lanes) if ids is None else Partition(ids, None)
+        frames = _round_frames(model, tokens, num_chunks, partition)
     kinds = kinds_of(window.pieces)
     if corpus is not None:
         kind_counts = _count_kinds(model, corpus, levels, lanes or num_chunks, seed, lanes)
@@ -259,7 +266,7 @@ def view(
         model=name,
         kind=config.kind,
         routing=config.routing if config.kind == "dcdm" else "",
-        rule=rule(config, max(lane, default=0)),
+        rule=rule(config, max(lane, default=0), drafts),
         axis="noise" if levels else "round",
         num_chunks=num_chunks,
         tokens=[Token(*row) for row in zip(tokens[0].tolist(), labels(window), kinds, free, strict=True)],
@@ -272,12 +279,14 @@ def view(
     )
 
 
-def rule(config: ModelConfig, lanes: int = 0) -> str:
+def rule(config: ModelConfig, lanes: int = 0, drafts: int = 0) -> str:
     """How the chunk of a token is decided."""
     if config.kind == "mdlm":
         return "All tokens form one chunk."
     if config.kind == "lanes":
         number = "One lane is written" if lanes == 1 else f"{lanes} lanes are written at once"
+        if drafts:
+            return f"{number}, each as far as its guesses stand; chunk k holds what forward k brings."
         return f"{number}; chunk k holds the k-th token of each."
     if config.kind == "bdlm":
         return f"Every {config.block_size} tokens in a row form a chunk."
@@ -367,8 +376,7 @@ def _routed(model: Model, tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tenso
     return torch.where(real, model.chunking.assign(scores), -1), scores
 
 
-def _round_frames(model: Model, tokens: Tensor, num_chunks: int, lanes: int | None) -> list[Frame]:
-    partition = model.partition(tokens, lanes=lanes)
+def _round_frames(model: Model, tokens: Tensor, num_chunks: int, partition: Partition) -> list[Frame]:
     ids = partition.ids[0]
     rounds_k1 = torch.arange(1, num_chunks + 1, device=ids.device)[:, None]
     hidden_kl = ids >= rounds_k1

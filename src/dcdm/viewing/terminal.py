@@ -125,19 +125,17 @@ def numbered_tokens(
 
 def lane_rows(view: ChunkView, width: int, coloured: bool) -> Text:
     """Every lane a row, every column what one forward writes: as many columns side by side as fit."""
-    columns: list[dict[int, int]] = [{} for _ in range(view.num_chunks)]  # positions by lane
-    rank = [0] * (view.num_lanes + 1)
-    for position, lane in enumerate(view.lanes):
+    columns: list[dict[int, list[int]]] = [{} for _ in range(view.num_chunks)]  # positions by lane
+    for position, (lane, forward) in enumerate(zip(view.lanes, view.frames[-1].ids, strict=True)):
         if lane:
-            columns[rank[lane]][lane] = position
-            rank[lane] += 1
+            columns[forward - 1].setdefault(lane, []).append(position)
     numbers = [str(number) for number in range(1, len(columns) + 1)]
     texts = [token.text.translate(SIGNS) for token in view.tokens]
     if not coloured:
         waiting = zip(texts, view.hidden, strict=True)
         texts = [BLANK if hidden else text.replace(" ", "·") for text, hidden in waiting]
     rooms = [
-        max(cell_len(number), *(cell_len(texts[position]) for position in column.values())) + 1
+        max(cell_len(number), *(sum(cell_len(texts[at]) for at in cell) for cell in column.values())) + 1
         for number, column in zip(numbers, columns, strict=True)
     ]
     edge = len("forward  ")
@@ -149,9 +147,9 @@ def lane_rows(view: ChunkView, width: int, coloured: bool) -> Text:
             line = Text(f"lane {lane}".ljust(edge))
             for k in band:
                 if lane in columns[k]:
-                    here = columns[k][lane]
                     line.pad_right(edge + sum(rooms[band[0] : k]) - line.cell_len)
-                    line.append(texts[here], _lane_style(view, here) if coloured else "")
+                    for here in columns[k][lane]:
+                        line.append(texts[here], _lane_style(view, here) if coloured else "")
             lines.append(line)
         lines.append(Text())
     return Text("\n").join(lines)
