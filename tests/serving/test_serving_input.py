@@ -166,7 +166,7 @@ FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
     "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
     "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens",
-    "response_format", "revise", "lanes", "other",
+    "response_format", "revise", "lanes", "drafts", "other",
 )  # fmt: skip
 POLICY = st.builds(
     "{}{}{}".format,

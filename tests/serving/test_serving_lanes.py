@@ -179,3 +179,49 @@ def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, da
         page.click("#colours label:nth-of-type(3)")  # by confidence
         assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
         assert page.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    tokenizer = byte_tokenizer()
+    size = tokenizer.vocab_size - 3
+    network = tiny.model("mdlm", size, kind="lanes", lanes=(1, 2, 4), drafts=3, scale=6.0).float()
+    with live(model=(network, tokenizer), timeout_seconds=60) as server:
+        yield server
+
+
+@pytest.mark.parametrize("drafts", [None, 0, 2])
+def test_texts_with_drafts_are_the_librarys(drafting, drafts):
+    assert drafting.get("/v1/models").json()["data"][0]["dcdm"]["drafts"] == 3
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 24, "seed": 0, "lanes": 2, "stop_at_eos": False}
+    done = drafting.post("/v1/completions", body | ({} if drafts is None else {"drafts": drafts}))
+    assert done.status_code == 200, done.text
+    alike = expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=drafts, eos_id=-1)
+    assert done.json()["choices"][0]["text"] == alike.texts[0]
+    filling = {name: value for name, value in body.items() if name != "model"}
+    sent = events(drafting.post("/v1/denoise", filling | ({} if drafts is None else {"drafts": drafts})).text)
+    start = sent[0][1]
+    assert start.get("drafts", 0) == (3 if drafts is None else drafts)
+    assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
+
+
+def test_drafts_that_do_not_fit_are_refused(server):
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 8}
+    assert server.post("/v1/completions", body | {"drafts": -1}).status_code in (400, 422)
+    refused = server.post("/v1/completions", body | {"drafts": 2})
+    assert refused.status_code == 400
+    assert "needs a model with a draft head" in refused.json()["error"]["message"]
+
+
+def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):
+    pytest.importorskip("selenium")
+    with chromium(tmp_path / "profile") as driver:
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
+        assert page.js("document.getElementById('a-drafts').value") == "2"
+        page.generate()
+        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+        forwards = int(expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=2, eos_id=-1).forwards[0])
+        assert f"24 tokens in {forwards} forwards" in page.text("status")
+        assert page.complaints() == []
+        assert "--drafts 2" in page.text("code")

@@ -1,6 +1,6 @@
 /** A request in other forms: a command line, Python, the openai client, curl. */
 
-const PLAIN = { routing: "auto", commit: "auto", lanes: null, temperature: 1, top_k: null, top_p: null, cache: "auto", seed: 0, max_tokens: null, stop_at_eos: true };
+const PLAIN = { routing: "auto", commit: "auto", lanes: null, drafts: null, temperature: 1, top_k: null, top_p: null, cache: "auto", seed: 0, max_tokens: null, stop_at_eos: true };
 
 /** Whatever differs from what the tools do by themselves. */
 const changed = (request) => Object.entries(request).filter(([name, value]) => name in PLAIN && value !== PLAIN[name]);
@@ -61,7 +61,7 @@ function client(request, model) {
   lines.push(size === null ? "    max_tokens=64,  # here the window is filled\n" : `    max_tokens=${size},\n`);
   lines.push(`    temperature=${request.temperature},\n    seed=${request.seed},\n`);
   if (request.top_p !== null) lines.push(`    top_p=${request.top_p},\n`);
-  const extra = changed(request).filter(([name]) => ["routing", "commit", "lanes", "top_k", "cache"].includes(name));
+  const extra = changed(request).filter(([name]) => ["routing", "commit", "lanes", "drafts", "top_k", "cache"].includes(name));
   const literal = (value) => (typeof value === "string" ? python(value) : value);
   if (extra.length) lines.push(`    extra_body={${extra.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},\n`);
   return `from openai import OpenAI

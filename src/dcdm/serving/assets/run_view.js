@@ -66,7 +66,7 @@ export class RunView {
           this.recording = new Recording(data, this.special);
           this.canvas.open(this.recording);
           const routing = data.routing === "auto" ? [] : [data.routing];
-          const order = data.lanes ? many(data.lanes, "lane") : data.commit;
+          const order = data.lanes ? many(data.lanes, "lane") + (data.drafts ? ` · ${many(data.drafts, "draft")}` : "") : data.commit;
           this.tag.textContent = [...routing, order, `cache ${data.cache}`].join(" · ");
         } else {
           this.canvas.grow(this.recording.add(name, data));

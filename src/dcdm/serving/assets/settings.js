@@ -133,6 +133,7 @@ export class Decoder {
     this.fields = {
       commit: field("commit", "Commit", select(Object.keys(this.commits)), "", this.commitNumber),
       lanes: field("lanes", "Lanes", whole({ min: 1, max: 4096, placeholder: info.default_lanes ?? "" }), "Writers at once, and so tokens a forward. 1 is the order of AR."),
+      drafts: field("drafts", "Drafts", whole({ min: 0, max: 64, placeholder: info.drafts ?? "" }), "Tokens of each lane that a head guesses ahead; the next forward verifies them. 0 is none."),
       routing: field("routing", "Routing", select([...new Set(routings)]), "", this.blockNumber),
       delimiters: field("delimiters", "Block ends", delimiters, "Tokens a block may end with, separated by spaces; \\n is a line end."),
       delimiter_threshold: field("delimiter_threshold", "Threshold", number({ min: 0, max: 1, value: 0.3, required: true }), "The probability at which such a token ends a block."),
@@ -174,8 +175,9 @@ export class Decoder {
 
   /** Explanations and visibility follow from what is chosen. */
   refresh() {
-    const { commit, lanes, routing, delimiters, delimiter_threshold: threshold, cache } = this.fields;
+    const { commit, lanes, drafts, routing, delimiters, delimiter_threshold: threshold, cache } = this.fields;
     lanes.element.hidden = !this.info.lanes;
+    drafts.element.hidden = !this.info.drafts;
     commit.about.textContent = this.commits[commit.control.value].about;
     routing.about.textContent = ROUTINGS[routing.control.value] ?? "";
     cache.about.textContent = CACHES[cache.control.value] ?? "";
@@ -186,7 +188,8 @@ export class Decoder {
     const heat = this.fields.temperature.control.value;
     const writers = lanes.control.value || this.info.default_lanes;
     const order = this.info.lanes ? `${writers} lane${writers == 1 ? "" : "s"}` : this.commit();
-    this.summary.textContent = `${order}${heat === "1" ? "" : `, temperature ${heat}`}`;
+    const ahead = this.info.drafts && drafts.control.value !== "0" ? ` with ${drafts.control.value || this.info.drafts} drafts` : "";
+    this.summary.textContent = `${order}${ahead}${heat === "1" ? "" : `, temperature ${heat}`}`;
   }
 
   commit() {
@@ -201,16 +204,16 @@ export class Decoder {
 
   /** Whether all numbers that are asked for fit; those that do not complain. */
   check() {
-    const { commit, lanes, routing, temperature, top_k: k, top_p: p, delimiter_threshold: threshold } = this.fields;
+    const { commit, lanes, drafts, routing, temperature, top_k: k, top_p: p, delimiter_threshold: threshold } = this.fields;
     const asked = [[commit, this.commitNumber], [routing, this.blockNumber], [threshold, threshold.control]];
     const visible = asked.filter(([field, control]) => !control.hidden && !field.element.hidden);
-    const checks = [...visible.map(([field, control]) => field.check(control)), ...[lanes, temperature, k, p].map((field) => field.check())];
+    const checks = [...visible.map(([field, control]) => field.check(control)), ...[lanes, drafts, temperature, k, p].map((field) => field.check())];
     return checks.every(Boolean);
   }
 
   /** The request's part. */
   read() {
-    const { lanes, temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
+    const { lanes, drafts, temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
     const request = {
       commit: this.commit(),
       routing: this.routing(),
@@ -220,6 +223,7 @@ export class Decoder {
       cache: cache.control.value,
     };
     if (this.info.lanes && valueOf(lanes.control) !== null) request.lanes = valueOf(lanes.control);
+    if (this.info.drafts && valueOf(drafts.control) !== null) request.drafts = valueOf(drafts.control);
     if (request.routing === "adablock") {
       const ends = delimiters.control.value.split(" ").filter(Boolean);
       request.delimiters = ends.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
@@ -228,7 +232,7 @@ export class Decoder {
     return request;
   }
 
-  static PLAIN = { lanes: "", temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };
+  static PLAIN = { lanes: "", drafts: "", temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };
 
   keep(kept) {
     const key = (name) => `${this.letter.toLowerCase()}.${name}`;
