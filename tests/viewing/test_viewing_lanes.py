@@ -109,6 +109,12 @@ def test_with_drafts_a_forward_writes_as_far_as_its_guesses_stand():
     lines = lane_rows(found, 80, False).plain.split("\n")
     letters = ["".join(line[9:].split()) for line in lines if line.startswith("lane")]
     assert "".join(letters) == TEXT.replace(" ", "·").replace("\n", "↵")
+    together = {text for text, _ in found.runs}
+    assert together
+    assert all(text in TEXT and len(text) > 1 for text in together)
+    shown = io.StringIO()
+    show(found, Console(file=shown, width=100))
+    assert "in one forward of a lane most often (this text)" in shown.getvalue()
     with pytest.raises(ConfigError, match="draft head"):
         seen(drafts=2)
 

@@ -14,9 +14,10 @@ import keyword
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,7 @@ from dcdm.viewing.palette import colour, ink
 LEVELS = tuple(number / 10 for number in range(11))
 DEFAULT_LEVEL = 0.5
 UNROUTED = -1
+MOST_RUNS = 20
 DIGITS = 5  # significant ones of a score on the page
 KINDS = ("keyword", "name", "digits", "punctuation", "whitespace", "other")
 
@@ -103,6 +105,8 @@ class ChunkView:
     """What a reader must know about the text, such as that it was cut."""
     lanes: list[int] = field(default_factory=list)
     """(L): the lane of each position, from 1, and 0 where nothing is written; [] for models without lanes."""
+    runs: list[tuple[str, int]] = field(default_factory=list)
+    """With drafts: what a lane gets in one forward most often, several tokens each, and how often."""
 
     @property
     def frame(self) -> Frame:
@@ -276,6 +280,7 @@ def view(
         kind_counts=kind_counts,
         note=note,
         lanes=lane,
+        runs=[] if ids is None else _drafted_runs(model, window, corpus, ids, lanes, drafts, seed),
     )
 
 
@@ -449,6 +454,40 @@ def _count_kinds(
             for number in range(num_frames):
                 total[number] += torch.tensor(counted(ids_fnl[number, row].tolist(), kinds, total.shape[1]))
     return KindCounts(corpus.source, seen, total.tolist())
+
+
+def _drafted_runs(
+    model: Model,
+    window: TextWindow,
+    corpus: TokenWindows | None,
+    ids: Tensor,
+    lanes: int | None,
+    drafts: int,
+    seed: int,
+) -> list[tuple[str, int]]:
+    """What comes in one forward of a lane, over the corpus or in the window, whose forwards are `ids` (1, L)."""
+    found: Counter[bytes] = Counter()
+    rows: list[tuple[Tensor, Tensor | None, Tensor, list[list[bytes]]]] = []
+    if corpus is None:
+        rows = [(window.tokens[None].to(ids), None, ids, [window.pieces])]
+    else:
+        for at in range(0, len(corpus.tokens), 8):
+            part = slice(at, at + 8)
+            tokens, prompt = corpus.tokens[part].to(ids.device), corpus.prompt[part].to(ids.device)
+            came = forwards_along(
+                model, tokens, prompt, lanes=lanes, drafts=drafts, index=corpus.index[part], seed=seed
+            )
+            rows.append((tokens, prompt, came.to(tokens), corpus.pieces[part]))
+    for texts_bl, given, came, pieces in rows:
+        sets = model.sets(texts_bl, given)
+        lane = lane_partition(model.config, sets.free, sets.real, lanes)[1]
+        for row, texts in enumerate(pieces):
+            groups = zip(lane[row].tolist(), came[row].tolist(), texts, strict=True)
+            for (number, _), run in groupby(groups, lambda one: one[:2]):
+                together = [text for _, _, text in run]
+                if number and len(together) > 1:
+                    found[b"".join(together)] += 1
+    return [(text.decode("utf-8", "replace"), count) for text, count in found.most_common(MOST_RUNS)]
 
 
 # --- kinds of tokens: keyword, name, digits, punctuation, white space, other -------------------------------------

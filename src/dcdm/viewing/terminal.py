@@ -32,6 +32,10 @@ def show(view: ChunkView, console: Console) -> None:
     console.print(_legend(view, _in_colour(console)))
     source = f"sizes: this text; kinds: {view.kind_counts.source}"
     console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if view.runs:
+        runs = "  ".join(f"{text.translate(SIGNS).replace(' ', '·')} {count}" for text, count in view.runs)
+        console.print(f"\nin one forward of a lane most often ({view.kind_counts.source}):", highlight=False)
+        console.print(runs, markup=False, highlight=False)
     if len(view.sizes) > MOST_ROWS:
         name = "lanes" if view.lanes else "chunks"
         console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
