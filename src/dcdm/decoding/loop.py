@@ -148,10 +148,11 @@ class Filling:
             self.counts.rounds += (asking & router.counted).cpu()
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
         asked, given = self.route.active & pending, z
-        drafts = self.drafts[pending[self.drafts.row, self.drafts.position]]
-        drafted = drafts.places(z.shape)
+        drafts, drafted = self.drafts, asked
         if len(drafts):
-            now = self.route.level()
+            drafts = drafts[pending[drafts.row, drafts.position]]
+        if len(drafts):
+            drafted, now = drafts.places(z.shape), self.route.level()
             asked = asked | (torch.nn.functional.pad(drafted[:, :-1], (1, 0)) & pending)
             self.route = routes.Route(torch.where(asked, now, self.route.ids), asked)
             given = z.clone()
