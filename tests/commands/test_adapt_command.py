@@ -107,6 +107,7 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         (["--window", "999"], "data.window=999"),
         (["--to", "bdlm", "--block-size", "0"], "--block-size 0"),
         (["--lora", "0"], "--lora 0"),
+        (["--to", "bdlm", "--drafts", "2"], "--drafts 2"),
         (["--steps", "0"], "--steps 0"),
     ):
         assert adapt("runs/none", *words) == 2
@@ -125,6 +126,21 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         main(["adapt", "runs/blocks", "--run", "runs/none", "--to", "lanes"])
     assert left.value.code == 2
     assert "starts from an AR model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora", "2")])
+def test_lanes_get_a_draft_head_and_one_lane_writes_the_same_with_it(lora: tuple[str, ...], tmp_path: Path) -> None:
+    run = f"runs/drafts{len(lora)}"
+    assert adapt(run, "--drafts", "2", "--steps", "4", "--lanes", "1,2", *lora) == 0
+    main(["export", run, str(tmp_path / "exported")])
+    for folder in (run, tmp_path / "exported") if not lora else (run,):
+        model, _ = dcdm.load(folder)
+        assert model.config.drafts == 2
+        with_drafts, without = (
+            dcdm.generate(model, [[5, 6]], max_new_tokens=20, lanes=1, drafts=number, temperature=0.0).completions
+            for number in (2, 0)
+        )
+        assert with_drafts == without
 
 
 def test_passes_are_small_enough_for_two_gigabytes_and_recompute_where_one_window_is_too_much() -> None:

@@ -42,6 +42,7 @@ def adapt(
     run: Annotated[Path, arg(aliases=["--run-folder"])],
     to: Target = "lanes",
     lanes: str = "1,2,4,8",
+    drafts: int = 0,
     block_size: int = 4,
     num_chunks: int = 8,
     chunk_dim: int = 64,
@@ -75,6 +76,7 @@ def adapt(
         to: What to make of it: lanes, bdlm (blocks that are filled in parallel), dcdm-causal or dcdm-paper (chunks
             by content), or ar (fine-tuning, to compare with).
         lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR.
+        drafts: For lanes: train a head beside it that guesses so many tokens ahead (docs/drafts.md); 0 makes none.
         block_size: Tokens of a block, for bdlm.
         num_chunks: Chunks of a window, for dcdm-causal and dcdm-paper.
         chunk_dim: Dimension of a chunk's subspace, for the same.
@@ -108,7 +110,9 @@ def adapt(
     if not place.is_dir():
         raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
     found = find_model(place)
-    config = adapted(found.config, to, whole_numbers("lanes", lanes), block_size, num_chunks, chunk_dim)
+    if drafts and to != "lanes":
+        raise ConfigError(f"--drafts {drafts} has no effect on --to {to}; leave it out, or choose --to lanes")
+    config = adapted(found.config, to, whole_numbers("lanes", lanes), drafts, block_size, num_chunks, chunk_dim)
     tokenizer = found.place if found.run is None else found.run / TOKENIZER
     rate = (5e-4 if lora else 1e-4) if learning_rate is None else learning_rate
     changes: dict[str, Any] = {
@@ -127,15 +131,16 @@ def adapt(
 
 
 def adapted(
-    base: ModelConfig, to: Target, lanes: tuple[int, ...], block_size: int, num_chunks: int, chunk_dim: int
-) -> ModelConfig:
+    base: ModelConfig, to: Target, lanes: tuple[int, ...], drafts: int, block_size: int, num_chunks: int,
+    chunk_dim: int,
+) -> ModelConfig:  # fmt: skip
     """The config of what a model is to become; its backbone stays."""
     kind = to.partition("-")[0]
     if base.kind not in ("ar", kind):
         raise ConfigError(f"adapting to {to} starts from an AR model, and this is of kind {base.kind!r}")
     own: dict[str, dict[str, Any]] = {
         "ar": {"hide_specials": base.hide_specials},
-        "lanes": {"lanes": lanes},
+        "lanes": {"lanes": lanes, "drafts": drafts or base.drafts},
         "bdlm": {"block_size": block_size},
         "dcdm-causal": {"num_chunks": num_chunks, "chunk_dim": chunk_dim, "routing": "causal"},
         "dcdm-paper": {"num_chunks": num_chunks, "chunk_dim": chunk_dim},

@@ -224,13 +224,13 @@ def _draft_loss(model: Model, batch: Batch, encoded: Encoded) -> Tensor:
     """Cross-entropy of the draft head's guesses, scaled to what all rows would add; it moves the head alone."""
     assert model.drafting is not None
     assert encoded.chunk_ids is not None
-    count = model.config.drafts
-    chosen = (_rows(batch)[0] % SHARE == 0).to(batch.tokens.device)
+    rows, num_rows = _rows(batch)
+    chosen = (rows % SHARE == 0).to(batch.tokens.device)
+    scale = num_rows / -(-num_rows // SHARE) / model.config.drafts
     tokens, ids, states = batch.tokens[chosen], encoded.chunk_ids[chosen], encoded.states[chosen].detach()
     embedded = model.embed_tokens(tokens).detach()
-    made, truths = guesses(model.drafting, states, embedded, tokens, ids, count)
-    summed = weighted_nll(made, model.head_weight().detach(), truths, torch.ones_like(truths))
-    return summed * SHARE / count
+    made, truths = guesses(model.drafting, states, embedded, tokens, ids, model.config.drafts)
+    return scale * weighted_nll(made, model.head_weight().detach(), truths, torch.ones_like(truths))
 
 
 def _rows(batch: Batch) -> tuple[Tensor, int]:
