@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,13 +14,16 @@ from torch import Tensor
 import dcdm
 import tiny
 from dcdm.config import ConfigError
+from dcdm.decoding import predictors
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.drafts import stands_or_instead
 from dcdm.decoding.loop import Filling
 from dcdm.decoding.predictors import Cached
+from dcdm.decoding.prefixes import PrefixStore
 from dcdm.decoding.routes import router_of
 from dcdm.decoding.sampling import Sampling
+from dcdm.decoding.session import Decoding, Text
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
 from dcdm.model import masks, reference
@@ -213,8 +217,12 @@ def test_scores_are_those_of_the_walk_and_exact_with_one_lane() -> None:
     assert "upper bound" in several.label
     lockstep = score(model, tokens, "drafted", 1, prompt=prompt, lanes=4, drafts=0)
     torch.testing.assert_close(lockstep.nats, score(model, tokens, "exact", prompt=prompt, lanes=4).nats)
-    with pytest.raises(ValueError, match="give a number"):
+    with pytest.raises(ConfigError, match="give a number"):
         score(model, tokens, "drafted", "all")
+    with pytest.raises(ConfigError, match="needs the cache"):
+        score(model, tokens, "drafted", cache="none")
+    with pytest.raises(ConfigError, match="wait for each other"):
+        score(model, tokens, "trajectory", drafts=2)
     with pytest.raises(ValueError, match="does not fit"):
         score(tiny.model("mdlm", kind="lanes"), tokens, "drafted")
 
@@ -243,8 +251,37 @@ def test_neither_the_batch_nor_others_in_it_change_a_text(lanes: int) -> None:
         )
         assert alone.completions[0] == together.completions[row]
         assert int(alone.forwards[0]) == int(together.forwards[row])
-    mixed = [DecodingConfig.of(lanes=lanes, drafts=drafts).resolve(model.config) for drafts in (0, 3)]
-    assert mixed[0] != mixed[1]
+
+
+@pytest.mark.parametrize("fillers", [0, 64])
+def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictors, "FILLERS", fillers)  # 0: rows of different sizes share no pass
+    model = model_with_drafts(6, num_chunks=2, chunk_dim=4)
+    mask, bos = model.config.mask_id, model.config.bos_id
+    draw = random.Random(0)
+
+    def text(number: int) -> Text:
+        prompt = [draw.randrange(6) if draw.random() < 0.7 else mask for _ in range(draw.choice([0, 4, 18]))]
+        options = {"lanes": draw.choice([1, 2, 3]), "drafts": draw.choice([0, 1, 3, 7])}
+        how = draw.choice([{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+        if draw.random() < 0.2:
+            options |= {"drafts": 0, "cache": "none"}
+        decoding = DecodingConfig.of(**options, **how).resolve(model.config)
+        window = draw.choice([24, 40])
+        return Text([bos, *prompt], draw.choice([7, 25, 50]), decoding, window, 8, seed=4, index=number, eos_id=2)
+
+    def written(texts: list[Text], together: Decoding) -> list[list[int]]:
+        waiting = list(texts)
+        while waiting or together.running:
+            if waiting:
+                together.add(waiting.pop())
+            together.step()
+        return [one.completion(mask) for one in texts]
+
+    state = draw.getstate()
+    mixed = written([text(number) for number in range(12)], Decoding(model, PrefixStore(1 << 20)))
+    draw.setstate(state)
+    assert mixed == [written([text(number)], Decoding(model))[0] for number in range(12)]
 
 
 def test_texts_end_at_eos_also_where_guesses_went_on() -> None:
@@ -279,5 +316,6 @@ def test_mistakes_are_named() -> None:
         dcdm.generate(tiny.model("mdlm", kind="lanes"), [[1]], drafts=1)
     with pytest.raises(ConfigError, match="belongs to kind 'lanes'"):
         replace(tiny.config("mdlm"), drafts=1)
+    assert len(dcdm.generate(model, [[1]], max_new_tokens=5, drafts=10**30).completions[0]) == 5
     assert DecodingConfig.of(cache="none").resolve(model.config).drafts == 0
     assert DecodingConfig.of().resolve(model.config).drafts == 3

@@ -14,6 +14,7 @@ from dcdm.config import ObjectiveConfig
 from dcdm.diffusion.objectives import DRAFT_WEIGHT, Batch, GlobalBatch, draw_lanes, loss
 from dcdm.io.export import export
 from dcdm.io.load import load_init
+from dcdm.io.verify import cache_errors
 from dcdm.keys import Key
 from dcdm.model.drafting import SHARE
 from dcdm.model.masks import led_positions
@@ -104,6 +105,10 @@ def test_weights_without_a_head_start_a_model_that_has_one(tmp_path: Path) -> No
     model = dcdm.build(replace(start.config, drafts=2), seed=0)
     load_init(model, str(folder), tokenizer)
     assert torch.equal(model.embed_tokens.weight, start.embed_tokens.weight)
+    with_head = tiny.exported("mdlm", tmp_path / "head", kind="lanes", drafts=2)
+    load_init(without := dcdm.build(start.config, seed=1), str(with_head), tokenizer)
+    assert torch.equal(without.embed_tokens.weight, dcdm.load(with_head)[0].embed_tokens.weight)
+    assert cache_errors(dcdm.load(with_head)[0]) == []
 
 
 def test_the_head_is_exported_and_loaded(tmp_path: Path) -> None:

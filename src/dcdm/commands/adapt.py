@@ -42,7 +42,7 @@ def adapt(
     run: Annotated[Path, arg(aliases=["--run-folder"])],
     to: Target = "lanes",
     lanes: str = "1,2,4,8",
-    drafts: int = 0,
+    drafts: int | None = None,
     block_size: int = 4,
     num_chunks: int = 8,
     chunk_dim: int = 64,
@@ -76,7 +76,8 @@ def adapt(
         to: What to make of it: lanes, bdlm (blocks that are filled in parallel), dcdm-causal or dcdm-paper (chunks
             by content), or ar (fine-tuning, to compare with).
         lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR.
-        drafts: For lanes: train a head beside it that guesses so many tokens ahead (docs/drafts.md); 0 makes none.
+        drafts: For lanes: train a head beside it that guesses so many tokens ahead (docs/drafts.md; default: as
+            the model has it, an AR model none).
         block_size: Tokens of a block, for bdlm.
         num_chunks: Chunks of a window, for dcdm-causal and dcdm-paper.
         chunk_dim: Dimension of a chunk's subspace, for the same.
@@ -131,7 +132,7 @@ def adapt(
 
 
 def adapted(
-    base: ModelConfig, to: Target, lanes: tuple[int, ...], drafts: int, block_size: int, num_chunks: int,
+    base: ModelConfig, to: Target, lanes: tuple[int, ...], drafts: int | None, block_size: int, num_chunks: int,
     chunk_dim: int,
 ) -> ModelConfig:  # fmt: skip
     """The config of what a model is to become; its backbone stays."""
@@ -140,7 +141,7 @@ def adapted(
         raise ConfigError(f"adapting to {to} starts from an AR model, and this is of kind {base.kind!r}")
     own: dict[str, dict[str, Any]] = {
         "ar": {"hide_specials": base.hide_specials},
-        "lanes": {"lanes": lanes, "drafts": drafts or base.drafts},
+        "lanes": {"lanes": lanes, "drafts": base.drafts if drafts is None else drafts},
         "bdlm": {"block_size": block_size},
         "dcdm-causal": {"num_chunks": num_chunks, "chunk_dim": chunk_dim, "routing": "causal"},
         "dcdm-paper": {"num_chunks": num_chunks, "chunk_dim": chunk_dim},

@@ -52,7 +52,7 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
     original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
     done = generate(
         model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
-        eos_id=-1,
+        eos_id=-1, drafts=0,
     )  # fmt: skip
     return Written(
         label=f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)",

@@ -65,8 +65,9 @@ def ppl(
         data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, folders of
             `dcdm data prepare`, or stdlib (its held-out files). The names ptb, wikitext, lm1b, lambada, ag_news,
             pubmed and arxiv choose how a corpus is detokenised.
-        estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory.
-        samples: Mask sets drawn per window (per chunk for sequential), or all of them.
+        estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
+            drafted.
+        samples: Mask sets drawn per window (per chunk for sequential), or all of them; paces for drafted.
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
             that each was trained with).
         seed: Seed of the draws.

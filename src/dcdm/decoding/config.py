@@ -177,7 +177,7 @@ def resolve_drafts(config: ModelConfig, drafts: int | None, cache: str) -> int:
         )
     if drafts and cache == "none":
         raise ConfigError(f"drafts={drafts} needs the cache; leave cache='none' out, or set drafts=0")
-    return drafts
+    return min(drafts, config.max_position)
 
 
 def default_commit(config: ModelConfig) -> str:

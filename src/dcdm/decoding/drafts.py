@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dcdm.decoding.commits import View
 from dcdm.decoding.sampling import Sampling
+from dcdm.model.head import SLICE_BYTES
 from dcdm.model.layout import RaggedIndex
 from dcdm.model.transformer import Model
 
@@ -148,7 +149,9 @@ def propose(
             break
         states = model.drafting(states, model.embed_tokens(token))
         position = position + 1
-        token = by.guess(log_p_of(states), row, position)
+        size = max(1, SLICE_BYTES // (4 * model.config.vocab_size))  # of the distributions that exist at one time
+        parts = zip(states.split(size), row.split(size), position.split(size), strict=True)
+        token = torch.cat([by.guess(log_p_of(part), *where) for part, *where in parts])
         made.append(Drafts(row, position, token, states))
     every = Drafts(*(torch.cat([getattr(part, name) for part in made]) for name in Drafts.__dataclass_fields__))
     return every[(every.row * further.shape[1] + every.position).argsort()]

@@ -148,7 +148,7 @@ class Filling:
             self.counts.rounds += (asking & router.counted).cpu()
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
         asked, given = self.route.active & pending, z
-        drafts, drafted = self.drafts, asked
+        drafts, drafted = self.drafts, None
         if len(drafts):
             drafts = drafts[pending[drafts.row, drafts.position]]
         if len(drafts):
@@ -165,7 +165,7 @@ class Filling:
             self.route = router.narrow(self.route, view, spent & busy)
             view = replace(view, candidates=where.valid & where.pick(self.route.active))
         fill, instead = commit(view), None
-        if len(drafts):
+        if drafted is not None:
             assert drafter is not None
             checked = verify(drafts, view, where, drafted, self.predict.log_p_of, drafter)
             fill, instead = fill & checked.fill, checked.tokens

@@ -211,20 +211,21 @@ class _Paced(Router):
 
     def __init__(self, sets: Sets, lanes: Tensor) -> None:
         super().__init__()
-        self.real, self.lanes, self.lane = sets.real, lanes, lanes
+        self.real, self.lanes = sets.real, lanes
+        self.lane_now = lanes  # of the rows that there are
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         pending = self.real & ~revealed
         place = torch.arange(pending.shape[1], device=pending.device)
         upto = torch.where(pending, place, -1).cummax(dim=-1).values
         before = torch.nn.functional.pad(upto[:, :-1], (1, 0), value=-1)  # the open position before each
-        active = pending & ((before < 0) | (self.lane.gather(1, before.clamp(min=0)) != self.lane))
+        active = pending & ((before < 0) | (self.lane_now.gather(1, before.clamp(min=0)) != self.lane_now))
         known = torch.where(route.ids < LATER, route.ids, 0)
         ids = torch.where(active, known.amax(dim=-1, keepdim=True) + 1, torch.where(pending, LATER, route.ids))
         return Route(torch.where(self.real, ids, -1), active)
 
     def state(self) -> tuple[str, ...]:
-        return ("real", "lane")
+        return ("real", "lane_now")
 
 
 class _FromNoise(Router):

@@ -357,7 +357,7 @@ def _check(config: ModelConfig, estimator: str, samples: int, decoding: dict[str
         likelihood.check(config, estimator, samples)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache"}):
+    if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache", "drafts"}):
         raise ConfigError(f"unknown model argument {', '.join(unknown)}")
     if (commit := decoding.get("commit", "auto")) != "auto":
         commit_policy(commit)

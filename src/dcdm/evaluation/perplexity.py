@@ -22,7 +22,7 @@ from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import ModelSource, find_model
-from dcdm.likelihood.estimators import LABELS, Estimator, Score, estimators_of, score
+from dcdm.likelihood.estimators import DRAWN, LABELS, Estimator, Score, estimators_of, score
 from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.model.transformer import Model
 
@@ -131,7 +131,7 @@ def measure_perplexity(
 class Tally:
     """Of every window: its number, the variance of its score, its forwards, and its shares."""
 
-    rows: list[tuple[int, float, int, list[Share]]] = field(default_factory=list)
+    rows: list[tuple[int, float, float, list[Share]]] = field(default_factory=list)
 
     def add(self, batch: WindowBatch, scored: Score, corpus: Tokens) -> None:
         columns = (batch.index.tolist(), scored.stderr.square().tolist(), scored.forwards.tolist())
@@ -147,7 +147,7 @@ class Tally:
         shares = [share for *_, row in self.rows for share in row]
         nats = math.fsum(share[1] for share in shares)
         tokens, size = sum(share[2] for share in shares), math.fsum(share[3] for share in shares)
-        drawn = estimator in ("bound", "surrogate", "sequential")
+        drawn = estimator in DRAWN
         mean, documents = nats / tokens, _by_document(shares)
         left_out = {
             "empty documents": corpus.empty_documents,
@@ -159,7 +159,7 @@ class Tally:
             nats / math.log(2) / size if size else None,
             known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
             known(mean_and_stderr(documents.values())[1]),
-            sampling.samples if drawn else None, sampling.seed, sum(forwards for _, _, forwards, _ in self.rows),
+            sampling.samples if drawn else None, sampling.seed, round(sum(row[2] for row in self.rows)),
             tokens, round(size), len(documents), len(self.rows), windows.length, left_out, windows.cut_documents(),
         )  # fmt: skip
 

@@ -296,6 +296,8 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
     start, state = found.load().state_dict(), model.state_dict()
     if HEAD in state and HEAD not in start:
         start[HEAD] = start[EMBEDDING]  # the start's head is its embedding
+    if model.config.drafts == 0:  # a head that the model is to have none of
+        start = {name: value for name, value in start.items() if not name.startswith("drafting.")}
     wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
     wrong += [name for name in state if name not in start and not name.startswith(OWN_PARTS)]
     if wrong:

@@ -37,6 +37,8 @@ LABELS: dict[str, str] = {
     "trajectory": "exact negative log-likelihood of the decoder",
     "drafted": "upper bound over the decoder's paces (exact with one lane)",
 }
+DRAWN = ("bound", "surrogate", "sequential", "drafted")
+"""Those that draw samples."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,20 @@ def score(
     `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
     drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
     `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `lanes` is the number of lanes, for models
-    of that kind, and `drafts` how many tokens of each are guessed ahead for `drafted`, which walks `samples` paces.
+    of that kind, and `drafts` how many tokens of each are guessed ahead for `drafted`, which walks `samples` paces;
+    all other estimators are about lanes that wait for each other.
     `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a split over
     processes changes a score. `revise` is refused: what is written again has no likelihood.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
+    if name == "drafted" and cache == "none":
+        raise ConfigError("estimator='drafted' needs the cache; leave cache='none' out")
+    if name != "drafted" and drafts:
+        raise ConfigError(
+            f"drafts={drafts}: estimator={name!r} is about lanes that wait for each other; take "
+            "estimator='drafted', or leave drafts out"
+        )
     decoder = DecodingConfig(
         commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise), drafts
     )
@@ -169,13 +179,13 @@ def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
     described = "DCDM with the paper's routing" if config.routes_from_noise else config.kind.upper()
     fits = estimators_of(config)
     if estimator not in get_args(Estimator):
-        raise ValueError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
+        raise ConfigError(f"unknown estimator {estimator!r}; choose one of auto, {', '.join(get_args(Estimator))}")
     if estimator not in fits:
-        raise ValueError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
+        raise ConfigError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
     if samples == "all" and estimator == "drafted":
-        raise ValueError("samples='all' does not fit 'drafted', which draws paces; give a number")
+        raise ConfigError("samples='all' does not fit 'drafted', which draws paces; give a number")
     if samples != "all" and (not isinstance(samples, int) or samples < 1):
-        raise ValueError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
+        raise ConfigError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
 
 
 @dataclass(frozen=True)
@@ -277,7 +287,8 @@ class Scorer:
         walks = [self.walk(tokens, sets, index, sample) for sample in range(self.samples)]
         nats = torch.stack([along.nats for along in walks])
         forwards = torch.stack([along.forward for along in walks]).double().mean(dim=0)
-        alone = torch.full_like(forwards, 0.0 if self.decoder.lanes == 1 else torch.nan)  # one draw has no spread
+        varies = self.decoder.drafts and self.decoder.lanes != 1
+        alone = torch.full_like(forwards, torch.nan if varies else 0.0)  # one draw has no spread
         spread = alone if self.samples == 1 else nats.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
         return _Part(nats.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), forwards)
 

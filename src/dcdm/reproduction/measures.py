@@ -34,7 +34,7 @@ from dcdm.evaluation.decoders import Continuation, padded, score_under_decoder
 from dcdm.evaluation.studies import balance_of, chunk_ids, training_of
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import load_model
-from dcdm.likelihood.estimators import Estimator, Score, default_estimator, score
+from dcdm.likelihood.estimators import DRAWN, Estimator, Score, default_estimator, score
 from dcdm.model.transformer import Model
 from dcdm.reproduction.results import Places
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, TEST, ZERO_SHOT, Scale
@@ -235,7 +235,7 @@ def _scored(model: Model, held: TextWindows, estimator: Estimator, samples: int)
         score(model, batch.tokens, estimator, samples, prompt=batch.prompt, index=batch.index)
         for batch in held.batches
     ]
-    drawn = estimator in ("bound", "surrogate", "sequential")
+    drawn = estimator in DRAWN
     return {
         "estimator": estimator,
         "samples": samples if drawn else None,

@@ -104,6 +104,11 @@ def check_best_of(request: CompletionRequest, decoding: DecodingConfig) -> int |
         raise bad_request(f"best_of={best_of} must be at least n={n}", "best_of")
     if request.stream:
         raise bad_request("best_of cannot be streamed: the best is known when all are written", "best_of")
+    if decoding.drafts and decoding.lanes != 1:
+        raise bad_request(
+            "best_of needs likelihoods, and with drafts that of several lanes is a sum over paces; set drafts=0",
+            "best_of",
+        )
     if commit_policy(decoding.commit).random:
         raise bad_request(
             f"best_of needs likelihoods, and commit={decoding.commit!r} fills in a random order, of which there is "

@@ -17,7 +17,7 @@ from dcdm.viewing.page import grid
 
 CLASSES = {
     "exact or ≤ bound": ("exact", "bound", "sequential"),
-    "decoder": ("trajectory",),
+    "decoder": ("trajectory", "drafted"),
     "surrogate (no bound)": ("surrogate",),
 }
 TASK_COLUMNS = {"task": 12, "shots": 5, "metric": 30, "value": 12, "chance": 6, "questions": 9, "noise": 13}
