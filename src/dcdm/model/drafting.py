@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
+from dcdm.model.linear import Linear
 from dcdm.model.masks import led_positions
 
 SHARE = 4
@@ -28,8 +29,8 @@ class DraftHead(nn.Module):
         d = config.hidden_size
         self.state_norm = nn.RMSNorm(d, eps=config.norm_eps)
         self.token_norm = nn.RMSNorm(d, eps=config.norm_eps)
-        self.up = nn.Linear(2 * d, 2 * d, bias=False)
-        self.down = nn.Linear(2 * d, d, bias=False)
+        self.up = Linear(2 * d, 2 * d, bias=False)
+        self.down = Linear(2 * d, d, bias=False)
         self.norm = nn.RMSNorm(d, eps=config.norm_eps)
 
     def forward(self, states: Tensor, embedded: Tensor) -> Tensor:

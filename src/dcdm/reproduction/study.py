@@ -465,7 +465,9 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
             label=label, linewidth=1.2, markersize=6,
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel="forwards per window (log scale)", ylabel="exact nats per token of held-out text")
+    paced = any(row.estimator == "drafted" for row in rows)
+    what = "exact; with drafts and several lanes a bound" if paced else "exact"
+    axes.set(xlabel="forwards per window (log scale)", ylabel=f"nats per token of held-out text ({what})")
     axes.set_title(f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
