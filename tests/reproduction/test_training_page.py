@@ -33,7 +33,15 @@ def cells(begins: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-@pytest.mark.parametrize(("kind", "begins"), [("mdlm", "MDLM, bound"), ("bdlm", "BDLM, blocks of 8, bound")])
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        ("mdlm", "MDLM, bound"),
+        ("bdlm", "BDLM, blocks of 8, bound"),
+        ("paper", "DCDM, the paper's routing, sequential bound"),
+        ("causal", "DCDM, causal routing, bound"),
+    ],
+)
 def test_the_table_of_rates_quotes_the_results(kind, begins):
     known = runs("learn-rates")
     figures = [known.get(f"{kind}-{column}-s0") for column in RATES]
