@@ -54,3 +54,28 @@ def test_one_lane_is_the_same_at_any_pace():
         for drafts in (3, 5):
             for seed, figure in seeds(study, "drafted", f"1 lanes, {drafts} drafts").items():
                 assert figure["nats_per_token"] == pytest.approx(alone[seed]["nats_per_token"], abs=1e-5)
+
+
+def compared(study: str, lanes: int, drafts: int, fixed: int) -> str:
+    """The sentence that README and page say of a comparison."""
+    ours, theirs = (
+        seeds(study, "drafted", f"{lanes} lanes, {drafts} drafts"),
+        seeds(study, "lanes", f"{fixed} lanes"),
+    )
+    nats = [fmean(figure["nats_per_token"] for figure in part.values()) for part in (ours, theirs)]
+    forwards = [fmean(figure["forwards"] for figure in part.values()) for part in (ours, theirs)]
+    found = interval([ours[seed]["nats_per_token"] - theirs[seed]["nats_per_token"] for seed in sorted(ours)])
+    unit, window = ("token", "") if study == "wikitext" else ("byte", f" for a window of {study}")
+    return (
+        f"{lanes} lanes with {drafts} drafts cost {nats[0]:.3f} nats per {unit} in {forwards[0]:.1f} "
+        f"forwards{window}, {fixed} fixed lanes {nats[1]:.3f} in {forwards[1]:.0f} (−{-found.mean:.3f} ± {found.half:.3f})"
+    )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/drafts.md"])
+def test_the_main_figures_are_quoted(page):
+    text = " ".join((ROOT / page).read_text().split())
+    assert compared("128", 4, 5, 8) in text
+    assert compared("wikitext", 8, 5, 12) in text
+    alone = seeds("128", "drafted", "1 lanes, 5 drafts")
+    assert f"{fmean(figure['forwards'] for figure in alone.values()):.1f} forwards instead of 127" in text
