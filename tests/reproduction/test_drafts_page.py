@@ -68,7 +68,8 @@ def compared(study: str, lanes: int, drafts: int, fixed: int) -> str:
     unit, window = ("token", "") if study == "wikitext" else ("byte", f" for a window of {study}")
     return (
         f"{lanes} lanes with {drafts} drafts cost {nats[0]:.3f} nats per {unit} in {forwards[0]:.1f} "
-        f"forwards{window}, {fixed} fixed lanes {nats[1]:.3f} in {forwards[1]:.0f} (−{-found.mean:.3f} ± {found.half:.3f})"
+        f"forwards{window}, {fixed} fixed lanes {nats[1]:.3f} in {forwards[1]:.0f} "
+        f"(−{-found.mean:.3f} ± {found.half:.3f})"
     )
 
 
