@@ -173,9 +173,10 @@ def test_modules_that_the_changelog_sends_readers_to_exist():
     assert [name for cell in rows for name in missing_modules(cell.replace(".*", ""))] == []
 
 
-def test_figures_of_the_readme_stand_in_the_page_of_results():
+def test_figures_of_the_readme_stand_in_the_pages_of_results():
     """A difference may be told the other way round."""
-    results = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    pages = ("reproduction", "drafts")
+    results = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in pages)
     figures = re.findall(r"([−+]?)(\d\.\d{3} ± \d\.\d{3})", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(figures) > 5
     other = {"−": "+", "+": "−", "": ""}
