@@ -466,9 +466,10 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     paced = any(row.estimator == "drafted" for row in rows)
-    what = "exact; with drafts and several lanes a bound" if paced else "exact"
-    axes.set(xlabel="forwards per window (log scale)", ylabel=f"nats per token of held-out text ({what})")
-    axes.set_title(f"{study.name}: lower left is better; bars: 95 % intervals over seeds", fontsize=9, loc="left")
+    what = "exact figures, bounds for several lanes with drafts" if paced else "exact figures"
+    axes.set(xlabel="forwards per window (log scale)", ylabel="nats per token of held-out text")
+    title = f"{study.name}: lower left is better; {what}; bars: 95 % intervals over seeds"
+    axes.set_title(title, fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
