@@ -67,10 +67,10 @@ class Loss:
     """Free tokens of this batch."""
     chunk_loss: Tensor | None = None
     moe_loss: Tensor | None = None
-    draft_loss: Tensor | None = None
-    """Cross-entropy of the draft head's guesses, of which the rest of the network learns nothing."""
     counts: Tensor | None = None
     """N_k per sequence (B, K), without BOS and PAD."""
+    draft_loss: Tensor | None = None
+    """Cross-entropy of the draft head's guesses, of which the rest of the network learns nothing."""
 
 
 DRAFT_WEIGHT = 0.1
@@ -217,7 +217,7 @@ def _with_balance(
     if config.drafts:
         draft_loss = _draft_loss(model, batch, encoded) / global_batch.tokens.clamp(min=1)
         total = total + DRAFT_WEIGHT * draft_loss
-    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, draft_loss, counts)
+    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts, draft_loss)
 
 
 def _draft_loss(model: Model, batch: Batch, encoded: Encoded) -> Tensor:

@@ -50,9 +50,9 @@ class StepReport:
     """Free tokens of the step."""
     chunk_loss: float | None = None
     moe_loss: float | None = None
-    draft_loss: float | None = None
     chunk_counts: Tensor | None = None
     """N_k over the step (K,), where the model has chunks."""
+    draft_loss: float | None = None
 
     @property
     def max_violation(self) -> float | None:
@@ -186,7 +186,7 @@ def _gradients(
     rate = learning_rate(step, settings)
     return StepReport(
         step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
-        sums.get("chunk_loss"), sums.get("moe_loss"), sums.get("draft_loss"), counts,
+        sums.get("chunk_loss"), sums.get("moe_loss"), counts, sums.get("draft_loss"),
     )  # fmt: skip
 
 
