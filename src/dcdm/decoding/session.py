@@ -296,9 +296,9 @@ class Decoding:
         length = max(map(len, lines))
         z = torch.tensor([line + [config.pad_id] * (length - len(line)) for line in lines], device=device)
         sets = self.model.sets(z, z != config.mask_id)
-        order = torch.cat([text.noise("order", length) for text in texts])
-        uses = ("token", "guess", "verify") if config.drafts else ("token",) * 3
-        chances = [torch.cat([text.noise(use, length) for text in texts]) for use in uses]
+        uses = ("order", "token", "guess", "verify") if config.drafts else ("order", "token")
+        order, *chances = (torch.cat([text.noise(use, length) for text in texts]) for use in uses)
+        chances += chances * (3 - len(chances))  # without a draft head nobody asks for the last two
         self._uniform = stack_rows(self._uniform, torch.stack(chances, dim=-1), 0.0)
 
         def alike(row: int) -> tuple[str, AdaBlock | None, bool, bool]:
