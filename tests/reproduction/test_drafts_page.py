@@ -80,3 +80,8 @@ def test_the_main_figures_are_quoted(page):
     assert compared("wikitext", 8, 5, 12) in text
     alone = seeds("128", "drafted", "1 lanes, 5 drafts")
     assert f"{fmean(figure['forwards'] for figure in alone.values()):.1f} forwards instead of 127" in text
+
+
+def test_strided_chunks_are_quoted():
+    nats = [f"{figure['nats_per_token']:.3f}" for figure in seeds("128", "strided", "chunk").values()]
+    assert f"need {' and '.join(nats)} nats per byte in 16 forwards" in (ROOT / "docs/drafts.md").read_text()
