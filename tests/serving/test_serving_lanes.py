@@ -121,12 +121,17 @@ def test_fillings_name_the_lane_of_every_position(server):
         assert not any("lanes" in data for name, data in rest if name == "commit")
 
 
-def test_numbers_of_lanes_and_policies_that_do_not_fit_are_refused(server):
+def test_numbers_of_lanes_and_drafts_and_policies_that_do_not_fit_are_refused(server):
     body = {"model": NAME, "prompt": "ab", "max_tokens": 12}
-    assert server.post("/v1/completions", body | {"lanes": 0}).status_code in (400, 422)
-    refused = server.post("/v1/completions", body | {"commit": "position"})
-    assert refused.status_code == 400
-    assert "fills part of a chunk" in refused.json()["error"]["message"]
+    for wrong in ({"lanes": 0}, {"drafts": -1}):
+        assert server.post("/v1/completions", body | wrong).status_code in (400, 422)
+    for wrong, message in (
+        ({"commit": "position"}, "fills part of a chunk"),
+        ({"drafts": 2}, "needs a model with a draft head"),
+    ):
+        refused = server.post("/v1/completions", body | wrong)
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
     with live("causal") as other:
         refused = other.post("/v1/completions", body | {"lanes": 2})
         assert refused.status_code == 400
@@ -205,12 +210,12 @@ def test_texts_with_drafts_are_the_librarys(drafting, drafts):
     assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
 
 
-def test_drafts_that_do_not_fit_are_refused(server):
-    body = {"model": NAME, "prompt": "ab", "max_tokens": 8}
-    assert server.post("/v1/completions", body | {"drafts": -1}).status_code in (400, 422)
-    refused = server.post("/v1/completions", body | {"drafts": 2})
+def test_the_best_of_several_texts_needs_a_likelihood(drafting):
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 8, "best_of": 2, "lanes": 2}
+    refused = drafting.post("/v1/completions", body)
     assert refused.status_code == 400
-    assert "needs a model with a draft head" in refused.json()["error"]["message"]
+    assert "a sum over paces" in refused.json()["error"]["message"]
+    assert drafting.post("/v1/completions", body | {"drafts": 0}).status_code == 200
 
 
 def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):

@@ -18,7 +18,7 @@ from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.config import DecodingConfig, adablock_of
+from dcdm.decoding.config import DecodingConfig, adablock_of, lane_decoders
 from dcdm.decoding.engine import generate
 from dcdm.evaluation.decoders import DecoderScore, score_under_decoder
 from dcdm.evaluation.windows import WindowBatch
@@ -68,9 +68,7 @@ def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
     if config.kind == "ar":
         return [DecodingConfig("position", cache=cache) for cache in ("exact", "none")]
     if config.predicts_from_left:
-        ahead = (0, config.drafts) if config.drafts else (0,)
-        every = [(lanes, drafts) for drafts in ahead for lanes in config.lanes or (None,)]
-        return [DecodingConfig("chunk", cache="exact", lanes=lanes, drafts=drafts) for lanes, drafts in every]
+        return lane_decoders(config, cache="exact") or [DecodingConfig("chunk", cache="exact")]
     caches = ("none", "frozen") if config.routes_from_noise else ("exact", "none")
     decoders = [DecodingConfig(commit, cache=cache) for cache in caches for commit in COMMITS]
     if config.routes_from_noise:

@@ -180,6 +180,15 @@ def resolve_drafts(config: ModelConfig, drafts: int | None, cache: str) -> int:
     return min(drafts, config.max_position)
 
 
+def lane_decoders(config: ModelConfig, numbers: Sequence[int] = (), cache: str = "auto") -> list[DecodingConfig]:
+    """One for each number of lanes (default: those of training), and the same with drafts where there is a head."""
+    return [
+        DecodingConfig("chunk", cache=cache, lanes=number, drafts=drafts)
+        for drafts in sorted({0, config.drafts})
+        for number in numbers or config.lanes or ()
+    ]
+
+
 def default_commit(config: ModelConfig) -> str:
     if config.predicts_from_left:
         return "chunk"

@@ -123,7 +123,7 @@ def _shift(x: Tensor) -> Tensor:
     return F.pad(x[:, :-1], (1, 0))
 
 
-def goes_on(lane: Tensor, pending: Tensor) -> Tensor:
+def continues(lane: Tensor, pending: Tensor) -> Tensor:
     """(B, L) bool: open positions that stand on the right of one of the same lane."""
     return pending & (lane > 0) & (lane == _shift(lane))
 
@@ -134,7 +134,7 @@ def propose(
 ) -> Drafts:  # fmt: skip
     """Guesses behind the last token of every lane, `ahead` (B,) at most, given what was just `filled` (B, A).
 
-    `open_on` is what `goes_on` says after that. A lane's last place is never guessed: it is predicted anyway.
+    `open_on` is what `continues` says after that. A lane's last place is never guessed: it is predicted anyway.
     """
     assert model.drafting is not None
     further = F.pad(open_on, (0, 2))  # places beyond the end are not open

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, Distributions, View
-from dcdm.decoding.drafts import Drafter, Drafts, goes_on, propose, verify
+from dcdm.decoding.drafts import Drafter, Drafts, continues, propose, verify
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Router
 from dcdm.model.layout import RaggedIndex, stack_rows
@@ -191,7 +191,7 @@ class Filling:
         self.route = routes.Route(torch.where(void, routes.LATER, self.route.ids), self.route.active & ~void)
         predict = self.predict
         self.drafts = propose(
-            predict.model, view, fill, tokens, goes_on(self.lane, left), self.ahead, predict.log_p_of, drafter
+            predict.model, view, fill, tokens, continues(self.lane, left), self.ahead, predict.log_p_of, drafter
         )
 
 

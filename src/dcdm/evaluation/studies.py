@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dcdm.config import ModelConfig, lanes_in_words
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.config import DecodingConfig, lane_decoders
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
@@ -238,9 +238,7 @@ def decoders_of(config: ModelConfig, lanes: Sequence[int] = ()) -> list[Decoding
     (default: those of training).
     """
     if config.kind == "lanes":
-        ahead = (0, config.drafts) if config.drafts else (0,)
-        numbers = lanes or config.lanes or ()
-        made = [DecodingConfig("chunk", lanes=number, drafts=drafts) for drafts in ahead for number in numbers]
+        made = lane_decoders(config, lanes)
     elif config.predicts_from_left:
         made = [DecodingConfig("chunk")]
     else:

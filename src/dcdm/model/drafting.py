@@ -1,6 +1,6 @@
 """The draft head: guesses at the tokens behind the next one, which decoding then verifies.
 
-A forward predicts one token of each lane. The head goes on from there without the network: from the state that
+A forward predicts one token of each lane. The head continues without the network: from the state that
 predicted a token and from that token it guesses the next one, from its own state and that guess the one after. The
 next forward reads the guesses beside the last token and says which of them stand (decoding/drafts.py).
 
@@ -45,13 +45,13 @@ def guesses(
     """What `count` guesses in a row are made from, and their truths: states (M, d), tokens (M,).
 
     `states` (B, L, d) are those that predict each position, `embedded` the true tokens; a guess is made behind a
-    free token for as long as the lane goes on.
+    free token for as long as the lane continues.
     """
-    goes_on = led_positions(ids)
+    continues = led_positions(ids)
     made, truths = [], []
     written = ids >= 1  # (B, L − n): whether the guesses that begin behind a position have got as far as n
     for number in range(1, count + 1):
-        written = written[:, :-1] & goes_on[:, number:]
+        written = written[:, :-1] & continues[:, number:]
         states = head(states[:, :-1], embedded[:, number - 1 : -1])
         made.append(states[written])
         truths.append(tokens[:, number:][written])

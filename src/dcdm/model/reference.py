@@ -137,7 +137,7 @@ def encode_paced(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> T
     """
     length = tokens.shape[1]
     position = torch.arange(length, device=tokens.device).expand_as(tokens)
-    on = (lane > 0) & (lane == F.pad(lane[:, 1:], (0, 1)))  # the lane goes on at the next position
+    on = (lane > 0) & (lane == F.pad(lane[:, 1:], (0, 1)))  # the lane continues at the next position
     guessed = on & (known == F.pad(known[:, 1:], (0, 1), value=-1))
     view = torch.where(guessed, known - 1, known)
 
