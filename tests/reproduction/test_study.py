@@ -13,7 +13,7 @@ import corpora
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import study
-from dcdm.reproduction.study import StudyRun, carry_out, compare, read_study, summary
+from dcdm.reproduction.study import StudyRun, carry_out, collected, compare, read_study, summary
 
 SMALL = {
     "train.steps": 2, "train.batch_size": 2, "model.hidden_size": 16, "model.num_layers": 2, "model.num_heads": 2,
@@ -59,7 +59,7 @@ def finished(tmp_path_factory):
 
 def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     asked, work = finished
-    rows = {(row.variant, row.figure): row for row in compare(asked, work)}
+    rows = {(row.variant, row.figure): row for row in compare(asked, collected(asked, work))}
     numbers = ("1 lanes", "4 lanes", "1 lanes, 2 drafts", "4 lanes, 2 drafts")
     lanes = {("lanes", name) for name in numbers}
     mdlm = {("mdlm", name) for name in ("chunk", "steps:4")}
@@ -80,7 +80,7 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
 def test_lanes_can_be_what_others_are_compared_with(finished):
     asked, work = finished
     turned = study.Study(**{**vars(asked), "against": "lanes"})
-    rows = {(row.variant, row.figure): row for row in compare(turned, work)}
+    rows = {(row.variant, row.figure): row for row in compare(turned, collected(turned, work))}
     base = rows["lanes", "4 lanes"]
     assert base.difference is None
     others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes")}
@@ -89,7 +89,7 @@ def test_lanes_can_be_what_others_are_compared_with(finished):
         assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
     few = study.StudyVariant("lanes-debug", lanes=(2, 8))
     without_default = study.Study("few", {"few": few}, settings=asked.settings)
-    assert study.main_figure(without_default, "few", work) == "2 lanes"
+    assert study.main_figure(without_default, "few") == "2 lanes"
 
 
 def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys):
@@ -106,7 +106,7 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
         }  # fmt: skip
         kept = {"measured_with": run.measured_with(), "figures": measured}
         (tmp_path / run.name / "figures.json").write_text(json.dumps(kept))
-    assert [row.difference is None for row in compare(asked, tmp_path)] == [True, False, True]
+    assert [row.difference is None for row in compare(asked, collected(asked, tmp_path))] == [True, False, True]
     main(["study", str(path), "--work", str(tmp_path), "--report"])
     printed = capsys.readouterr().out.splitlines()
     assert "minus ar, valid" in printed[0]
@@ -115,7 +115,7 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
 
 def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
-    study.draw_frontier(asked, compare(asked, work), tmp_path / "frontier.svg")
+    study.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     assert (
         drawn.count('id="LineCollection') == 8
@@ -167,7 +167,7 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     asked, work = finished
     monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started again"))
     assert carry_out(asked, work, 1)
-    assert "nats" not in json.dumps(summary(asked, work)["runs"]["ar-s0"]["valid"]).replace("nats_per_token", "")
+    assert "nats" not in summary(asked, collected(asked, work))["runs"]["ar-s0"]["valid"]
 
 
 def test_other_windows_and_other_settings_are_other_figures(finished):
@@ -249,3 +249,33 @@ def test_a_part_of_a_study_can_be_carried_out(finished, tmp_path, monkeypatch, c
         carry_out(asked, tmp_path, 1, seeds=(7,))
     main(["study", str(write(tmp_path, definition())), "--work", str(tmp_path), "--report"])
     assert "no run of small is finished" in capsys.readouterr().err
+
+
+def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, monkeypatch):
+    asked, work = finished
+    out = tmp_path / "results.json"
+    out.write_text(json.dumps(summary(asked, collected(asked, work))))
+    begun: list[str] = []
+    monkeypatch.setattr(study, "_train_and_measure", lambda run, *more: not begun.append(run.name))
+    more = replace(asked, seeds=(0, 1))
+    elsewhere = tmp_path / "elsewhere"
+    known = study.stored_figures(more, out)
+    carry_out(more, elsewhere, 1, known=known)
+    assert begun == ["ar-s1", "mdlm-s1"]  # and none of seed 0; lanes wait for weights that are not made here
+    begun.clear()
+    carry_out(asked, elsewhere, 1, known=[name for name in known if name != "lanes-s0"])
+    assert begun == ["ar-s0"]  # known, but lanes start from its weights
+    assert compare(asked, collected(asked, elsewhere, out)) == compare(asked, collected(asked, work))
+    other = replace(asked, windows=2)
+    assert collected(other, elsewhere, out) == {}
+    out.write_text('{"runs": 3}')
+    with pytest.raises(ConfigError, match="does not hold the results of a study"):
+        study.stored_figures(asked, out)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "studies").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_results_that_are_shipped_are_those_of_their_study(path):
+    stored = path.parents[1] / "results" / f"{path.stem}.json"
+    assert set(study.stored_figures(read_study(path), stored)) == set(json.loads(stored.read_text())["runs"])

@@ -43,7 +43,8 @@ def study(
         only: The variants to carry out now; by default all.
         seeds: The seeds to carry out now; by default all of the study.
         report: Compare what is finished; start nothing.
-        out: Write the figures of every run there, as JSON.
+        out: Write the figures of every run there, as JSON. Runs that the file has already, of the same settings,
+            stay in it and are not made again: a study may be carried out in parts, on several machines.
         plot: Draw exact nats per token against forwards into this PNG or SVG.
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
     """
@@ -52,11 +53,13 @@ def study(
     from dcdm.likelihood.estimators import LABELS
     from dcdm.reproduction.study import (
         carry_out,
+        collected,
         compare,
         draw_curves,
         draw_frontier,
         main_figure,
         read_study,
+        stored_figures,
         summary,
     )
     from dcdm.viewing.tables import Table
@@ -68,20 +71,22 @@ def study(
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    complete = report or carry_out(asked, work, jobs, say, only, seeds)
-    rows = compare(asked, work)
+    known = () if out is None else stored_figures(asked, out)
+    complete = report or carry_out(asked, work, jobs, say, only, seeds, known)
+    figures = collected(asked, work, out)
+    rows = compare(asked, figures)
     if out is not None:
-        write_whole(out, _as_text(summary(asked, work)))
+        write_whole(out, _as_text(summary(asked, figures)))
     if plot is not None:
         draw_frontier(asked, rows, plot)
     if curves is not None:
         draw_curves(asked, work, curves)
     if json:
-        print_json(summary(asked, work))
+        print_json(summary(asked, figures))
     elif rows:
         difference = "difference"
         if asked.against is not None:
-            difference = f"minus {asked.against}, {main_figure(asked, asked.against, work)}"
+            difference = f"minus {asked.against}, {main_figure(asked, asked.against)}"
         columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", difference)
         lines = [
             (asked.named(row.variant), row.figure,

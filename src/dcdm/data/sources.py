@@ -21,6 +21,8 @@ Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
     ".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
+STDLIB: dict[str, frozenset[str]] = {"stdlib": frozenset(), "stdlib-code": frozenset({"encodings", "pydoc_data"})}
+"""Names of the standard library's source → folders left out: all of it, or without tables and help texts."""
 STDLIB_SHARE = 0.05
 NAMED = 10  # folders and kinds of files that a report names
 _SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
@@ -88,11 +90,11 @@ def resolve(
 ) -> list[SourceFile]:
     """The files of `spec`, in order; all of them of `split` if one is named. `passed_over` counts what is not read.
 
-    `spec` is `stdlib`, a file, a folder, a glob pattern, or a data set of the Hugging Face hub
+    `spec` is `stdlib` or `stdlib-code`, a file, a folder, a glob pattern, or a data set of the Hugging Face hub
     (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
     """
-    if spec == "stdlib":
-        files = _stdlib(settings)
+    if spec in STDLIB:
+        files = _stdlib(settings, spec)
     elif spec.startswith("hf:"):
         files = _hub(spec.removeprefix("hf:"))
     else:
@@ -103,14 +105,15 @@ def resolve(
     return files if split is None else [replace(file, split=split) for file in files]
 
 
-def stdlib_files(split: str) -> list[Path]:
+def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
     """The standard library's source files of a split, `train` or `validation` (one file in twenty), in order.
 
     A file's split depends on its name alone.
     """
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}; choose train or validation")
-    return [file.path for file in _stdlib(DataConfig(validation_share=STDLIB_SHARE)) if file.split == split]
+    files = _stdlib(DataConfig(validation_share=STDLIB_SHARE), source)
+    return [file.path for file in files if file.split == split]
 
 
 def stdlib_documents(split: str) -> Iterator[str]:
@@ -118,11 +121,11 @@ def stdlib_documents(split: str) -> Iterator[str]:
         yield path.read_bytes().decode("utf-8", errors="replace")
 
 
-def _stdlib(settings: DataConfig) -> list[SourceFile]:
+def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _SKIPPED]
+        inner[:] = [name for name in inner if name not in _SKIPPED | STDLIB[source]]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = []
     for path in sorted(paths):
@@ -264,7 +267,7 @@ def _near(spec: str) -> str | None:
     """What stands here under a similar name."""
     folder = Path(spec).expanduser().parent
     there = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return next(iter(difflib.get_close_matches(spec, ["stdlib", *there], n=1)), None)
+    return next(iter(difflib.get_close_matches(spec, [*STDLIB, *there], n=1)), None)
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ import numpy as np
 from dcdm.config import ConfigError, DataError
 from dcdm.data.reading import BadRows, ExaminedFile, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
-from dcdm.data.sources import STDLIB_SHARE, PassedOver, resolve
+from dcdm.data.sources import STDLIB, STDLIB_SHARE, PassedOver, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -189,7 +189,7 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
             raise DataError(f"{source}: its {settings.split} split is empty; choose the other one with --split")
         mark = digest([prepared.fingerprint, settings.split])
         return Corpus(name, source, prepared=prepared, split=settings.split, fingerprint=mark)
-    recipe, split = PAPER.get(name, CorpusRecipe()), settings.split if source == "stdlib" else None
+    recipe, split = PAPER.get(name, CorpusRecipe()), settings.split if source in STDLIB else None
     wanted = DataConfig(
         documents=settings.documents or recipe.documents, field=settings.field,
         validation_share=0.0 if split is None else STDLIB_SHARE, max_bad=settings.max_bad,

@@ -214,6 +214,24 @@ def figures_of(run: StudyRun, work: Path) -> dict[str, Any] | None:
     return stored["figures"] if stored.get("measured_with") == run.measured_with() else None
 
 
+def stored_figures(study: Study, results: Path) -> dict[str, dict[str, Any]]:
+    """Run → figures that a file of results has of this study; those of other settings are left out."""
+    if not results.is_file():
+        return {}
+    try:
+        stored = read_json_object(results)
+        runs, made_with = dict(stored["runs"]), dict(stored["measured_with"])
+    except (UnreadableFile, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{results} does not hold the results of a study ({error}); name another file") from error
+    return {run.name: runs[run.name] for run in study.runs() if made_with.get(run.name) == run.measured_with()}
+
+
+def collected(study: Study, work: Path, results: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Run → figures of all that is finished, in `work` or in a file of results."""
+    found = {} if results is None else stored_figures(study, results)
+    return found | {run.name: part for run in study.runs() if (part := figures_of(run, work)) is not None}
+
+
 def carry_out(
     study: Study,
     work: Path,
@@ -221,11 +239,13 @@ def carry_out(
     say: Callable[[str], None] = lambda line: None,
     only: Collection[str] = (),
     seeds: Collection[int] = (),
+    known: Collection[str] = (),
 ) -> bool:
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
     `only` and `seeds` choose the variants and the seeds to carry out, by default all; start weights that they need
-    are made with them. A stop is passed on to the runs, which save; the same call resumes them.
+    are made with them. Runs that are `known` need not be made, unless another starts from their weights. A stop is
+    passed on to the runs, which save; the same call resumes them.
     """
     if unknown := sorted(set(only) - set(study.variants)):
         raise ConfigError(f"{', '.join(unknown)}: no such variant; choose from {', '.join(study.variants)}")
@@ -233,13 +253,13 @@ def carry_out(
         raise ConfigError(
             f"--seeds {' '.join(map(str, foreign))}: the study has {', '.join(map(str, study.seeds))}"
         )
-    wanted = set(only) or set(study.variants)
-    wanted |= {init for name in wanted for init in study.ancestors(name)}
-    waiting = [
+    chosen = [
         run
         for run in study.runs()
-        if run.variant in wanted and run.seed in (seeds or study.seeds) and figures_of(run, work) is None
+        if run.variant in (only or study.variants) and run.seed in (seeds or study.seeds) and run.name not in known
     ]
+    wanted = {(name, run.seed) for run in chosen for name in (run.variant, *study.ancestors(run.variant))}
+    waiting = [run for run in study.runs() if (run.variant, run.seed) in wanted and figures_of(run, work) is None]
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
         if run not in waiting:
@@ -401,22 +421,22 @@ class Row:
     """Minus the main figure of `against`, over the seeds that both have; the same windows. None of a surrogate."""
 
 
-def main_figure(study: Study, variant: str, work: Path) -> str:
+def main_figure(study: Study, variant: str) -> str:
     """The figure that stands for a variant: `valid`; of lanes of the model's default number, else the first."""
     from dcdm.model.routing import default_lanes
     from dcdm.training.settings import resolve
 
     run = next(run for run in study.runs() if run.variant == variant)
-    model = resolve(study.variants[variant].preset, None, run.settings(work)).model
+    model = resolve(study.variants[variant].preset, None, run.settings(Path())).model
     if model.lanes is None:
         return "valid"
     numbers = study.variants[variant].lanes or model.lanes
     return f"{default if (default := default_lanes(model)) in numbers else numbers[0]} lanes"
 
 
-def compare(study: Study, work: Path) -> list[Row]:
-    """A row per variant and figure, over the seeds that are finished."""
-    found = {(run.variant, run.seed): part for run in study.runs() if (part := figures_of(run, work)) is not None}
+def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """A row per variant and figure, over the seeds that are finished, as `collected` finds them."""
+    found = {(run.variant, run.seed): figures[run.name] for run in study.runs() if run.name in figures}
 
     def values(variant: str, figure: str) -> dict[int, float]:
         return {
@@ -426,7 +446,7 @@ def compare(study: Study, work: Path) -> list[Row]:
         }
 
     rows = []
-    main = "" if study.against is None else main_figure(study, study.against, work)
+    main = "" if study.against is None else main_figure(study, study.against)
     base = {} if study.against is None else values(study.against, main)
     for variant in study.variants:
         parts = [part for (name, _), part in found.items() if name == variant]
@@ -515,20 +535,18 @@ def draw_curves(study: Study, work: Path, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def summary(study: Study, work: Path) -> dict[str, Any]:
+def summary(study: Study, figures: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The study's results as plain values: figures per run, without those of single windows."""
     runs = {
-        run.name: {
-            name: {key: value for key, value in figure.items() if key != "nats"} for name, figure in part.items()
-        }
-        for run in study.runs()
-        if (part := figures_of(run, work)) is not None
+        run: {name: {key: value for key, value in one.items() if key != "nats"} for name, one in part.items()}
+        for run, part in figures.items()
     }
     return {
         "study": study.name,
         "about": study.about,
         "windows": study.windows,
         "samples": study.samples,
+        "measured_with": {run.name: run.measured_with() for run in study.runs() if run.name in runs},
         "runs": runs,
     }
 
