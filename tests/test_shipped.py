@@ -20,9 +20,10 @@ import tiny
 from dcdm import shipped
 from dcdm.cli import main
 from dcdm.config import ConfigError
+from dcdm.data.sources import STDLIB
 from dcdm.evaluation import shipping
 from dcdm.io.load import WEIGHTS, find_model, wrong_sums
-from dcdm.shipped import CARD, CHUNKS, HOME, LANES, TRAINING, Card, card_of, folder_of
+from dcdm.shipped import CARD, CHUNKS, HOME, LANES, START, TRAINING, Card, card_of, folder_of
 
 ROOT = Path(__file__).parent.parent
 MODELS = shipped.names()
@@ -68,7 +69,8 @@ def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
     assert settings.train.seed == card.seed
     assert 0 < card.steps <= settings.train.steps
     assert f"shipped/{name}/{TRAINING}" in card.command
-    assert settings.data.sources == ("stdlib",)
+    assert set(settings.data.sources) <= set(STDLIB)
+    assert (settings.init is not None) == (card.start is not None) == (HOME / name / START).is_file()
     assert card.trained_on["licence"] == "PSF-2.0"
     text = (HOME / name / "README.md").read_text()
     assert card.command in text
@@ -78,7 +80,8 @@ def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
 
 
 def same_files(card: Card) -> bool:
-    return shipping.held_out_files() == card.held_out["files"]
+    (source,) = shipping.run_settings.read(HOME / card.name / TRAINING).data.sources
+    return shipping.held_out_files(source) == card.held_out["files"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -100,7 +103,7 @@ def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
     found = [figure for _, figure in shipping.measure(HOME / name, corpus, card.held_out["windows"])]
     room = 0.005 if same_files(card) else CLOSE
     for again, figure in zip(found, card.figures, strict=True):
-        assert (again.estimator, again.lanes) == (figure.estimator, figure.lanes)
+        assert (again.estimator, again.lanes, again.drafts) == (figure.estimator, figure.lanes, figure.drafts)
         assert again.nats_per_token == pytest.approx(figure.nats_per_token, abs=room)
 
 
@@ -109,7 +112,7 @@ def test_another_text_has_another_figure():
     card = Card.read(HOME / LANES)
     corpus = shipping.held_out_corpus(list(card.held_out["files"]))
     mixed = shipping.replace(corpus, texts=tuple(text[::-1] for text in corpus.texts))
-    ((_, figure),) = shipping.measure(HOME / LANES, mixed, 8, (card.check["lanes"],))
+    ((_, figure),) = shipping.measure(HOME / LANES, mixed, 8, (card.check["lanes"],), ("exact",))
     assert abs(figure.nats_per_byte - card.check["nats_per_byte"]) > CLOSE
 
 
@@ -216,24 +219,38 @@ def made(tmp_path, monkeypatch):
         "head_dim=8",
         "intermediate_size=24",
     )
+    options = ["--data", str(tmp_path / "seen.txt"), "--steps", "2", "--batch-size", "2", "--set",
+               *(f"model.{size}" for size in sizes), "model.context_length=32", "tensorboard=false",
+               "evaluate_sequences=2"]  # fmt: skip
     with pytest.raises(SystemExit):
-        main([
-            "train", "--preset", "lanes-debug", "--run", str(run), "--data", str(tmp_path / "seen.txt"),
-            "--steps", "2", "--batch-size", "2", "--set", *(f"model.{size}" for size in sizes),
-            "model.context_length=32", "tensorboard=false", "evaluate_sequences=2",
-        ])  # fmt: skip
+        main(["train", "--preset", "lanes-debug", "--run", str(run), *options])
     files = {"train": [library / "seen.py"], "validation": [library / "unseen.py"]}
-    monkeypatch.setattr(shipping, "stdlib_files", files.__getitem__)
+    monkeypatch.setattr(shipping, "stdlib_files", lambda split, source: files[split])
     monkeypatch.setattr(shipping.sysconfig, "get_path", lambda _: str(library))
     with pytest.raises(ConfigError, match="not trained on stdlib"):
         shipping.ship(run, "mine", "Mine.", into=tmp_path / "box")
-    monkeypatch.setattr(shipping, "_settings", lambda folder: shipping.run_settings.read(folder / "settings.yaml"))
+    read = shipping.run_settings.read
+
+    def as_if_on_stdlib(path):
+        settings = read(path)
+        return shipping.replace(settings, data=shipping.replace(settings.data, sources=("stdlib",)))
+
+    monkeypatch.setattr(shipping.run_settings, "read", as_if_on_stdlib)
     shipping.ship(run, "mine", "Mine.", windows=8, into=tmp_path / "box")
-    return run, tmp_path / "box" / "mine"
+
+    def ship_further(start: Path) -> Path:
+        """A run with a draft head from these weights, made into a model that ships under the same name."""
+        with pytest.raises(SystemExit):
+            main(["train", "--preset", "lanes-debug-drafts", "--run", str(tmp_path / "further"),
+                  "--init", str(start), "--tokenizer", str(start), *options])  # fmt: skip
+        shipping.ship(tmp_path / "further", "mine", "Mine, further.", windows=8, into=tmp_path / "second")
+        return tmp_path / "second" / "mine"
+
+    return run, tmp_path / "box" / "mine", ship_further
 
 
 def test_a_run_becomes_a_model_that_ships(made, capsys):
-    run, folder = made
+    run, folder, _ = made
     card = Card.read(folder)
     assert wrong_sums(folder) == []
     assert not list(folder.glob("*.py")), "code there would be taken for modules of the package"
@@ -253,6 +270,30 @@ def test_a_run_becomes_a_model_that_ships(made, capsys):
         shipping.ship(run, "mine", "Mine.", into=folder.parent)
     shipping.ship(run, "mine", "Other.", windows=4, overwrite=True, into=folder.parent)
     assert Card.read(folder).says == "Other."
+
+
+def test_a_card_tells_how_to_make_the_start_weights_and_what_drafts_save(made):
+    run, before, ship_further = made
+    folder = ship_further(before)
+    card, first = Card.read(folder), Card.read(before)
+    assert card.start == {"steps": 2, "tokens": first.tokens, "seed": 0}
+    assert card.all_steps == 4
+    assert card.tokenizer == first.tokenizer == "bytes"
+    assert (folder / START).read_text() == (before / TRAINING).read_text()
+    assert "init: runs/mine-start" in (folder / TRAINING).read_text()
+    steps = [
+        f"dcdm train --config src/dcdm/shipped/mine/{START} --run runs/mine-first",
+        "dcdm export runs/mine-first runs/mine-start --dtype bf16",
+        f"dcdm train --config src/dcdm/shipped/mine/{TRAINING} --run runs/mine",
+    ]
+    assert card.command.split(" && ") == steps
+    pairs = {(figure.lanes, figure.drafts): figure for figure in card.figures}
+    assert set(pairs) == {(lanes, drafts) for lanes in (1, 2, 4, 8, 16) for drafts in (None, 3)}
+    assert pairs[1, 3].nats_per_token == pytest.approx(pairs[1, None].nats_per_token, rel=1e-3)
+    assert pairs[1, 3].forwards_per_window < pairs[1, None].forwards_per_window == 31
+    (before / CARD).unlink()
+    with pytest.raises(ConfigError, match="has no card"):
+        shipping.ship(run.parent / "further", "mine", "Mine.", into=run.parent / "third")
 
 
 def test_the_command_of_a_run_that_was_made_longer_has_its_earlier_ends():

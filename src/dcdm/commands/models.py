@@ -31,8 +31,8 @@ def models(json: JsonOption = False) -> None:
             f"{card.tokenizer}, {card.weights['bytes'] / 1e6:.1f} MB"
         )
         print(
-            f"  trained on {text['source']} {text['python']} (licence {text['licence']}): {card.steps:,} steps, "
-            f"{card.tokens / 1e6:.1f}M tokens, seed {card.seed}"
+            f"  trained on {text['source']} ({text['python']}, licence {text['licence']}): "
+            f"{card.all_steps:,} steps, seed {card.seed}"
         )
         print(f"  on {out['texts']} files that it never saw, {out['tokens']:,} tokens:")
         print_rows([_row(figure) for figure in card.figures])
@@ -45,7 +45,7 @@ def models(json: JsonOption = False) -> None:
 def _row(figure: Figure) -> dict[str, Any]:
     forwards = figure.forwards_per_window
     return {
-        "lanes": figure.lanes, "forwards": None if forwards is None else round(forwards),
+        "lanes": figure.lanes, "drafts": figure.drafts, "forwards": None if forwards is None else round(forwards),
         "nats/token": f"{figure.nats_per_token:.3f}", "nats/byte": f"{figure.nats_per_byte:.3f}",
         "figure": figure.estimator,
     }  # fmt: skip

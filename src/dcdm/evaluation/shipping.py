@@ -2,8 +2,9 @@
 
     python -m dcdm.evaluation.shipping RUN NAME --says "What it is, in a sentence."
 
-writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib`, whose split by file says which files it
-never saw. Figures are those of the exported weights, in fp32, over disjoint windows of the held-out files.
+writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib` or `stdlib-code`, whose split by file
+says which files it never saw, from nothing or from a model that shipped before. Figures are those of the exported
+weights, in fp32, over disjoint windows of the held-out files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from tyro.conf import Positional
 
 from dcdm.config import ConfigError, ModelConfig
-from dcdm.data.sources import STDLIB_SHARE, stdlib_files
+from dcdm.data.sources import STDLIB, STDLIB_SHARE, stdlib_files
 from dcdm.evaluation.corpora import Corpus
 from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate
 from dcdm.evaluation.windows import WindowSettings
@@ -35,13 +36,14 @@ from dcdm.likelihood.estimators import LABELS
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset, presets
-from dcdm.shipped import CARD, HOME, TRAINING, Card, Figure
+from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import read_rows
 from dcdm.training.vouching import SETTINGS
 
 LICENCE = "PSF-2.0"
 SOURCE = "Python's standard library"
+PART = {"stdlib": "", "stdlib-code": ", without its tables of characters and its help texts"}
 WINDOWS = 256
 CHECKED = 24  # windows of the figure that tests make again
 LARGEST = 12 << 20
@@ -54,7 +56,7 @@ def ship(
     """Export a run in bf16, measure it on held-out files, and write it, with its card, as a model that ships.
 
     Args:
-        run: A finished run on stdlib.
+        run: A finished run on stdlib or stdlib-code.
         name: What users will call it.
         says: What it is, in a sentence.
         windows: Windows of held-out text for each figure, spread evenly.
@@ -72,7 +74,7 @@ def ship(
         if (size := (exported / WEIGHTS).stat().st_size) > LARGEST:
             raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
         card = card_of(exported, run, settings, name, says, windows)
-    more = {CARD: json.dumps(asdict(card), indent=1) + "\n", TRAINING: (run / SETTINGS).read_text(encoding="utf-8")}
+    more = {CARD: json.dumps(asdict(card), indent=1) + "\n", **training_files(settings, name)}
     if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
     write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
@@ -83,22 +85,58 @@ def _settings(run: Path) -> run_settings.RunConfig:
     if not (run / SETTINGS).is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {SETTINGS}")
     settings = run_settings.read(run / SETTINGS)
-    reading = settings.data.reading
-    if settings.data.sources != ("stdlib",) or settings.data.validation or reading.validation_share != STDLIB_SHARE:
+    reading, sources = settings.data.reading, settings.data.sources
+    known = len(sources) == 1 and sources[0] in STDLIB
+    if not known or settings.data.validation or reading.validation_share != STDLIB_SHARE:
         raise ConfigError(
             f"{run} was not trained on stdlib with its own held-out files (data.sources={settings.data.sources}, "
             f"validation_share={reading.validation_share}); a card could not say which text was never seen"
         )
+    if settings.init is not None and _start(settings) is None:
+        raise ConfigError(f"{run} started from {settings.init}, which has no card: nobody could train it again")
+    if settings.init is not None and settings.data.tokenizer != settings.init:
+        raise ConfigError(f"{run} has another tokenizer than its start weights; name their folder for both")
     return settings
+
+
+# --- training it again -------------------------------------------------------------------------------------------
+
+
+def _start(settings: run_settings.RunConfig) -> Path | None:
+    """The folder of the shipped model that a run started from; None if it began from nothing."""
+    folder = None if settings.init is None else Path(settings.init)
+    return None if folder is None or not (folder / CARD).is_file() else folder
+
+
+def training_files(settings: run_settings.RunConfig, name: str) -> dict[str, str]:
+    """The settings that train it again, its start weights where the card's command puts them, and theirs."""
+    start = _start(settings)
+    if start is None:
+        return {TRAINING: run_settings.as_yaml(settings)}
+    place = f"runs/{name}-start"
+    again = replace(settings, init=place, data=replace(settings.data, tokenizer=place))
+    return {TRAINING: run_settings.as_yaml(again), START: (start / TRAINING).read_text(encoding="utf-8")}
+
+
+def again_by(settings: run_settings.RunConfig, name: str, ends: Sequence[int]) -> str:
+    """The commands that train it again, from nothing: its start weights first, where it has some."""
+    own = _command(name, ends)
+    start = _start(settings)
+    if start is None:
+        return own
+    before = Card.read(start)
+    first = before.command.replace(f"shipped/{before.name}/{TRAINING}", f"shipped/{name}/{START}")
+    first = first.replace(f"--run runs/{before.name}", f"--run runs/{name}-first")
+    return f"{first} && dcdm export runs/{name}-first runs/{name}-start --dtype bf16 && {own}"
 
 
 # --- held-out files ----------------------------------------------------------------------------------------------
 
 
-def held_out_files() -> dict[str, str]:
+def held_out_files(source: str) -> dict[str, str]:
     """The standard library's held-out files of this Python, each with its SHA-256."""
     root = Path(sysconfig.get_path("stdlib"))
-    return {path.relative_to(root).as_posix(): file_digest(path) for path in stdlib_files("validation")}
+    return {path.relative_to(root).as_posix(): file_digest(path) for path in stdlib_files("validation", source)}
 
 
 def held_out_corpus(names: list[str]) -> Corpus:
@@ -117,6 +155,7 @@ def measure(
     config = find_model(folder).config
     if not estimators:
         estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
+        estimators = (*estimators, "drafted") if config.drafts else estimators
     result = evaluate(
         [str(folder)],
         [corpus],
@@ -125,20 +164,21 @@ def measure(
         WindowSettings(limit=windows),
     )
     rows = [row for row in result.rows if isinstance(row, Figures)]
-    numbers = lanes or config.lanes or (None,) * len(rows)
-    numbers = (1,) if config.kind == "ar" else numbers
-    return [(row, _figure(row, number)) for row, number in zip(rows, numbers, strict=True)]
+    numbers: Sequence[int | None] = (1,) if config.kind == "ar" else lanes or config.lanes or (None,)
+    by_row = [number for number in numbers for _ in range(len(rows) // len(numbers))]
+    return [(row, _figure(row, number, config.drafts)) for row, number in zip(rows, by_row, strict=True)]
 
 
-def _figure(row: Figures, lanes: int | None) -> Figure:
+def _figure(row: Figures, lanes: int | None, drafts: int) -> Figure:
     forwards = None
-    if row.estimator == "trajectory":
+    if row.estimator in ("trajectory", "drafted"):
         forwards = round(row.forwards / row.windows, 2)
     elif lanes is not None:
         forwards = float(-(-(row.window_length - 1) // lanes))
     return Figure(
         row.estimator, lanes, _digits(row.nats_per_token), _digits(row.document_stderr),
         _digits(row.nats_per_token * row.tokens / row.bytes), forwards,
+        drafts if row.estimator == "drafted" else None,
     )  # fmt: skip
 
 
@@ -153,29 +193,32 @@ def card_of(
     folder: Path, run: Path, settings: run_settings.RunConfig, name: str, says: str, windows: int = WINDOWS
 ) -> Card:
     """What there is to say of the exported model in `folder`, which came of this run."""
-    config = find_model(folder).config
-    files = held_out_files()
+    config, (source,) = find_model(folder).config, settings.data.sources
+    start = None if (place := _start(settings)) is None else Card.read(place)
+    files = held_out_files(source)
     corpus = held_out_corpus(list(files))
     measured = measure(folder, corpus, windows)
     whole = measured[0][0]
     lanes = () if config.lanes is None else (min(config.lanes, key=lambda number: abs(number - 4)),)
     (check, quick), *_ = sorted(
-        measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator == "bound"
+        measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator in ("bound", "drafted")
     )
-    train = stdlib_files("train")
+    train = stdlib_files("train", source)
     steps, rows = find_model(run).identity()["step"], list(read_rows(run / "metrics.jsonl"))
     if steps < settings.train.steps:
         print(f"{run} has done {steps} of its {settings.train.steps} steps; its card will say so", file=sys.stderr)
     return Card(
         name=name, says=says, kind=config.kind, parameters=parameter_counts(config)[0],
-        context_length=config.context_length, tokenizer=settings.data.tokenizer, vocab_size=config.vocab_size,
+        context_length=config.context_length,
+        tokenizer=settings.data.tokenizer if start is None else start.tokenizer,
+        vocab_size=config.vocab_size,
         preset=_preset_like(config),
-        command=_command(name, [*earlier_ends(rows, settings.train.warmup_steps), settings.train.steps]),
+        command=again_by(settings, name, [*earlier_ends(rows, settings.train.warmup_steps), settings.train.steps]),
         seed=settings.train.seed, steps=steps,
         tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
         trained_on={
-            "source": SOURCE, "licence": LICENCE, "python": sys.version.split()[0], "files": len(train),
-            "bytes": sum(path.stat().st_size for path in train),
+            "source": SOURCE + PART[source], "licence": LICENCE, "python": sys.version.split()[0],
+            "files": len(train), "bytes": sum(path.stat().st_size for path in train),
             "sha256": digest([file_digest(path) for path in train]),
         },
         held_out={
@@ -187,6 +230,7 @@ def card_of(
         weights={
             "dtype": "bf16", "bytes": (folder / WEIGHTS).stat().st_size, "sha256": file_digest(folder / WEIGHTS)
         },
+        start=None if start is None else {"steps": start.steps, "tokens": start.tokens, "seed": start.seed},
     )  # fmt: skip
 
 
@@ -220,10 +264,15 @@ def model_card(card: Card) -> str:
     text, out = card.trained_on, card.held_out
     rows = []
     for one in card.figures:
-        lanes, forwards = ("–" if value is None else f"{value:g}" for value in (one.lanes, one.forwards_per_window))
+        lanes, drafts, forwards = (
+            "–" if value is None else f"{value:g}" for value in (one.lanes, one.drafts, one.forwards_per_window)
+        )
         nats = with_stderr(one.nats_per_token, one.stderr)
         label = LABELS[one.estimator]
-        rows.append(f"| {lanes} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
+        rows.append(f"| {lanes} | {drafts} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
+    start = "" if card.start is None else (
+        f", from the weights of {card.start['steps']:,} steps, {card.start['tokens'] / 1e6:.1f}M tokens"
+    )  # fmt: skip
     files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
     return f"""---
 library_name: dcdm
@@ -242,7 +291,7 @@ too small to be of use for writing code.
 |---|---|
 | training text | {text["source"]} ({text["python"]}): {text["files"]} files, {text["bytes"] / 1e6:.1f} MB |
 | its licence | {text["licence"]} |
-| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed} |
+| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{start} |
 | preset of this shape | {card.preset or "none"} |
 | again | `{card.command}` |
 | weights | {card.weights["dtype"]}, {card.weights["bytes"] / 1e6:.1f} MB, SHA-256 {card.weights["sha256"][:16]}… |
@@ -252,8 +301,8 @@ too small to be of use for writing code.
 {out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on
 ({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.
 
-| lanes | forwards per window | nats per token | nats per byte | what the figure is |
-|---|---|---|---|---|
+| lanes | drafts | forwards per window | nats per token | nats per byte | what the figure is |
+|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
 The files, with the beginnings of their SHA-256:

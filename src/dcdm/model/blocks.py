@@ -24,6 +24,14 @@ from dcdm.model.linear import Linear
 Rotary = tuple[Tensor, Tensor]
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in one type: under autocast heads are bf16 and its weights fp32, which no fused kernel takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention, with per-head RMSNorm on queries and keys where the settings say so."""
 
@@ -36,7 +44,7 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(d, config.num_kv_heads * self.head_dim, bias=biased)
         self.o_proj = Linear(config.num_heads * self.head_dim, d, bias=False)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+            HeadNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
     def _heads(self, x: Tensor) -> Tensor:

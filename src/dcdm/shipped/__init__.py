@@ -1,7 +1,8 @@
 """Trained models that come with the package: what there is, where it lies, and what its card says.
 
 Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
-how good it is, and `training.yaml`, the settings that train it again. Reading cards needs no PyTorch.
+how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its start weights,
+where it did not begin from nothing. Reading cards needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dcdm.config import ConfigError, lanes_in_words
 from dcdm.files import UnreadableFile, read_json_object
 
 HOME = Path(__file__).parent
-CARD, TRAINING = "card.json", "training.yaml"
+CARD, TRAINING, START = "card.json", "training.yaml", "start.yaml"
 LANES, CHUNKS = "python-lanes", "python-chunks"
 """The models that commands take when none is named: the first, and where chunks are shown, the second."""
 
@@ -34,6 +35,8 @@ class Figure:
     nats_per_byte: float
     forwards_per_window: float | None
     """Of the decoder; None for a bound, which holds for every decoder that is faithful to the chunks."""
+    drafts: int | None = None
+    """How many tokens of a lane were guessed ahead; None where none were."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Card:
     """A figure of a few windows, quick to make again: windows, and the rest as in `figures`."""
     weights: Mapping[str, Any]
     """dtype, bytes and SHA-256 of the file of weights."""
+    start: Mapping[str, Any] | None = None
+    """steps, tokens and seed of the model whose weights it started from, if it did not begin from nothing."""
 
     @classmethod
     def read(cls, folder: Path) -> Card:
@@ -76,6 +81,11 @@ class Card:
             raise ConfigError(f"{folder / CARD} cannot be read: {error}; install the package again") from error
 
     @property
+    def all_steps(self) -> int:
+        """Of its training, that of its start weights included."""
+        return self.steps + (0 if self.start is None else self.start["steps"])
+
+    @property
     def best(self) -> Figure:
         """The lowest of the figures."""
         return min(self.figures, key=lambda one: one.nats_per_token)
@@ -83,7 +93,7 @@ class Card:
     def figure(self, lanes: int | None) -> Figure:
         """The figure of so many lanes."""
         for one in self.figures:
-            if one.lanes == lanes and one.estimator != "bound":
+            if one.lanes == lanes and one.drafts is None and one.estimator != "bound":
                 return one
         raise ConfigError(f"the card of {self.name} has no figure of {lanes} lanes")
 
@@ -94,7 +104,7 @@ class Card:
         order = "" if best.lanes is None else f" in {lanes_in_words(best.lanes)}"
         kind = "upper bound" if best.estimator == "bound" else "exact"
         return (
-            f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.steps:,} steps on {text['source']}; "
+            f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.all_steps:,} steps on {text['source']}; "
             f"{best.nats_per_byte:.2f} nats per byte of held-out files ({kind}{order})."
         )
 

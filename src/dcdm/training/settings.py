@@ -297,10 +297,14 @@ def with_values(names: list[str], one: RunConfig, other: RunConfig) -> str:
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def write(config: RunConfig, path: Path) -> None:
+def as_yaml(config: RunConfig) -> str:
     import yaml
 
-    write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False).encode())
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def write(config: RunConfig, path: Path) -> None:
+    write_whole(path, as_yaml(config).encode())
 
 
 def read(path: Path) -> RunConfig:
