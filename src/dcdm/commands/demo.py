@@ -34,14 +34,18 @@ TEMPERATURE = 0.5
 
 
 def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0) -> list[Written]:
-    """The exercise in the model's lanes and in AR's order: the same weights, the same seed."""
+    """The exercise in the model's lanes and in AR's order, with guesses ahead too where it has a draft head.
+
+    The same weights and the same seed.
+    """
     from dcdm.model.routing import default_lanes
 
-    orders = (default_lanes(model.config), 1)
-    return [_written(model, tokenizer, exercise, lanes, seed) for lanes in orders]
+    ahead = model.config.drafts
+    orders = [(default_lanes(model.config), 0), (1, 0), *([(1, ahead)] if ahead else [])]
+    return [_written(model, tokenizer, exercise, lanes, drafts, seed) for lanes, drafts in orders]
 
 
-def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int, seed: int) -> Written:
+def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int, drafts: int, seed: int) -> Written:
     import torch
 
     from dcdm.decoding.engine import generate
@@ -52,10 +56,11 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
     original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
     done = generate(
         model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
-        eos_id=-1, drafts=0,
+        eos_id=-1, drafts=drafts,
     )  # fmt: skip
+    order = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
     return Written(
-        label=f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)",
+        label=f"{order}, {drafts} tokens guessed ahead" if drafts else order,
         filling=filling_of(done, tokenizer),
         seconds=done.statistics.seconds,
         nats=score(model, original, "exact", prompt=given, lanes=lanes).per_token,
@@ -67,7 +72,7 @@ class FirstScreen:
     """What the shipped models did."""
 
     written: dict[str, list[Written]]
-    """By what was asked: in lanes, and in AR's order."""
+    """By what was asked: in lanes, in AR's order, and perhaps with guesses ahead."""
     views: dict[str, ChunkView]
     """The same text as each model divides it."""
 
@@ -89,13 +94,24 @@ def first_screen(console: Console, seed: int = 0) -> FirstScreen:
     for exercise in exercises:
         written[exercise.about] = write(model, tokenizer, exercise, seed)
         console.print(f"[bold]{exercise.about}[/bold], one model, two orders:", highlight=False)
-        show_written(written[exercise.about], console)
+        show_written(written[exercise.about][:2], console)
+        for more in written[exercise.about][2:]:
+            console.print(f"{more.label}: {more.sentence}\n", highlight=False)
     loaded = {lanes: (model, tokenizer), chunks: load_model(chunks)}
     texts = [exercises_for(words, one.config.context_length)[0].text for one, words in loaded.values()]
     views = {}
     for name, (one, words) in loaded.items():
         window, _ = window_of(min(texts, key=len), words, one.config.context_length)
         views[name] = view(one, window, name=name)
+        if one.config.drafts:
+            ahead = f"{name}, guessing ahead"
+            views[ahead] = view(one, window, name=ahead, lanes=1, drafts=one.config.drafts)
+            console.print(
+                "[bold]What one forward brings in AR’s order when it guesses ahead[/bold], along a text:",
+                highlight=False,
+            )
+            show_text(_all_known(views[ahead]), console)
+            console.print()
     if chunks != lanes:
         _say_card(chunks, console)
         console.print(
@@ -191,9 +207,8 @@ def demo(
     shown = first_screen(console, seed)
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "filling.svg"
-    write_whole(
-        picture, moving_picture(next(iter(shown.written.values())), "A small model fills blanks in code").encode()
-    )
+    lanes_and_ar = next(iter(shown.written.values()))[:2]
+    write_whole(picture, moving_picture(lanes_and_ar, "A small model fills blanks in code").encode())
     if not train:
         if json:
             print_json({"picture": str(picture)})

@@ -16,7 +16,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from typing import Any, Literal
 
@@ -593,6 +593,13 @@ class Filling:
         """What colours stand for: the lane of each position, or its chunk."""
         return self.lanes or self.chunks
 
+    @property
+    def by_forward(self) -> Filling:
+        """One lane that takes several tokens in a forward is told by its forwards: its lane would be one colour."""
+        if max(self.lanes, default=0) != 1 or max(map(len, self.steps)) == 1:
+            return self
+        return replace(self, chunks=self.came, lanes=[])
+
 
 @dataclass(frozen=True)
 class Written:
@@ -627,7 +634,7 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
             if position < len(ids):  # what lies behind an EOS was cut off
                 chunks[position], lanes[position] = event.chunk, lane
     steps = [[p for p in event.positions if p < len(ids)] for event in events]
-    return Filling(labels(window_from(ids, tokenizer)), chunks, steps, lanes if any(lanes) else [])
+    return Filling(labels(window_from(ids, tokenizer)), chunks, steps, lanes if any(lanes) else []).by_forward
 
 
 def as_filling(view: ChunkView) -> Filling:
@@ -635,7 +642,8 @@ def as_filling(view: ChunkView) -> Filling:
     ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
     ids = _where(ids, (token.free for token in view.tokens))  # the paper's routing puts BOS into a chunk, too
     steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
-    return Filling([token.text for token in view.tokens], ids, [step for step in steps if step], view.lanes)
+    texts = [token.text for token in view.tokens]
+    return Filling(texts, ids, [step for step in steps if step], view.lanes).by_forward
 
 
 def replay_page(filling: Filling, title: str, sentence: str) -> str:

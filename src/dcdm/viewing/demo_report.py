@@ -69,7 +69,7 @@ class DemoReport:
     views: Mapping[str, ChunkView]
     """The same text as each of them divides it."""
     written: Mapping[str, Sequence[Written]]
-    """What was asked, and how one model wrote it in two orders."""
+    """What was asked, and how one model wrote it in its orders."""
     summary: str
     """Of the two models that were trained here."""
     recipes: Sequence[str]
@@ -111,8 +111,8 @@ def demo_page(report: DemoReport) -> str:
 def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
     return (
         f'<section class="panel wide">\n<h2>{html.escape(about)}: lanes beside AR’s order</h2>\n'
-        '<p class="small quiet">Grey text was given. One set of weights, the same seed, two orders of writing; '
-        f'both replays move forward by forward.</p>\n<div id="{name}"></div>\n'
+        '<p class="small quiet">Grey text was given. One set of weights, the same seed, other orders of writing; '
+        f'the replays move forward by forward.</p>\n<div id="{name}"></div>\n'
         f"{''.join(_figures(text) for text in texts)}</section>\n"
     )
 
@@ -124,11 +124,11 @@ def _figures(text: Written) -> str:
 def _shipped(card: Card) -> str:
     """The figures of a card as a table."""
     rows = [
-        [one.lanes or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
+        [one.lanes or "–", one.drafts or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
          f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
         for one in card.figures
     ]  # fmt: skip
-    header = ["lanes", "forwards", "nats/token", "nats/byte", "figure"]
+    header = ["lanes", "drafts", "forwards", "nats/token", "nats/byte", "figure"]
     return f"<div><h3>{html.escape(card.name)}</h3>{grid(header, rows, ())}</div>"
 
 

@@ -48,7 +48,7 @@ def show_text(view: ChunkView, console: Console) -> None:
     if view.note:
         console.print(view.note, markup=False, highlight=False, soft_wrap=True)
     console.print()
-    if view.lanes:
+    if view.lanes and not _as_it_reads(view, coloured):
         console.print(lane_rows(view, console.width, coloured), soft_wrap=True)
     elif coloured:
         console.print(coloured_text(view), soft_wrap=True)
@@ -56,6 +56,11 @@ def show_text(view: ChunkView, console: Console) -> None:
         for line in numbered_lines(view, console.width):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(_key(view, coloured), style="dim", soft_wrap=True)
+
+
+def _as_it_reads(view: ChunkView, coloured: bool) -> bool:
+    """Whether one lane is shown as running text: each forward on a colour of its own."""
+    return coloured and view.num_lanes == 1
 
 
 def _in_colour(console: Console) -> bool:
@@ -238,6 +243,9 @@ def _finished(heads: tuple[str, ...], rows: list[str]) -> Iterator[str]:
 
 
 def _key(view: ChunkView, coloured: bool) -> str:
+    if _as_it_reads(view, coloured):
+        parts = ["underlined: not written yet"] if any(view.frame.hidden) else []
+        return "; ".join([*parts, "one ground: written by one forward"])
     if view.lanes:
         waiting = "underlined" if coloured else BLANK
         parts = [f"{waiting}: not written yet"] if any(view.hidden) else []
