@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import corpora
+import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import study
@@ -32,7 +33,7 @@ def definition(**changes) -> dict:
             "init": "ar",
             "minutes": 1,
         },
-        "mdlm": {"preset": "mdlm-debug", "commits": ["steps:4"]},
+        "mdlm": {"preset": "mdlm-debug", "commits": ["steps:4", "adablock steps:4"]},
     }
     plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "minutes": 2}
     return {**plain, "variants": variants, **changes}
@@ -49,7 +50,9 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     (folder / "text.txt").write_text(corpora.prose(300))
     settings = {**SMALL, "data.sources": [str(folder / "text.txt")]}
-    asked = read_study(write(folder, definition(settings=settings)))
+    (folder / "other.txt").write_text(corpora.prose(200)[::-1])
+    others = {"other": str(folder / "other.txt")}
+    asked = read_study(write(folder, definition(settings=settings, corpora=others)))
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCDM_CACHE", str(folder / "cache"))
@@ -62,9 +65,10 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     rows = {(row.variant, row.figure): row for row in compare(asked, collected(asked, work))}
     numbers = ("1 lanes", "4 lanes", "1 lanes, 2 drafts", "4 lanes, 2 drafts")
     lanes = {("lanes", name) for name in numbers}
-    mdlm = {("mdlm", name) for name in ("chunk", "steps:4")}
-    assert set(rows) == {("ar", "valid"), ("mdlm", "valid")} | lanes | mdlm
-    assert rows["mdlm", "steps:4"].forwards == 4
+    mdlm = {("mdlm", name) for name in ("chunk", "steps:4", "adablock steps:4")}
+    other = {("ar", "other: valid"), ("mdlm", "other: valid"), *(("lanes", f"other: {n} lanes") for n in (1, 4))}
+    assert set(rows) == {("ar", "valid"), ("mdlm", "valid")} | lanes | mdlm | other
+    assert rows["mdlm", "steps:4"].forwards == 4 < rows["mdlm", "adablock steps:4"].forwards
     assert rows["ar", "valid"].forwards == 31
     assert rows["lanes", "4 lanes"].forwards == 8
     alone, drafted = (rows["lanes", name] for name in ("1 lanes", "1 lanes, 2 drafts"))
@@ -74,6 +78,10 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
     assert rows["ar", "valid"].difference is None
     found = rows["lanes", "4 lanes"]
     assert found.difference.mean == pytest.approx(found.mean.mean - rows["ar", "valid"].mean.mean)
+    there, base = rows["lanes", "other: 4 lanes"], rows["ar", "other: valid"]
+    assert base.difference is None
+    assert base.mean.mean != rows["ar", "valid"].mean.mean
+    assert there.difference.mean == pytest.approx(there.mean.mean - base.mean.mean)
     assert f"init: {work / 'ar-s0'}" in (work / "lanes-s0" / "settings.yaml").read_text()
 
 
@@ -83,8 +91,8 @@ def test_lanes_can_be_what_others_are_compared_with(finished):
     rows = {(row.variant, row.figure): row for row in compare(turned, collected(turned, work))}
     base = rows["lanes", "4 lanes"]
     assert base.difference is None
-    others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes")}
-    assert len(others) == 7
+    others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes") and "other" not in key[1]}
+    assert len(others) == 8
     for row in others.values():
         assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
     few = study.StudyVariant("lanes-debug", lanes=(2, 8))
@@ -211,12 +219,15 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
             {"variants": {"a": {"preset": "mdlm-debug", "commits": ["first-hitting"]}}, "against": "a"},
             "random order",
         ),
+        ({"variants": {"a": {"preset": "mdlm-debug", "commits": ["blocks steps:2"]}}, "against": "a"}, "blocks"),
+        ({"variants": {"a": {"preset": "dcdm-debug", "commits": ["adablock chunk"]}}, "against": "a"}, "adablock"),
         ({"variants": {}}, "variants"),
         ({"samples": 0}, "samples=0"),
         ({"windows": 0}, "windows=0"),
         ({"windows": "many"}, "windows='many'"),
         ({"seeds": 3}, "seeds=3"),
         ({"seeds": [0, 0]}, r"seeds=\[0, 0\]"),
+        ({"variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [3]}}}, "variants.ar.seeds"),
         ({"settings": 3}, "settings=3"),
         ({"settings": {3: 3}}, "settings: 3"),
         ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": [0]}}}, "variants.l: lanes=0"),
@@ -245,6 +256,8 @@ def test_a_part_of_a_study_can_be_carried_out(finished, tmp_path, monkeypatch, c
     monkeypatch.setattr(study, "_train_and_measure", lambda run, *more: not begun.append(run.name))
     assert carry_out(asked, tmp_path, 1, only=("mdlm", "ar"), seeds=(1,))
     assert begun == ["ar-s1", "mdlm-s1"]
+    few = {**asked.variants, "mdlm": replace(asked.variants["mdlm"], seeds=(0,))}
+    assert [run.name for run in replace(asked, variants=few).runs() if run.seed] == ["ar-s1", "lanes-s1"]
     with pytest.raises(ConfigError, match="--seeds 7: the study has 0, 1"):
         carry_out(asked, tmp_path, 1, seeds=(7,))
     main(["study", str(write(tmp_path, definition())), "--work", str(tmp_path), "--report"])
@@ -279,3 +292,19 @@ def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, m
 def test_results_that_are_shipped_are_those_of_their_study(path):
     stored = path.parents[1] / "results" / f"{path.stem}.json"
     assert set(study.stored_figures(read_study(path), stored)) == set(json.loads(stored.read_text())["runs"])
+
+
+def test_texts_that_are_not_there_are_named_before_anything_starts(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=r"corpora: nowhere\.txt"):
+        carry_out(replace(finished[0], corpora={"x": "nowhere.txt"}), tmp_path, 1)
+
+
+def test_how_evenly_chunks_are_filled_stands_beside_their_figure(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(corpora.prose(300))
+    sizes = {name: value for name, value in SMALL.items() if name.startswith("model.")}
+    changes = {"model.num_chunks": 4, "model.chunk_dim": 4, "train.steps": 1, "tensorboard": False}
+    run = dcdm.train("dcdm-debug", tmp_path / "run", data=str(tmp_path / "text.txt"), settings={**sizes, **changes})
+    valid = study.measure(run, 3, 1, (), (), (), {})["valid"]
+    assert 0 <= valid["max_violation"] <= 3

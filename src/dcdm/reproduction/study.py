@@ -12,6 +12,7 @@ never done again.
       ar: {preset: ar-debug}
       lanes: {preset: lanes-debug, label: lanes, settings: {}, init: ar}   # init: start weights of another variant
     windows: 256          # held-out windows that every run is scored on
+    corpora: {lambada: data/lambada.jsonl}                   # other texts, by the valid estimator
     samples: 4            # Monte-Carlo samples of a bound
     against: ar           # the variant that the others are compared with
 """
@@ -59,11 +60,14 @@ class StudyVariant:
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score with; by default those that the model is trained with."""
     commits: tuple[str, ...] = ()
-    """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts."""
+    """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts; with
+    `adablock` and a space before one, under AdaBlock's routing."""
     drafts: tuple[int, ...] = ()
     """Numbers of tokens guessed ahead to score each number of lanes with too, for models with a draft head."""
     minutes: float | None = None
     """What its steps take; None: what the study says."""
+    seeds: tuple[int, ...] = ()
+    """Of the study's seeds those that it runs with; by default all."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Study:
     settings: Mapping[str, Any] = field(default_factory=dict)
     windows: int = 256
     samples: int = 4
+    corpora: Mapping[str, str] = field(default_factory=dict)
+    """Name → file of other texts: as many windows, by the valid estimator."""
     against: str | None = None
     minutes: float | None = None
     """What every run's steps take, on the machine that they were counted for; None: what the variants say."""
@@ -93,6 +99,8 @@ class Study:
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
             self.ancestors(name)
+            if foreign := sorted(set(variant.seeds) - set(self.seeds)):
+                raise ConfigError(f"variants.{name}.seeds: {foreign} are not among the study's {list(self.seeds)}")
         lasting = {f"variants.{name}.minutes": variant.minutes for name, variant in self.variants.items()}
         for where, minutes in {"minutes": self.minutes, **lasting}.items():
             if minutes is not None and not minutes > 0:
@@ -129,7 +137,12 @@ class Study:
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
         names = sorted(self.variants, key=lambda name: len(self.ancestors(name)))
-        return [StudyRun(self, name, seed) for seed in self.seeds for name in names]
+        return [
+            StudyRun(self, name, seed)
+            for seed in self.seeds
+            for name in names
+            if seed in (self.variants[name].seeds or self.seeds)
+        ]
 
 
 @dataclass(frozen=True)
@@ -166,14 +179,15 @@ class StudyRun:
             [] if self.parent is None else self.parent.measured_with(),
         ]
         measured: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
-        if variant.drafts:
-            measured.append(list(variant.drafts))
+        measured += [list(variant.drafts)] if variant.drafts else []
+        measured += [dict(self.study.corpora)] if self.study.corpora else []
         return digest([trained, measured])[:16]
 
 
 def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
     from dcdm.decoding.config import DecodingConfig, resolve_drafts, resolve_lanes
+    from dcdm.decoding.routes import AdaBlock
     from dcdm.training.settings import made, resolve
 
     try:
@@ -186,12 +200,14 @@ def read_study(path: Path) -> Study:
         study = made(Study, {"name": path.stem, **content}, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for run in study.runs()[: len(study.variants)]:
+    for run in {run.variant: run for run in study.runs()}.values():
         variant = study.variants[run.variant]
         try:
             config = resolve(variant.preset, None, run.settings(Path()))
             for commit in variant.commits:
-                decoder = DecodingConfig(commit).resolve(config.model)
+                routing, policy = _routed(commit)
+                ends = AdaBlock((0,), 1) if routing == "adablock" else None  # the tokenizer knows them, later
+                decoder = DecodingConfig(policy, routing=routing, adablock=ends).resolve(config.model)
                 decoder.check_likelihood()
             for number in variant.lanes:
                 resolve_lanes(config.model, number)
@@ -253,6 +269,8 @@ def carry_out(
         raise ConfigError(
             f"--seeds {' '.join(map(str, foreign))}: the study has {', '.join(map(str, study.seeds))}"
         )
+    if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
+        raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
     chosen = [
         run
         for run in study.runs()
@@ -310,7 +328,7 @@ def _train_and_measure(
     settings.write(config, file)
     place = str(work / run.name)
     variant = run.study.variants[run.variant]
-    how = [variant.lanes, variant.commits, variant.drafts]
+    how = [variant.lanes, variant.commits, variant.drafts, dict(run.study.corpora)]
     measuring = json.dumps([place, run.study.windows, run.study.samples, *how, run.measured_with()])
     commands = (
         ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
@@ -335,18 +353,29 @@ def _train_and_measure(
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
+def _routed(commit: str) -> tuple[Any, str]:
+    """Routing and commit policy of an entry of `commits`."""
+    routing, _, policy = commit.rpartition(" ")
+    return routing or "auto", policy
+
+
 def measure(
-    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str], drafts: Sequence[int]
-) -> dict[str, dict[str, Any]]:
+    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str], drafts: Sequence[int],
+    corpora: Mapping[str, str],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
 
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
     valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
-    at one pace drawn for each window; `surrogate` is not a bound.
+    at one pace drawn for each window; `surrogate` is not a bound; those of other texts begin with the text's name.
     """
     import torch
 
+    from dcdm.decoding.config import adablock_of
     from dcdm.distributed import World
+    from dcdm.evaluation.corpora import ReadingSettings, read_corpus, tokenise
+    from dcdm.evaluation.studies import balance_of
+    from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
     from dcdm.io.load import load_model
     from dcdm.keys import Key
     from dcdm.likelihood.estimators import default_estimator, score
@@ -354,7 +383,7 @@ def measure(
     from dcdm.training.settings import read
     from dcdm.training.vouching import SETTINGS
 
-    config, (model, _) = read(folder / SETTINGS), load_model(folder)
+    config, (model, tokenizer) = read(folder / SETTINGS), load_model(folder)
     data = open_data(config, World())
     texts = data.dataset("validation", config.window, config.data.overlong)
     chosen = Key(0).fold("study").permutation(len(texts))[:windows].sort().values
@@ -368,23 +397,37 @@ def measure(
             how = {"estimator": "drafted", "lanes": number, "drafts": ahead, "samples": 1}
             asked[f"{number} lanes, {ahead} drafts"] = how
     elif default_estimator(model) != "exact":
-        asked |= {commit: {"estimator": "trajectory", "commit": commit} for commit in ("chunk", *commits)}
+        for commit in ("chunk", *commits):
+            routing, policy = _routed(commit)
+            adaptive = {"adablock": adablock_of(model.config, tokenizer)} if routing == "adablock" else {}
+            asked[commit] = {"estimator": "trajectory", "commit": policy, "routing": routing, **adaptive}
     if model.config.routes_from_noise:
         asked["surrogate"] = {"estimator": "surrogate"}
-    figures = {}
-    for name, options in asked.items():
-        found = score(model, tokens, prompt=prompt, index=chosen, **{"samples": samples, **options})
+
+    def figure(text: WindowBatch, options: Mapping[str, Any]) -> dict[str, Any]:
+        found = score(model, text.tokens, prompt=text.prompt, index=text.index, **{"samples": samples, **options})
         forwards = _forwards(found)
         if model.config.predicts_from_left and found.estimator == "exact":
-            ids = model.partition(tokens, prompt, chosen, options.get("lanes")).ids
+            ids = model.partition(text.tokens, text.prompt, text.index, options.get("lanes")).ids
             forwards = float(ids.amax(dim=-1).double().mean())
         error = found.per_token_stderr
-        figures[name] = {
+        return {
             "estimator": found.estimator, "nats_per_token": found.per_token,
             "monte_carlo": None if math.isnan(error) else error,
             "tokens": int(found.tokens.sum()), "forwards": forwards,
             "nats": [round(value, 4) for value in found.nats.tolist()],
         }  # fmt: skip
+
+    held_out = WindowBatch(tokens, prompt, chosen, torch.full_like(tokens, -1))
+    figures = {name: figure(held_out, options) for name, options in asked.items()}
+    if model.config.kind == "dcdm":
+        figures["valid"]["max_violation"] = balance_of(model, [held_out]).violation
+    everywhere = [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
+    for corpus, path in corpora.items():
+        read_in = tokenise(read_corpus(f"{corpus}={path}", ReadingSettings()), tokenizer)
+        cut = CorpusWindows(read_in, tokenizer, config.window, WindowSettings(limit=windows))
+        text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
+        figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in everywhere}
     return figures
 
 
@@ -418,7 +461,7 @@ class Row:
     forwards: float | None
     mean: Interval
     difference: Interval | None
-    """Minus the main figure of `against`, over the seeds that both have; the same windows. None of a surrogate."""
+    """Minus the main figure of `against` on the same text, over the seeds that both have. None of a surrogate."""
 
 
 def main_figure(study: Study, variant: str) -> str:
@@ -447,16 +490,17 @@ def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
 
     rows = []
     main = "" if study.against is None else main_figure(study, study.against)
-    base = {} if study.against is None else values(study.against, main)
     for variant in study.variants:
         parts = [part for (name, _), part in found.items() if name == variant]
         for figure in dict.fromkeys(name for part in parts for name in part):
             by_seed = values(variant, figure)
+            text = next((f"{name}: " for name in study.corpora if figure.startswith(f"{name}: ")), "")
+            base = {} if study.against is None else values(study.against, text + main)
             shared = [seed for seed in by_seed if seed in base]
             about = next(part[figure] for part in parts if figure in part)
             mean = interval(list(by_seed.values()))
             assert mean is not None
-            alone = (variant, figure) == (study.against, main) or about["estimator"] == "surrogate"
+            alone = (variant, figure) == (study.against, text + main) or about["estimator"] == "surrogate"
             difference = None if alone else interval([by_seed[seed] - base[seed] for seed in shared])
             spent = [part[figure]["forwards"] for part in parts if figure in part]  # drafts: each seed its own
             forwards = None if about["forwards"] is None else fmean(spent)
@@ -473,7 +517,7 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     axes.set_xscale("log", base=2)
     lines: dict[str, list[tuple[float, Interval]]] = {}
     for row in rows:
-        if row.forwards is not None:
+        if row.forwards is not None and not any(row.figure.startswith(f"{name}: ") for name in study.corpora):
             drafts = row.figure.partition(", ")[2]
             label = study.named(row.variant) + (f", {drafts}" if drafts else "")
             lines.setdefault(label, []).append((row.forwards, row.mean))
