@@ -205,6 +205,7 @@ def test_chunks_without_a_model_takes_the_one_that_forms_them(monkeypatch, capsy
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """A small run as if it had been trained on a small standard library, made into a model that ships."""
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
     library = tmp_path / "library"
     library.mkdir()
     for name, text in {"seen.py": "x = 1\n" * 400, "unseen.py": "def f(y):\n    return y\n" * 60}.items():

@@ -18,7 +18,7 @@ from dcdm.data.loader import pack
 from dcdm.data.prepare import Silent, prepare
 from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read_texts
 from dcdm.data.settings import DataConfig, held_out
-from dcdm.data.sources import resolve, stdlib_documents, stdlib_files
+from dcdm.data.sources import STDLIB_SHARE, resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.files import canonical
 
@@ -108,6 +108,15 @@ def test_the_standard_library_splits_by_file_in_a_fixed_order():
     assert len(next(stdlib_documents("train"))) > 0
     with pytest.raises(DataError, match="split"):
         stdlib_files("test")
+
+
+def test_code_of_the_standard_library_leaves_tables_and_help_texts_out_of_both_splits():
+    for split in ("train", "validation"):
+        whole, code = stdlib_files(split), stdlib_files(split, "stdlib-code")
+        assert code == [path for path in whole if not {"encodings", "pydoc_data"} & {*path.parts}]
+        assert 0 < len(code) < len(whole)
+        shared = DataConfig(validation_share=STDLIB_SHARE)
+        assert [file.path for file in resolve("stdlib-code", shared) if file.split == split] == code
 
 
 def test_documents_are_split_by_their_contents_so_that_duplicates_stay_together(tmp_path):
