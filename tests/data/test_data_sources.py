@@ -110,11 +110,14 @@ def test_the_standard_library_splits_by_file_in_a_fixed_order():
         stdlib_files("test")
 
 
-def test_code_of_the_standard_library_leaves_tables_and_help_texts_out_of_both_splits():
+def test_code_of_the_standard_library_has_tests_and_no_tables_and_splits_as_the_rest_does():
     for split in ("train", "validation"):
         whole, code = stdlib_files(split), stdlib_files(split, "stdlib-code")
-        assert code == [path for path in whole if not {"encodings", "pydoc_data"} & {*path.parts}]
-        assert 0 < len(code) < len(whole)
+        tables = {path for path in whole if {"encodings", "pydoc_data"} & {*path.parts}}
+        assert tables
+        assert not tables & {*code}
+        assert {*whole} - tables <= {*code}
+        assert all({"test", "tests", "idle_test"} & {*path.parts} for path in {*code} - {*whole})
         shared = DataConfig(validation_share=STDLIB_SHARE)
         assert [file.path for file in resolve("stdlib-code", shared) if file.split == split] == code
 

@@ -21,11 +21,14 @@ Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
     ".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-STDLIB: dict[str, frozenset[str]] = {"stdlib": frozenset(), "stdlib-code": frozenset({"encodings", "pydoc_data"})}
-"""Names of the standard library's source → folders left out: all of it, or without tables and help texts."""
+_FOREIGN = frozenset({"site-packages", "__pycache__", "lib2to3"})
+STDLIB: dict[str, frozenset[str]] = {
+    "stdlib": _FOREIGN | {"test", "tests", "idle_test"},
+    "stdlib-code": _FOREIGN | {"encodings", "pydoc_data"},
+}
+"""Names of the standard library's source → folders left out: its tests, or its tables and help texts."""
 STDLIB_SHARE = 0.05
 NAMED = 10  # folders and kinds of files that a report names
-_SKIPPED = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _SKIPPED | STDLIB[source]]
+        inner[:] = [name for name in inner if name not in STDLIB[source]]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = []
     for path in sorted(paths):
