@@ -449,15 +449,34 @@ def test_settings_come_from_preset_then_file_then_flags(tmp_path):
 
 @pytest.mark.parametrize("other", [{"model.kind": "ar"}, {"model.kind": "lanes"}, None])
 def test_a_preset_s_noise_is_for_models_that_know_noise(other, tmp_path):
-    assert run_settings.resolve("bdlm-debug").objective.t_shape == "bell"
+    assert run_settings.resolve("mdlm-debug").objective.t_shape == "bell"
     if other is None:
         (tmp_path / "left.yaml").write_text("model: {predict: left}\n")
         config = run_settings.resolve("bdlm-debug", tmp_path / "left.yaml")
     else:
         config = run_settings.resolve("mdlm-debug", changes=other)
     assert config.objective.t_shape == "uniform"
+    assert (config.objective.t_min, config.objective.t_max) == (0.001, 1.0)
     with pytest.raises(ConfigError, match="t_shape=bell has no effect"):
         run_settings.resolve("ar-debug", changes={"objective.t_shape": "bell"})
+
+
+def test_where_chunks_have_levels_of_their_own_a_preset_s_noise_is_clipped_and_naming_any_of_it_gives_it_up():
+    def noise(preset, **changes):
+        found = run_settings.resolve(
+            preset, changes={f"objective.{name}": value for name, value in changes.items()}
+        )
+        return found.objective.t_shape, found.objective.t_min, found.objective.t_max
+
+    for preset in ("bdlm-debug", "dcdm-debug-causal", "dcdm-moe-debug-causal"):
+        assert noise(preset) == ("uniform", 0.3, 0.8)
+        assert noise(preset, t_shape="uniform") == ("uniform", 0.001, 1.0)
+        assert noise(preset, t_max=0.9) == ("uniform", 0.001, 0.9)
+        assert noise(preset, complementary_draws=True, noise_draws=2) == ("uniform", 0.001, 1.0)
+    for preset in ("mdlm-debug", "dcdm-debug"):
+        assert noise(preset) == ("bell", 0.001, 1.0)
+    for preset in ("bdlm-0.1b", "dcdm-0.1b-k8", "bdlm-small"):
+        assert noise(preset) == ("uniform", 0.001, 1.0)
 
 
 def test_a_damaged_export_is_found(corpus, tmp_path):

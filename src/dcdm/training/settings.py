@@ -169,7 +169,7 @@ class RunConfig:
 
 
 def preset_defaults(name: str) -> dict[str, Any]:
-    """What suits a small preset on a laptop better than the paper's settings; noise is for models that know it."""
+    """What suits a small preset on a laptop better than the paper's settings; its noise is `preset_noise`."""
     if "small" in name:
         return {
             "train.steps": 4_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
@@ -182,9 +182,26 @@ def preset_defaults(name: str) -> dict[str, Any]:
         return {"train.batch_size": batch}
     return {
         "train.steps": 1_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
-        "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "objective.t_shape": "bell", "evaluate_every": 200,
-        "evaluate_sequences": 32, "checkpoint_every": 200,
+        "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "evaluate_every": 200, "evaluate_sequences": 32,
+        "checkpoint_every": 200,
     }  # fmt: skip
+
+
+NOISE = {"t_shape", "t_min", "t_max", "complementary_draws"}
+"""Settings of the objective that a preset's noise stands for; one of them named gives up all of it."""
+
+
+def preset_noise(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The levels of noise that suit a debug preset (docs/training.md), for a model that may have been changed.
+
+    Where every chunk has a level of its own, a middle interval; where the whole text shares one, a bell, since it
+    must be filled from nothing too.
+    """
+    if "debug" not in name or model["kind"] in ("ar", "lanes") or model.get("predict") == "left":
+        return {}
+    if model["kind"] == "bdlm" or (model["kind"] == "dcdm" and model.get("routing") != "paper"):
+        return {"objective.t_min": 0.3, "objective.t_max": 0.8}
+    return {"objective.t_shape": "bell"}
 
 
 def default_of(name: str) -> Any:
@@ -230,10 +247,10 @@ def _sources(
     if preset_name is not None:
         from_preset["model"] = preset(preset_name).to_dict()
         model = {**from_preset["model"], **from_file.get("model", {}), **asked.get("model", {})}
-        noisy = model["kind"] not in ("ar", "lanes") and model.get("predict") != "left"
-        for name, value in preset_defaults(preset_name).items():
-            if noisy or name != "objective.t_shape":
-                _put(from_preset, name, value)
+        named = {*from_file.get("objective", {}), *asked.get("objective", {})} & NOISE
+        noise = {} if named else preset_noise(preset_name, model)
+        for name, value in {**preset_defaults(preset_name), **noise}.items():
+            _put(from_preset, name, value)
     return [(f"preset {preset_name}", from_preset), (str(file), from_file), ("command line", asked)]
 
 
