@@ -107,6 +107,8 @@ class ChunkView:
     """(L): the lane of each position, from 1, and 0 where nothing is written; [] for models without lanes."""
     runs: list[tuple[str, int]] = field(default_factory=list)
     """With drafts: what a lane gets in one forward most often, several tokens each, and how often."""
+    drafts: int = 0
+    """How many tokens of each lane were guessed ahead."""
 
     @property
     def frame(self) -> Frame:
@@ -281,6 +283,7 @@ def view(
         note=note,
         lanes=lane,
         runs=[] if ids is None else _drafted_runs(model, window, corpus, ids, lanes, drafts, seed),
+        drafts=drafts,
     )
 
 

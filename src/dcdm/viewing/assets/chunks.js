@@ -30,6 +30,10 @@ function caption() {
     const share = `${masked.toLocaleString("en")} of ${numFree.toLocaleString("en")} tokens are masked.`;
     return `${share} The router sees the others, and sends every token, masked or not, to a chunk. What is masked at one level stays masked at the next.`;
   }
+  if (data.drafts) {
+    const brought = frame.ids.filter((chunk) => chunk === frame.at).length;
+    return `Forward ${frame.at} brings ${brought} token${brought === 1 ? "" : "s"}: of each lane the guesses that stood, and one more. It saw what all lanes had before it, and the guesses of its own. ${data.rule}`;
+  }
   if (lanes) return `Forward ${frame.at} writes the next token of every lane that is not full, seeing what all lanes have written before it. ${data.rule}`;
   if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
   const size = frame.sizes[frame.at - 1];
@@ -115,7 +119,7 @@ function showSizes() {
 
 /** Whether query q may attend to key k, as `dcdm.masks` defines it. */
 const mayAttend = {
-  chunk: ({ ids }, q, k) => ids[k] >= 0 && ids[k] <= ids[q],
+  chunk: ({ ids }, q, k) => ids[k] >= 0 && (ids[k] < ids[q] || (ids[k] === ids[q] && (!data.drafts || (lanes[k] === lanes[q] && k <= q)))),
   noise: ({ hidden }, q, k) => !hidden[k] || q === k,
 };
 
@@ -179,7 +183,8 @@ function showMask() {
   });
   canvas.getContext("2d").putImageData(image, 0, 0);
   const pairs = order.length ** 2;
-  const which = chosenMask() === "chunk" ? "A token sees its own chunk (dark) and earlier ones (light)." : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
+  const own = data.drafts ? "A token sees what earlier forwards brought (light), and of its own forward what stands before it in its lane (dark)." : "A token sees its own chunk (dark) and earlier ones (light).";
+  const which = chosenMask() === "chunk" ? own : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
   byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the ${groupName}s. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
   canvas.setAttribute("aria-label", byId("mask-note").textContent);
 }
@@ -213,6 +218,9 @@ function showKinds() {
   body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
   byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
   const level = table.length > 1 ? ` at noise level ${frame.at}` : "";
+  byId("runs-panel").hidden = !data.runs.length;
+  byId("runs").replaceChildren(...data.runs.map(([run, count]) => make("li", {}, make("code", {}, run.replaceAll("\n", "↵").replaceAll(" ", "·")), ` ${count.toLocaleString("en")}`)));
+  byId("runs-source").textContent = `Several tokens that one forward brought to a lane, and how often; ${source}.`;
   byId("kinds-source").textContent = `Shares of each ${groupName} over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
 }
 
