@@ -155,8 +155,7 @@ def measure(
     """The likelihoods of a model, in fp32: exact ones of its decoders, and its bound where it has one."""
     config = find_model(folder).config
     if not estimators:
-        estimators = ("exact",) if config.lanes is not None or config.kind == "ar" else ("auto", "trajectory")
-        estimators = (*estimators, "drafted") if config.drafts else estimators
+        estimators = _estimators(config)
     result = evaluate(
         [str(folder)],
         [corpus],
@@ -168,6 +167,14 @@ def measure(
     numbers: Sequence[int | None] = (1,) if config.kind == "ar" else lanes or config.lanes or (None,)
     by_row = [number for number in numbers for _ in range(len(rows) // len(numbers))]
     return [(row, _figure(row, number, config.drafts)) for row, number in zip(rows, by_row, strict=True)]
+
+
+def _estimators(config: ModelConfig) -> tuple[str, ...]:
+    if config.lanes is not None:
+        return ("exact", "drafted") if config.drafts else ("exact",)
+    if config.kind == "ar":
+        return ("exact",)
+    return ("trajectory",) if config.predicts_from_left else ("auto", "trajectory")
 
 
 def _figure(row: Figures, lanes: int | None, drafts: int) -> Figure:
