@@ -371,6 +371,8 @@ class ObjectiveConfig:
     """With noise_draws=2: the second draw masks what the first leaves visible."""
     prompt_share: float = 0.2
     """Share of training windows with a random visible prefix or random visible spans."""
+    blank_share: float = 0.0
+    """Share of training windows that are visible but for a few short blanks, as in filling code in."""
     grow_steps: int = 0
     """Steps over which the task grows, in equal stages: lanes from the fewest to all of the model's list, BDLM's
     blocks by doubling from (nearly) single tokens to block_size. 0: the whole task from the first step."""
@@ -394,7 +396,7 @@ class ObjectiveConfig:
                 f"complementary_draws takes the levels t and 1 − t, which t_min={self.t_min}, t_max={self.t_max} "
                 "do not both allow; choose t_max = 1 − t_min, or leave them out"
             )
-        for name in ("full_mask_share", "prompt_share"):
+        for name in ("full_mask_share", "prompt_share", "blank_share"):
             _within(name, getattr(self, name), 0, 1)
         for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):
             if getattr(self, name) is not None:
@@ -405,7 +407,7 @@ class ObjectiveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
         values = asdict(self)
-        for name in ("grow_steps", "t_shape"):
+        for name in ("grow_steps", "t_shape", "blank_share"):
             if values[name] == getattr(ObjectiveConfig, name):
                 del values[name]
         return values
@@ -413,6 +415,10 @@ class ObjectiveConfig:
     def check_fits(self, config: ModelConfig) -> None:
         """Refuse what has no effect on such a model, or no meaning."""
         plain = ObjectiveConfig()
+        if config.kind == "ar" and self.blank_share:
+            raise ConfigError(
+                f"blank_share={self.blank_share} has no effect on AR, which fills no blanks; leave it out"
+            )
         if config.kind == "ar" or config.predicts_from_left:
             model = "AR" if config.kind == "ar" else "a model that predicts from the left"
             for name in ("t_min", "t_max", "t_shape", "noise_draws", "complementary_draws"):

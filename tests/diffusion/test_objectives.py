@@ -7,7 +7,7 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion import noise
-from dcdm.diffusion.objectives import Batch, GlobalBatch, draw, loss
+from dcdm.diffusion.objectives import Batch, GlobalBatch, draw, loss, visibility
 from dcdm.keys import Key
 from dcdm.training.settings import RunConfig
 
@@ -93,6 +93,28 @@ def test_more_padding_changes_nothing(kind):
     if kind != "ar":
         assert torch.equal(long.chunk_ids[:, :9], short.chunk_ids)
         assert (long.chunk_ids[:, 9:] == -1).all()
+
+
+def test_blanks_come_at_their_share_are_short_and_take_the_place_of_other_prompts():
+    free = torch.ones(2000, 64, dtype=torch.bool)
+    free[:, 0] = False
+    around = noise.visible_around_blanks(Key(0), torch.arange(2000), free, 0.3)
+    rows = around.any(dim=1)
+    assert 0.25 < rows.float().mean() < 0.35
+    assert not around[:, 0].any()
+    blanks = (free & ~around)[rows]
+    assert blanks.any(dim=1).all()
+    assert blanks.sum(dim=1).float().mean() < 32
+    lengths = [len(run) for row in blanks.tolist() for run in "".join("x" if b else " " for b in row).split()]
+    assert min(lengths) == 1
+    assert sorted(lengths)[len(lengths) // 2] < 12
+    model, batch = tiny.model("bdlm", 60), Batch(tiny.tokens(8, 200, 60))
+    both = ObjectiveConfig(prompt_share=1.0, blank_share=1.0)
+    only = ObjectiveConfig(prompt_share=0.0, blank_share=1.0)
+    for one, other in zip(*(visibility(model, batch, Key(0), how) for how in (both, only)), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ConfigError, match="blank_share"):
+        only.check_fits(tiny.config("ar"))
 
 
 def test_random_visible_spans_come_at_their_share_and_always_leave_something_free():

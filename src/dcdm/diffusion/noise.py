@@ -85,3 +85,27 @@ def visible_spans(key: Key, rows: Tensor, free: Tensor, share: float) -> Tensor:
         if bool(prompt[row, places].all()):
             prompt[row, places[int(u[3] * n)]] = False
     return prompt
+
+
+BLANKS, LONGEST_BLANK = 6, 24
+
+
+def visible_around_blanks(key: Key, rows: Tensor, free: Tensor, share: float) -> Tensor:
+    """A `share` of the rows is visible but for one to six blanks of up to 24 tokens, short ones more often.
+
+    (B, L) bool; rows that are not among them show nothing.
+    """
+    prompt = torch.zeros_like(free)
+    if share == 0:
+        return prompt
+    draws = key.fold("blanks").rows(rows, 2 + 2 * BLANKS)
+    for row, u in enumerate(draws.tolist()):
+        places = free[row].nonzero().squeeze(-1)
+        n = len(places)
+        if u[0] >= share or n < 2:
+            continue
+        prompt[row, places] = True
+        for start, length in list(zip(u[2::2], u[3::2], strict=True))[: 1 + int(BLANKS * u[1])]:
+            first = int(start * n)
+            prompt[row, places[first : first + 1 + int(LONGEST_BLANK * length**2)]] = False
+    return prompt

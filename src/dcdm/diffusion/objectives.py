@@ -140,8 +140,10 @@ def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) 
     sets = model.sets(batch.tokens, batch.prompt)
     if model.config.kind == "ar":
         return sets.free, sets.visible
-    spans = noise.visible_spans(key, _rows(batch)[0], sets.free.cpu(), settings.prompt_share)
-    spans = spans.to(batch.tokens.device)
+    rows, free = _rows(batch)[0], sets.free.cpu()
+    around = noise.visible_around_blanks(key, rows, free, settings.blank_share)
+    spans = noise.visible_spans(key, rows, free, settings.prompt_share) & ~around.any(dim=-1, keepdim=True)
+    spans = (spans | around).to(batch.tokens.device)
     return sets.free & ~spans, sets.visible | spans
 
 
