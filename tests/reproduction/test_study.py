@@ -228,6 +228,10 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
         ({"seeds": 3}, "seeds=3"),
         ({"seeds": [0, 0]}, r"seeds=\[0, 0\]"),
         ({"variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [3]}}}, "variants.ar.seeds"),
+        (
+            {"seeds": [0, 1], "variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [0]}}},
+            "variants.lanes: its start weights, ar, have no seeds",
+        ),
         ({"settings": 3}, "settings=3"),
         ({"settings": {3: 3}}, "settings: 3"),
         ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": [0]}}}, "variants.l: lanes=0"),

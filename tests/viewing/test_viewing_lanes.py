@@ -146,6 +146,33 @@ def test_wide_texts_go_on_below_and_nothing_is_lost():
     assert numbers == [str(number) for number in range(1, 9)]
 
 
+def test_one_lane_in_colour_reads_as_text_with_a_background_for_each_forward():
+    def told(**more):
+        network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), drafts=3)
+        window, _ = window_of(TEXT, byte_tokenizer(), 128)
+        found = view(network, window, lanes=1, drafts=3, name="m", **more)
+        console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
+        show(found, console)
+        return found, console.file.getvalue()
+
+    found, whole = told()
+    assert "same background: written by one forward" in whole
+    assert "not written yet" not in whole
+    assert "\x1b[4;" not in whole  # nothing is underlined
+    _, part = told(round=2)
+    assert part.count("\x1b[4;") == sum(chunk > 2 for chunk in found.frames[-1].ids)
+    assert "underlined: not written yet" in part
+    by_forward = filling_of(
+        dcdm.generate(
+            tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2), drafts=3), ["ab"], tokenizer=byte_tokenizer(),
+            max_new_tokens=12, lanes=1, eos_id=-1,
+        ),
+        byte_tokenizer(),
+    )  # fmt: skip
+    assert by_forward.lanes == []
+    assert by_forward.groups == by_forward.came
+
+
 def test_colours_are_lanes_and_heads_are_reversed():
     rows = lane_rows(seen(round=2), 80, True)
     styles = [str(span.style) for span in rows.spans]

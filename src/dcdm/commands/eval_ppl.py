@@ -63,8 +63,8 @@ def ppl(
     Args:
         models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
         data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, folders of
-            `dcdm data prepare`, or stdlib (its held-out files). The names ptb, wikitext, lm1b, lambada, ag_news,
-            pubmed and arxiv choose how a corpus is detokenised.
+            `dcdm data prepare`, or stdlib and stdlib-code (their held-out files). The names ptb, wikitext, lm1b,
+            lambada, ag_news, pubmed and arxiv choose how a corpus is detokenised.
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
             drafted.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them; paces for drafted.
@@ -79,7 +79,7 @@ def ppl(
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
         documents: What is one document in a .txt file (default: what suits the corpus, else the file).
-        split: Of packed shards, and of stdlib.
+        split: Of packed shards, and of stdlib and stdlib-code.
         detokenise: Put tokenised corpora of these names back into plain text.
         max_bad: Unreadable lines or rows to leave out before giving up.
         csv: Write a line per model, corpus and estimator to this file.

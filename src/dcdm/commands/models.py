@@ -32,7 +32,7 @@ def models(json: JsonOption = False) -> None:
         )
         print(
             f"  trained on {text['source']} ({text['python']}, licence {text['licence']}): "
-            f"{card.all_steps:,} steps, seed {card.seed}"
+            f"{card.steps:,} steps, {card.tokens / 1e6:.1f}M tokens, seed {card.seed}{card.started}"
         )
         print(f"  on {out['texts']} files that it never saw, {out['tokens']:,} tokens:")
         print_rows([_row(figure) for figure in card.figures])

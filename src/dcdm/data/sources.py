@@ -113,6 +113,8 @@ def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
 
     A file's split depends on its name alone.
     """
+    if source not in STDLIB:
+        raise DataError(f"unknown source {source!r}; choose {' or '.join(STDLIB)}")
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}; choose train or validation")
     files = _stdlib(DataConfig(validation_share=STDLIB_SHARE), source)
@@ -136,7 +138,7 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
         split: Split = "validation" if held_out(name.encode(), settings.validation_share) else "train"
         files.append(SourceFile(path, name, "text", split, lenient=True))
     if not files:
-        raise DataError(f"stdlib: no Python source files under {root}: is the standard library packed in a zip?")
+        raise DataError(f"{source}: no Python source files under {root}: is the standard library packed in a zip?")
     return files
 
 

@@ -36,7 +36,7 @@ from dcdm.likelihood.estimators import LABELS
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset, presets
-from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure
+from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import read_rows
 from dcdm.training.vouching import SETTINGS
@@ -89,11 +89,15 @@ def _settings(run: Path) -> run_settings.RunConfig:
     known = len(sources) == 1 and sources[0] in STDLIB
     if not known or settings.data.validation or reading.validation_share != STDLIB_SHARE:
         raise ConfigError(
-            f"{run} was not trained on stdlib with its own held-out files (data.sources={settings.data.sources}, "
+            f"{run} was not trained on {' or '.join(STDLIB)} with its own held-out files (data.sources={sources}, "
             f"validation_share={reading.validation_share}); a card could not say which text was never seen"
         )
     if settings.init is not None and _start(settings) is None:
         raise ConfigError(f"{run} started from {settings.init}, which has no card: nobody could train it again")
+    if (start := _start(settings)) is not None and Card.read(start).start is not None:
+        raise ConfigError(
+            f"{run} started from {start}, which had start weights itself; a card tells of one start only"
+        )
     if settings.init is not None and settings.data.tokenizer != settings.init:
         raise ConfigError(f"{run} has another tokenizer than its start weights; name their folder for both")
     return settings
@@ -103,8 +107,11 @@ def _settings(run: Path) -> run_settings.RunConfig:
 
 
 def _start(settings: run_settings.RunConfig) -> Path | None:
-    """The folder of the shipped model that a run started from; None if it began from nothing."""
-    folder = None if settings.init is None else Path(settings.init)
+    """The folder of the shipped model that a run started from; None if it began from nothing.
+
+    Its card is read as it is now: where a model takes the place of the one it started from, that must be a copy.
+    """
+    folder = None if settings.init is None else folder_of(settings.init)
     return None if folder is None or not (folder / CARD).is_file() else folder
 
 
@@ -278,9 +285,6 @@ def model_card(card: Card) -> str:
         nats = with_stderr(one.nats_per_token, one.stderr)
         label = LABELS[one.estimator]
         rows.append(f"| {lanes} | {drafts} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
-    start = "" if card.start is None else (
-        f", from the weights of {card.start['steps']:,} steps, {card.start['tokens'] / 1e6:.1f}M tokens"
-    )  # fmt: skip
     files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
     return f"""---
 library_name: dcdm
@@ -299,7 +303,7 @@ too small to be of use for writing code.
 |---|---|
 | training text | {text["source"]} ({text["python"]}): {text["files"]} files, {text["bytes"] / 1e6:.1f} MB |
 | its licence | {text["licence"]} |
-| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{start} |
+| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{card.started} |
 | preset of this shape | {card.preset or "none"} |
 | again | `{card.command}` |
 | weights | {card.weights["dtype"]}, {card.weights["bytes"] / 1e6:.1f} MB, SHA-256 {card.weights["sha256"][:16]}… |

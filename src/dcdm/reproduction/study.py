@@ -12,7 +12,7 @@ never done again.
       ar: {preset: ar-debug}
       lanes: {preset: lanes-debug, label: lanes, settings: {}, init: ar}   # init: start weights of another variant
     windows: 256          # held-out windows that every run is scored on
-    corpora: {lambada: data/lambada.jsonl}                   # other texts, by the valid estimator
+    corpora: {lambada: data/lambada.jsonl}                   # other texts, without decoders
     samples: 4            # Monte-Carlo samples of a bound
     against: ar           # the variant that the others are compared with
 """
@@ -82,7 +82,7 @@ class Study:
     windows: int = 256
     samples: int = 4
     corpora: Mapping[str, str] = field(default_factory=dict)
-    """Name → file of other texts: as many windows, by the valid estimator."""
+    """Name → file of other texts: as many windows, by all figures but those of decoders."""
     against: str | None = None
     minutes: float | None = None
     """What every run's steps take, on the machine that they were counted for; None: what the variants say."""
@@ -101,6 +101,9 @@ class Study:
             self.ancestors(name)
             if foreign := sorted(set(variant.seeds) - set(self.seeds)):
                 raise ConfigError(f"variants.{name}.seeds: {foreign} are not among the study's {list(self.seeds)}")
+            for init in self.ancestors(name):
+                if weightless := sorted(set(self.seeds_of(name)) - set(self.seeds_of(init))):
+                    raise ConfigError(f"variants.{name}: its start weights, {init}, have no seeds {weightless}")
         lasting = {f"variants.{name}.minutes": variant.minutes for name, variant in self.variants.items()}
         for where, minutes in {"minutes": self.minutes, **lasting}.items():
             if minutes is not None and not minutes > 0:
@@ -125,6 +128,9 @@ class Study:
             name = init
         return found
 
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        return self.variants[name].seeds or self.seeds
+
     def minutes_of(self, name: str) -> float | None:
         own = self.variants[name].minutes
         return self.minutes if own is None else own
@@ -137,12 +143,7 @@ class Study:
     def runs(self) -> list[StudyRun]:
         """Seed by seed, so that an unfinished study has something of every variant; parents before children."""
         names = sorted(self.variants, key=lambda name: len(self.ancestors(name)))
-        return [
-            StudyRun(self, name, seed)
-            for seed in self.seeds
-            for name in names
-            if seed in (self.variants[name].seeds or self.seeds)
-        ]
+        return [StudyRun(self, name, seed) for seed in self.seeds for name in names if seed in self.seeds_of(name)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,10 @@ class StudyRun:
         return changes
 
     def measured_with(self) -> str:
-        """What its figures follow from: how it was trained, and how it was measured."""
+        """What its figures follow from, as the study names it: how it was trained, and how it was measured.
+
+        What a preset means is not part of it: a study that is to last names what its comparison rests on.
+        """
         variant = self.study.variants[self.variant]
         trained = [
             variant.preset,
@@ -236,10 +240,10 @@ def stored_figures(study: Study, results: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         stored = read_json_object(results)
-        runs, made_with = dict(stored["runs"]), dict(stored["measured_with"])
-    except (UnreadableFile, KeyError, TypeError, ValueError) as error:
+        runs, made_with = stored["runs"], stored["measured_with"]
+        return {run.name: runs[run.name] for run in study.runs() if made_with.get(run.name) == run.measured_with()}
+    except (UnreadableFile, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{results} does not hold the results of a study ({error}); name another file") from error
-    return {run.name: runs[run.name] for run in study.runs() if made_with.get(run.name) == run.measured_with()}
 
 
 def collected(study: Study, work: Path, results: Path | None = None) -> dict[str, dict[str, Any]]:
@@ -269,8 +273,6 @@ def carry_out(
         raise ConfigError(
             f"--seeds {' '.join(map(str, foreign))}: the study has {', '.join(map(str, study.seeds))}"
         )
-    if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
-        raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
     chosen = [
         run
         for run in study.runs()
@@ -278,6 +280,9 @@ def carry_out(
     ]
     wanted = {(name, run.seed) for run in chosen for name in (run.variant, *study.ancestors(run.variant))}
     waiting = [run for run in study.runs() if (run.variant, run.seed) in wanted and figures_of(run, work) is None]
+    missing = [path for path in study.corpora.values() if not Path(path).is_file()]
+    if waiting and missing:
+        raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
         if run not in waiting:
@@ -518,8 +523,8 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     lines: dict[str, list[tuple[float, Interval]]] = {}
     for row in rows:
         if row.forwards is not None and not any(row.figure.startswith(f"{name}: ") for name in study.corpora):
-            drafts = row.figure.partition(", ")[2]
-            label = study.named(row.variant) + (f", {drafts}" if drafts else "")
+            apart = "AdaBlock" if row.figure.startswith("adablock ") else row.figure.partition(", ")[2]
+            label = study.named(row.variant) + (f", {apart}" if apart else "")
             lines.setdefault(label, []).append((row.forwards, row.mean))
     for number, (label, points) in enumerate(lines.items()):
         points.sort(key=lambda point: point[0])

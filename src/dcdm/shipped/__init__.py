@@ -26,7 +26,7 @@ class Figure:
     """A likelihood of held-out text."""
 
     estimator: str
-    """How it was measured: exact and trajectory are likelihoods, bound is an upper bound."""
+    """How it was measured: exact and trajectory are likelihoods, bound and drafted (several lanes) upper bounds."""
     lanes: int | None
     """How many lanes wrote; None for models without lanes."""
     nats_per_token: float
@@ -86,9 +86,16 @@ class Card:
         return self.steps + (0 if self.start is None else self.start["steps"])
 
     @property
+    def started(self) -> str:
+        """What it started from, to stand behind a sentence on its training; empty if from nothing."""
+        if self.start is None:
+            return ""
+        return f", from the weights of {self.start['steps']:,} steps, {self.start['tokens'] / 1e6:.1f}M tokens"
+
+    @property
     def best(self) -> Figure:
-        """The lowest of the figures."""
-        return min(self.figures, key=lambda one: one.nats_per_token)
+        """The lowest of the figures without drafts, which change forwards and not what is written."""
+        return min((one for one in self.figures if one.drafts is None), key=lambda one: one.nats_per_token)
 
     def figure(self, lanes: int | None) -> Figure:
         """The figure of so many lanes."""
@@ -102,7 +109,7 @@ class Card:
         """What it is, what it was trained on and how good it is, for a page or a terminal."""
         best, text = self.best, self.trained_on
         order = "" if best.lanes is None else f" in {lanes_in_words(best.lanes)}"
-        kind = "upper bound" if best.estimator == "bound" else "exact"
+        kind = "exact" if best.estimator in ("exact", "trajectory") else "upper bound"
         return (
             f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.all_steps:,} steps on {text['source']}; "
             f"{best.nats_per_byte:.2f} nats per byte of held-out files ({kind}{order})."

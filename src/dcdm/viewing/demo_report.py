@@ -111,7 +111,7 @@ def demo_page(report: DemoReport) -> str:
 def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
     return (
         f'<section class="panel wide">\n<h2>{html.escape(about)}: lanes beside AR’s order</h2>\n'
-        '<p class="small quiet">Grey text was given. One set of weights, the same seed, other orders of writing; '
+        '<p class="small quiet">Grey text was given. One set of weights, one seed, different orders of writing; '
         f'the replays move forward by forward.</p>\n<div id="{name}"></div>\n'
         f"{''.join(_figures(text) for text in texts)}</section>\n"
     )

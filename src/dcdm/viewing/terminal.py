@@ -50,6 +50,9 @@ def show_text(view: ChunkView, console: Console) -> None:
     console.print()
     if view.lanes and not _as_it_reads(view, coloured):
         console.print(lane_rows(view, console.width, coloured), soft_wrap=True)
+    elif coloured and view.lanes:
+        texts = [token.text for token in view.tokens]
+        console.print(coloured_tokens(texts, view.frames[-1].ids, view.hidden), soft_wrap=True)
     elif coloured:
         console.print(coloured_text(view), soft_wrap=True)
     else:
@@ -244,8 +247,8 @@ def _finished(heads: tuple[str, ...], rows: list[str]) -> Iterator[str]:
 
 def _key(view: ChunkView, coloured: bool) -> str:
     if _as_it_reads(view, coloured):
-        parts = ["underlined: not written yet"] if any(view.frame.hidden) else []
-        return "; ".join([*parts, "one ground: written by one forward"])
+        parts = ["underlined: not written yet"] if any(view.hidden) else []
+        return "; ".join([*parts, "same background: written by one forward"])
     if view.lanes:
         waiting = "underlined" if coloured else BLANK
         parts = [f"{waiting}: not written yet"] if any(view.hidden) else []
