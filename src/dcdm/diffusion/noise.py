@@ -88,24 +88,28 @@ def visible_spans(key: Key, rows: Tensor, free: Tensor, share: float) -> Tensor:
 
 
 BLANKS, LONGEST_BLANK = 6, 24
+SHORTEST_ROOM, LONGEST_SHORT_BLANK = 4, 3
 
 
 def visible_around_blanks(key: Key, rows: Tensor, free: Tensor, share: float) -> Tensor:
-    """A `share` of the rows is visible but for one to six blanks of up to 24 tokens, short ones more often.
+    """A `share` of the rows is visible but for blanks: (B, L) bool; all other rows show nothing.
 
-    (B, L) bool; rows that are not among them show nothing.
+    Half of them have one to six blanks of up to 24 tokens, short ones more often, the others many blanks of one to
+    three tokens, up to one for every four tokens.
     """
     prompt = torch.zeros_like(free)
     if share == 0:
         return prompt
-    draws = key.fold("blanks").rows(rows, 2 + 2 * BLANKS)
+    most = max(BLANKS, free.shape[1] // SHORTEST_ROOM)
+    draws = key.fold("blanks").rows(rows, 3 + 2 * most)
     for row, u in enumerate(draws.tolist()):
         places = free[row].nonzero().squeeze(-1)
         n = len(places)
         if u[0] >= share or n < 2:
             continue
         prompt[row, places] = True
-        for start, length in list(zip(u[2::2], u[3::2], strict=True))[: 1 + int(BLANKS * u[1])]:
+        count, longest = (BLANKS, LONGEST_BLANK) if u[1] < 0.5 else (n // SHORTEST_ROOM, LONGEST_SHORT_BLANK)
+        for start, length in list(zip(u[3::2], u[4::2], strict=True))[: 1 + int(count * u[2])]:
             first = int(start * n)
-            prompt[row, places[first : first + 1 + int(LONGEST_BLANK * length**2)]] = False
+            prompt[row, places[first : first + 1 + int(longest * length**2)]] = False
     return prompt

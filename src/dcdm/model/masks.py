@@ -161,9 +161,15 @@ def read_slots(ids: Tensor) -> Tensor:
 
 
 def led_positions(ids: Tensor) -> Tensor:
-    """(…, L) bool: positions whose left neighbour stands exactly one chunk earlier, and so can predict them."""
+    """(…, L) bool: positions whose left neighbour stands exactly one chunk earlier, and so can predict them.
+
+    Given tokens see only what is given before them, as in AR. So the first position of a blank, with given tokens
+    behind it, is not led by the one on its left, which does not know them: a seed slot sees them all.
+    """
     before = torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-2)
-    return (ids >= 1) & (before == ids - 1)
+    given = ids == 0
+    given_behind = given.flip(-1).cumsum(dim=-1).flip(-1) > given  # the sum counts the position itself
+    return (ids >= 1) & (before == ids - 1) & ~((ids == 1) & given_behind)
 
 
 def dual_stream_mask(ids: Tensor) -> Tensor:
