@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs/training.md").read_text().partition("## What makes small di
 RATES = ["adamw-1", "adamw-2", "adamw-4", "muon-1", "muon-2", "muon-5", "muon-10", "muon-20"]
 RECIPES = {
     "AdamW, the best of three rates": "adamw", "Muon": "muon", "Muon, noise in a bell": "bell",
-    "Muon, noise in a bell, RoPE for short windows": "theta", "Muon, noise clipped": "clipped",
+    "Muon, noise in a bell, RoPE for short windows": "theta", "Muon, noise between 0.3 and 0.8": "clipped",
     "Muon, a third of the time as AR first": "from-ar", "Muon, blocks that grow": "grown",
     "Muon, complementary pairs": "pairs",
 }  # fmt: skip
@@ -60,6 +60,17 @@ def mean(known: dict, variant: str, figure: str = "valid") -> str:
 def test_the_table_of_recipes_quotes_the_results(row):
     known = runs("learn-recipes")
     assert cells(row) == [mean(known, f"{kind}-{RECIPES[row]}") for kind in ("mdlm", "bdlm", "paper", "causal")]
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bdlm", "paper", "causal"])
+def test_what_the_interval_does_to_one_forward_per_chunk_quotes_the_results(kind):
+    known = runs("learn-recipes")
+    variants = [f"{kind}-{noise}" for noise in ("clipped", "bell")]
+    if kind == "bdlm":
+        clipped, bell = (mean(known, variant, "chunk").split()[0] for variant in variants)
+    else:
+        clipped, bell = (f"{known[f'{variant}-s0']['chunk']['nats_per_token']:.3f}" for variant in variants)
+    assert f"{clipped} instead of {bell}" in PAGE
 
 
 @pytest.mark.parametrize("row", TEN_MINUTES)
