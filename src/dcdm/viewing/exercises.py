@@ -48,16 +48,16 @@ class Exercise:
 CLASS = Exercise(
     "blanks",
     "Fill the blanks of a class",
-    'class Point:\n    """A point in the plane."""\n\n    def __init__(⟦self, x, y⟧):\n       ⟦ self.x = x⟧\n'
-    "        self.y = y\n\n    def __eq__(self, other):\n       ⟦ if not isinstance(other, Point):\n"
-    "            return NotImplemented⟧\n        return⟦ self.x == other.x⟧ and self.y == other.y\n\n"
-    '    def __repr__(self):\n       ⟦ return⟧ "Point(%r, %r)" % (self.x,⟦ self.y⟧)\n',
+    'class Stack:\n    """A stack of items."""\n\n    def __init__(⟦self⟧):\n        self.items = []\n\n'
+    "    def push(self, item):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
+    '       ⟦ if not⟧ self.items:\n           ⟦ raise⟧ ValueError("the stack is empty")\n       ⟦ return⟧ self.items.pop()\n\n'
+    "    def __len__(⟦self⟧):\n        return⟦ len⟧(self.⟦items⟧)\n",
 )
 SHORT_CLASS = Exercise(
     "blanks",
     "Fill the blanks of a class",
-    "class Point:\n    def __init__(⟦self, x, y⟧):\n       ⟦ self.x⟧ = x\n        self.y = y\n\n"
-    "   ⟦ def move⟧(self):\n",
+    "class Stack:\n    def __init__(⟦self⟧):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.⟦items.append⟧(item)\n",
 )
 FUNCTION = Exercise(
     "function",
