@@ -46,6 +46,7 @@ SOURCE = "Python's standard library"
 PART = {"stdlib": "", "stdlib-code": " with its tests, without its tables of characters and its help texts"}
 WINDOWS = 256
 CHECKED = 24  # windows of the figure that tests make again
+DRAFTED = 32  # windows of figures with drafts
 LARGEST = 12 << 20
 
 
@@ -163,16 +164,15 @@ def measure(
     config = find_model(folder).config
     if not estimators:
         estimators = _estimators(config)
-    result = evaluate(
-        [str(folder)],
-        [corpus],
-        estimators,
-        EstimatorSettings(samples=4, lanes=lanes),
-        WindowSettings(limit=windows),
-    )
-    rows = [row for row in result.rows if isinstance(row, Figures)]
+    rows = []
+    for estimator in estimators:
+        drafted = estimator == "drafted"  # a forward for every token, so fewer windows
+        sampling = EstimatorSettings(samples=1 if drafted else 4, lanes=lanes)
+        limit = min(windows, DRAFTED) if drafted else windows
+        found = evaluate([str(folder)], [corpus], (estimator,), sampling, WindowSettings(limit=limit)).rows
+        rows += [row for row in found if isinstance(row, Figures)]
     numbers: Sequence[int | None] = (1,) if config.kind == "ar" else lanes or config.lanes or (None,)
-    by_row = [number for number in numbers for _ in range(len(rows) // len(numbers))]
+    by_row = [*numbers] * (len(rows) // len(numbers))
     return [(row, _figure(row, number, config.drafts)) for row, number in zip(rows, by_row, strict=True)]
 
 
