@@ -39,7 +39,7 @@ EXAMPLES = (
 OPTION_OF = {"max_new_tokens": "length"}
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
 """What the default model continues when nothing is asked."""
-EXAMPLE_LENGTH = 64
+EXAMPLE_LENGTH = 96
 CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 

@@ -49,9 +49,9 @@ CLASS = Exercise(
     "blanks",
     "Fill the blanks of a class",
     'class Stack:\n    """A stack of items."""\n\n    def __init__(⟦self⟧):\n        self.items = []\n\n'
-    "    def push(self, item):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
-    '       ⟦ if not⟧ self.items:\n           ⟦ raise⟧ ValueError("the stack is empty")\n'
-    "       ⟦ return⟧ self.items.pop()\n\n    def __len__(⟦self⟧):\n        return⟦ len⟧(self.⟦items⟧)\n",
+    "    def push(⟦self, item⟧):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
+    '       ⟦ if⟧ not self.items:\n            raise ValueError("the stack is empty")\n'
+    "       ⟦ return⟧ self.items.pop()\n\n    def __len__(⟦self⟧):\n        return len(⟦self.items⟧)\n",
 )
 SHORT_CLASS = Exercise(
     "blanks",
