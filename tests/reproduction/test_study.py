@@ -126,8 +126,8 @@ def test_the_frontier_is_drawn(finished, tmp_path):
     study.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     assert (
-        drawn.count('id="LineCollection') == 8
-    )  # the bars of three variants and of drafts, on the plot and in the legend
+        drawn.count('id="LineCollection') == 10
+    )  # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
 
 
 def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):

@@ -146,7 +146,8 @@ class Served:
         if "function" in fitting:
             (given, _), (_, length) = fitting["function"].segments(self.tokenizer)
             found.append({"name": "Complete", "prompt": given, "length": length})
-        if found and self.model.config.kind != "ar":
+        orders_differ = self.model.config.lanes is not None or not self.model.config.predicts_from_left
+        if found and self.model.config.kind != "ar" and orders_differ:
             orders = "AR’s order and lanes" if self.model.config.lanes else "two orders"
             found.append({**found[-1], "name": f"Compare {orders}", "compare": True})
         return [{"length": None, "compare": False, **one} for one in found]
