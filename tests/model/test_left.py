@@ -465,3 +465,22 @@ def test_settings_survive_being_written_and_older_ones_look_as_before():
     assert ModelConfig.from_dict({**config.to_dict(), "lanes": [1, 2, 3]}) == config  # as JSON and YAML give it
     assert {"predict", "lanes"}.isdisjoint(tiny.config("bdlm").to_dict())
     assert ModelConfig.from_dict(replace(tiny.config("bdlm"), predict="left").to_dict()).predicts_from_left
+
+
+def test_a_blank_s_first_token_knows_what_is_given_behind_it(monkeypatch):
+    model = tiny.model("mdlm", 60, kind="lanes", lanes=(1, 2))
+    tokens = tiny.tokens(1, 24, 60)
+    other = tokens.clone()
+    other[:, 14] = (other[:, 14] + 1) % 50
+
+    def first(text):
+        alone = (torch.arange(24) != 8)[None]
+        return float(dcdm.score(model, text, "exact", prompt=alone, lanes=1).nats)
+
+    assert first(tokens) != first(other)
+
+    def led_by_any_neighbour(ids):
+        return (ids >= 1) & (torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-2) == ids - 1)
+
+    monkeypatch.setattr("dcdm.model.layout.led_positions", led_by_any_neighbour)
+    assert first(tokens) == first(other)  # as it was: the token on the left did not know

@@ -285,6 +285,7 @@ def model_card(card: Card) -> str:
         nats = with_stderr(one.nats_per_token, one.stderr)
         label = LABELS[one.estimator]
         rows.append(f"| {lanes} | {drafts} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
+    fewer = f"\nRows with drafts: {DRAFTED} of these windows." if any(one.drafts for one in card.figures) else ""
     files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
     return f"""---
 library_name: dcdm
@@ -311,7 +312,7 @@ too small to be of use for writing code.
 ## Held-out files
 
 {out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on
-({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.
+({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.{fewer}
 
 | lanes | drafts | forwards per window | nats per token | nats per byte | what the figure is |
 |---|---|---|---|---|---|
