@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from dcdm.reproduction.results import interval
+from dcdm.reproduction.intervals import interval
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ("128", "512", "wikitext")

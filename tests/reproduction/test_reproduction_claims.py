@@ -3,20 +3,18 @@
 import pytest
 
 from dcdm.reproduction.claims import (
-    CONFIRMED,
-    CONTRADICTED,
-    UNDECIDED,
     Claim,
     Comparison,
     earlier,
     interior_optimum,
     loss_order,
     own_rates,
-    verdict_of,
 )
-from dcdm.reproduction.results import Interval, curve_points
+from dcdm.reproduction.intervals import Interval
+from dcdm.reproduction.results import curve_points
 from dcdm.reproduction.scale import cpu
 from dcdm.reproduction.variants import RunSpec, variants
+from dcdm.reproduction.verdicts import CONFIRMED, CONTRADICTED, UNDECIDED, verdict_of
 from made_up_results import results_of, with_curves
 
 

@@ -8,14 +8,16 @@ import pytest
 
 from browser import CHROMIUM, DRIVER, MISSING, chromium
 from dcdm.cli import main
-from dcdm.reproduction.claims import CONFIRMED, CONTRADICTED, UNDECIDED, Claim, Comparison, claims
+from dcdm.reproduction.claims import Claim, Comparison, claims
 from dcdm.reproduction.experiments import experiments, specs
+from dcdm.reproduction.intervals import Interval
 from dcdm.reproduction.plots import plots
 from dcdm.reproduction.report import REGION, filled, found, page_of, regions
-from dcdm.reproduction.results import VALID, Interval, Results, is_current, read_results, write_results
+from dcdm.reproduction.results import VALID, Results, is_current, read_results, write_results
 from dcdm.reproduction.scale import cpu
 from dcdm.reproduction.tables import chance_together, marks, shown
 from dcdm.reproduction.variants import variants
+from dcdm.reproduction.verdicts import CONFIRMED, CONTRADICTED, UNDECIDED
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,17 +9,8 @@ import pytest
 
 from dcdm.config import ConfigError
 from dcdm.reproduction import results as stored
-from dcdm.reproduction.results import (
-    Interval,
-    Results,
-    changing_results,
-    curve_points,
-    interval,
-    reached,
-    read_results,
-    student,
-    write_results,
-)
+from dcdm.reproduction.intervals import Interval, interval, student
+from dcdm.reproduction.results import Results, changing_results, curve_points, reached, read_results, write_results
 from made_up_results import results_of, with_curves
 
 

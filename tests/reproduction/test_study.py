@@ -13,8 +13,9 @@ import corpora
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.reproduction import study
+from dcdm.reproduction import study, verdicts
 from dcdm.reproduction.study import StudyRun, carry_out, collected, compare, read_study, summary
+from dcdm.training.settings import made
 
 SMALL = {
     "train.steps": 2, "train.batch_size": 2, "model.hidden_size": 16, "model.num_layers": 2, "model.num_heads": 2,
@@ -132,23 +133,24 @@ def test_the_frontier_is_drawn(finished, tmp_path):
 
 def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):
     asked, work = finished
-    assert [x for x, _ in study.training_curve(asked, "mdlm", work)] == [1, 2]
-    assert [x for x, _ in study.training_curve(asked, "lanes", work)] == [2.5, 3]
+    figures = summary(asked, collected(asked, work))["runs"]  # as a file of results has them
+    assert [x for x, _ in study.training_curve(asked, "mdlm", figures)] == [1, 2]
+    assert [x for x, _ in study.training_curve(asked, "lanes", figures)] == [2.5, 3]
     ends = [json.loads(line) for line in (work / "ar-s0" / "metrics.jsonl").read_text().splitlines()]
     (end,) = (row["evaluation"]["valid_nll"] for row in ends if "evaluation" in row and row["step"] == 2)
-    assert study.training_curve(asked, "ar", work)[-1] == (2, end)
-    study.draw_curves(asked, work, tmp_path / "curves.svg")
+    assert study.training_curve(asked, "ar", figures)[-1] == (2, pytest.approx(end, abs=1e-5))
+    study.draw_curves(asked, figures, tmp_path / "curves.svg")
     assert "minutes" in (tmp_path / "curves.svg").read_text()
 
 
 def test_curves_share_one_unit(finished, tmp_path):
-    asked, work = finished
+    asked, figures = finished[0], collected(*finished)
     lasting = {name: replace(variant, minutes=6.0) for name, variant in asked.variants.items()}
     of_variants = study.Study(**{**vars(asked), "minutes": None, "variants": lasting})
     of_one = study.Study(**{**vars(asked), "minutes": None})
     for changed, unit, points in ((of_variants, "minutes", [9, 12]), (of_one, "steps", [1, 2])):
-        assert [x for x, _ in study.training_curve(changed, "lanes", work)] == points
-        study.draw_curves(changed, work, tmp_path / "curves.svg")
+        assert [x for x, _ in study.training_curve(changed, "lanes", figures)] == points
+        study.draw_curves(changed, figures, tmp_path / "curves.svg")
         assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
 
 
@@ -312,3 +314,82 @@ def test_how_evenly_chunks_are_filled_stands_beside_their_figure(tmp_path, monke
     run = dcdm.train("dcdm-debug", tmp_path / "run", data=str(tmp_path / "text.txt"), settings={**sizes, **changes})
     valid = study.measure(run, 3, 1, (), (), (), {})["valid"]
     assert 0 <= valid["max_violation"] <= 3
+
+
+# --- claims -------------------------------------------------------------------------------------------------------
+
+
+def claimed(*comparisons: str, **values: dict[int, float]) -> list[verdicts.Judged]:
+    """Verdicts on one claim, given the nats of each variant by seed."""
+    named = {name: {"preset": "mdlm-debug"} for name in values}
+    content = {"variants": named, "seeds": [0, 1, 2, 3], "claims": {"order": {"says": "so", "below": comparisons}}}
+    asked = made(study.Study, {"name": "made up", **content}, "")
+    verdicts.check(asked)
+    figures = {
+        f"{name}-s{seed}": {
+            "valid": {"nats_per_token": nats, "max_violation": -nats, "curve": [[5, nats], [9, 1.0]]},
+            "surrogate": {"nats_per_token": 0.5},
+        }
+        for name, seeds in values.items()
+        for seed, nats in seeds.items()
+    }  # fmt: skip
+    return verdicts.judge(asked, figures)
+
+
+LOW, HIGH = {0: 1.0, 1: 1.1, 2: 1.2}, {0: 2.0, 1: 2.1, 2: 2.3, 3: 9.0}
+
+
+@pytest.mark.parametrize(
+    ("comparison", "verdict"),
+    [
+        ("one < two", verdicts.CONFIRMED),
+        ("two < one", verdicts.CONTRADICTED),
+        ("one < one", verdicts.UNDECIDED),
+        ("one surrogate < one", verdicts.CONFIRMED),
+        ("one MaxVio < two MaxVio", verdicts.CONTRADICTED),
+        ("one step 5 < two step 5", verdicts.CONFIRMED),
+        ("one step 9 < two step 9", verdicts.UNDECIDED),
+        ("one step 7 < two step 7", verdicts.UNDECIDED),
+        ("one chunk < two chunk", verdicts.UNDECIDED),
+    ],
+)
+def test_a_comparison_is_decided_over_the_seeds_that_both_sides_have(comparison, verdict):
+    (claim,) = claimed(comparison, one=LOW, two=HIGH)
+    assert claim.verdict == verdict
+    if comparison == "one < two":
+        assert claim.parts[0].difference.seeds == 3
+        assert claim.parts[0].difference.mean == pytest.approx(-3.1 / 3)
+
+
+def test_one_seed_decides_nothing():
+    assert claimed("one < two", one={0: 1.0}, two=HIGH)[0].verdict == verdicts.UNDECIDED
+
+
+def test_a_claim_is_as_good_as_its_weakest_comparison():
+    assert claimed("one < two", "one < one", one=LOW, two=HIGH)[0].verdict == verdicts.UNDECIDED
+    assert claimed("one < two", "two < one", "one < one", one=LOW, two=HIGH)[0].verdict == verdicts.CONTRADICTED
+
+
+@pytest.mark.parametrize(
+    ("comparison", "message"),
+    [
+        ("one > two", "is not a comparison such as 'one < other'"),
+        ("one < three", "'three' is not a variant; choose from one, two"),
+        ("one step early < two", "'step early' is not a step such as 'step 500'"),
+    ],
+)
+def test_a_comparison_that_cannot_be_read_is_refused_first(comparison, message):
+    with pytest.raises(ConfigError, match=rf"claims\.order\.below: .*{message}"):
+        claimed(comparison, one=LOW, two=HIGH)
+
+
+def test_verdicts_are_printed_and_drawn(finished, tmp_path, capsys):
+    asked, work = finished
+    claims = {"price": {"says": "lanes cost nothing", "below": ["lanes 1 lanes < ar", "mdlm < ar"]}}
+    path = write(tmp_path, definition(settings=dict(asked.settings), corpora=dict(asked.corpora), claims=claims))
+    picture = tmp_path / "verdicts.svg"
+    main(["study", str(path), "--work", str(work), "--report", "--verdicts", str(picture)])
+    table = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert table[0].split() == ["claim", "holds", "if", "difference", "verdict"]
+    assert [line.split()[-1] for line in table[-2:]] == ["undecided", "undecided"]  # of one seed
+    assert "mdlm &lt; ar" in picture.read_text()

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 from dcdm.commands.options import JsonOption, print_json
 
 if TYPE_CHECKING:
-    from dcdm.reproduction.results import Interval
+    from dcdm.reproduction.intervals import Interval
 
 EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -29,12 +29,13 @@ def study(
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     curves: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    verdicts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
 
     It may take hours; progress is printed, and the same command resumes. The table has nats per token, 95 %
-    intervals over seeds, and differences from the study's reference.
+    intervals over seeds, and differences from the study's reference; below it stand verdicts on the study's claims.
 
     Args:
         file: The study: variants, seeds and settings (docs/studies.md).
@@ -47,6 +48,7 @@ def study(
             stay in it and are not made again: a study may be carried out in parts, on several machines.
         plot: Draw exact nats per token against forwards into this PNG or SVG.
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
+        verdicts: Draw the comparisons of the study's claims with their intervals into this PNG or SVG.
     """
     from dcdm.config import ConfigError
     from dcdm.files import write_whole
@@ -62,6 +64,7 @@ def study(
         stored_figures,
         summary,
     )
+    from dcdm.reproduction.verdicts import draw, judge
     from dcdm.viewing.tables import Table
 
     if jobs < 1:
@@ -80,7 +83,10 @@ def study(
     if plot is not None:
         draw_frontier(asked, rows, plot)
     if curves is not None:
-        draw_curves(asked, work, curves)
+        draw_curves(asked, figures, curves)
+    judged = judge(asked, figures)
+    if verdicts is not None:
+        draw(asked, judged, verdicts)
     if json:
         print_json(summary(asked, figures))
     elif rows:
@@ -96,6 +102,16 @@ def study(
             for row in rows
         ]  # fmt: skip
         Table(columns, lines, ("variant", "figure", "is")).print()
+        if judged:
+            print()
+            compared = [
+                (claim.name if number == 0 else "", part.name, _interval(part.difference, "+"), part.verdict)
+                for claim in judged
+                for number, part in enumerate(claim.parts)
+            ]
+            Table(
+                ("claim", "holds if", "difference", "verdict"), compared, ("claim", "holds if", "verdict")
+            ).print()
     else:
         say(f"no run of {asked.name} is finished in {work}")
     if not complete:

@@ -11,21 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from dcdm.reproduction.results import (
-    VALID,
-    FigurePath,
-    Interval,
-    Results,
-    aligned,
-    curve_of,
-    final_losses,
-    interval,
-)
+from dcdm.reproduction.intervals import Interval, interval
+from dcdm.reproduction.results import VALID, FigurePath, Results, aligned, curve_of, final_losses
 from dcdm.reproduction.scale import ZERO_SHOT
 from dcdm.reproduction.variants import RATES
+from dcdm.reproduction.verdicts import UNDECIDED, WEAKEST_FIRST, verdict_of
 
-CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
-WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
 SURROGATE: FigurePath = ("heldout", "surrogate")
 
 
@@ -63,15 +54,6 @@ class Claim:
         """How many comparisons reach each verdict, those that any reaches."""
         counted = Counter(part.verdict for part in self.parts)
         return {verdict: counted[verdict] for verdict in WEAKEST_FIRST if counted[verdict]}
-
-
-def verdict_of(difference: Interval | None) -> str:
-    """What a difference that the claim wants below zero says."""
-    if difference is None or difference.half is None:
-        return UNDECIDED
-    if difference.below_zero:
-        return CONFIRMED
-    return CONTRADICTED if difference.above_zero else UNDECIDED
 
 
 def _against(part: Comparison) -> float:

@@ -15,6 +15,8 @@ never done again.
     corpora: {lambada: data/lambada.jsonl}                   # other texts, without decoders
     samples: 4            # Monte-Carlo samples of a bound
     against: ar           # the variant that the others are compared with
+    claims:               # comparisons of variants, by their main figures or those named behind them
+      price: {says: lanes cost nothing, below: [lanes 1 lanes < ar]}
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ from typing import TYPE_CHECKING, Any
 
 from dcdm.config import ConfigError
 from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
-from dcdm.reproduction.results import Interval, interval
+from dcdm.reproduction.intervals import Interval, interval
 
 if TYPE_CHECKING:
     from dcdm.likelihood.estimators import Score
 
 MARKERS = "sovD^P<X>*"
+CURVE = "curve"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
@@ -71,6 +74,15 @@ class StudyVariant:
 
 
 @dataclass(frozen=True)
+class StudyClaim:
+    """What is to be decided, and the comparisons that it rests on (`reproduction.verdicts`)."""
+
+    says: str
+    below: tuple[str, ...]
+    """`one < other`, each a variant, with a figure behind it where it is not the variant's main one."""
+
+
+@dataclass(frozen=True)
 class Study:
     """What is compared, on what, and how."""
 
@@ -86,6 +98,7 @@ class Study:
     against: str | None = None
     minutes: float | None = None
     """What every run's steps take, on the machine that they were counted for; None: what the variants say."""
+    claims: Mapping[str, StudyClaim] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
@@ -192,6 +205,7 @@ def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
     from dcdm.decoding.config import DecodingConfig, resolve_drafts, resolve_lanes
     from dcdm.decoding.routes import AdaBlock
+    from dcdm.reproduction import verdicts
     from dcdm.training.settings import made, resolve
 
     try:
@@ -219,6 +233,10 @@ def read_study(path: Path) -> Study:
                 resolve_drafts(config.model, number, "exact")
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
+    try:
+        verdicts.check(study)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return study
 
 
@@ -373,6 +391,7 @@ def measure(
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
     valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
     at one pace drawn for each window; `surrogate` is not a bound; those of other texts begin with the text's name.
+    The first figure also holds the valid ones while training, if there were any.
     """
     import torch
 
@@ -384,6 +403,7 @@ def measure(
     from dcdm.io.load import load_model
     from dcdm.keys import Key
     from dcdm.likelihood.estimators import default_estimator, score
+    from dcdm.training.metrics import read_rows
     from dcdm.training.run import open_data
     from dcdm.training.settings import read
     from dcdm.training.vouching import SETTINGS
@@ -425,6 +445,9 @@ def measure(
 
     held_out = WindowBatch(tokens, prompt, chosen, torch.full_like(tokens, -1))
     figures = {name: figure(held_out, options) for name, options in asked.items()}
+    evaluated = [row for row in read_rows(folder / "metrics.jsonl") if "evaluation" in row]
+    if curve := [[row["step"], round(row["evaluation"]["valid_nll"], 5)] for row in evaluated]:
+        next(iter(figures.values()))[CURVE] = curve
     if model.config.kind == "dcdm":
         figures["valid"]["max_violation"] = balance_of(model, [held_out]).violation
     everywhere = [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
@@ -434,6 +457,11 @@ def measure(
         text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
         figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in everywhere}
     return figures
+
+
+def curve_of(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Step → valid figure of held-out text while a run was trained, from its figures."""
+    return [(step, nll) for figure in figures.values() for step, nll in figure.get(CURVE, ())]
 
 
 def _forwards(found: Score) -> float | None:
@@ -544,19 +572,16 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, float]]:
+def training_curve(study: Study, variant: str, figures: Mapping[str, dict[str, Any]]) -> list[tuple[float, float]]:
     """Steps, or minutes where the study knows all of them, and the valid figure of held-out text, mean over seeds.
 
     Over minutes, a variant with start weights begins where the training of those ended.
     """
-    from dcdm.training.metrics import read_rows
-
-    finished = [run for run in study.runs() if run.variant == variant and figures_of(run, work) is not None]
+    finished = [run.name for run in study.runs() if run.variant == variant and run.name in figures]
     seen: dict[int, list[float]] = {}
     for run in finished:
-        for row in read_rows(work / run.name / "metrics.jsonl"):
-            if "evaluation" in row:
-                seen.setdefault(row["step"], []).append(row["evaluation"]["valid_nll"])
+        for step, nll in curve_of(figures[run]):
+            seen.setdefault(step, []).append(nll)
     complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
     if not study.over_minutes:
         return list(complete.items())
@@ -565,14 +590,14 @@ def training_curve(study: Study, variant: str, work: Path) -> list[tuple[float, 
     return [(before + unit * step, nll) for step, nll in complete.items()]
 
 
-def draw_curves(study: Study, work: Path, path: Path) -> None:
+def draw_curves(study: Study, figures: Mapping[str, dict[str, Any]], path: Path) -> None:
     """The valid figure of held-out text while training, a line for each variant."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     axes = figure.subplots()
     for number, variant in enumerate(study.variants):
-        if points := training_curve(study, variant, work):
+        if points := training_curve(study, variant, figures):
             axes.plot(
                 *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
                 label=study.named(variant),

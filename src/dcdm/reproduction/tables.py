@@ -10,17 +10,8 @@ from typing import Any
 
 from dcdm.reproduction.claims import best_rate, claims, k_rows
 from dcdm.reproduction.experiments import experiments
-from dcdm.reproduction.results import (
-    FREQUENCIES,
-    VALID,
-    FigurePath,
-    Interval,
-    Results,
-    curve_of,
-    final_losses,
-    interval,
-    reached,
-)
+from dcdm.reproduction.intervals import Interval, interval
+from dcdm.reproduction.results import FREQUENCIES, VALID, FigurePath, Results, curve_of, final_losses, reached
 from dcdm.reproduction.scale import FORWARDS_PER_TOKEN, ZERO_SHOT, scale
 from dcdm.reproduction.variants import RATED, RATES, TUNED, Variant, variants
 from dcdm.viewing.page import grid as grid_html

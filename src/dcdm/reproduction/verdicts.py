@@ -1,0 +1,143 @@
+"""Verdicts on claims: `one < other` is decided by the 95 % interval of their difference over paired seeds.
+
+It is confirmed where the interval lies below zero, contradicted where it lies above, and undecided where it holds
+zero; a claim of several comparisons is as good as its weakest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcdm.config import ConfigError
+from dcdm.reproduction.intervals import Interval, interval
+from dcdm.reproduction.study import Study, curve_of, main_figure
+
+CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
+WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
+COLOURS = {CONFIRMED: "tab:green", CONTRADICTED: "tab:red", UNDECIDED: "tab:gray"}
+BALANCE = "MaxVio"
+STEP = "step "
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One comparison of a claim, and what it says."""
+
+    name: str
+    difference: Interval | None
+
+    @property
+    def verdict(self) -> str:
+        return verdict_of(self.difference)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its comparisons."""
+
+    name: str
+    says: str
+    parts: tuple[Compared, ...]
+
+    @property
+    def verdict(self) -> str:
+        reached = {part.verdict for part in self.parts}
+        return next((verdict for verdict in WEAKEST_FIRST if verdict in reached), UNDECIDED)
+
+
+def verdict_of(difference: Interval | None) -> str:
+    """What a difference that the claim wants below zero says."""
+    if difference is None or difference.half is None:
+        return UNDECIDED
+    if difference.below_zero:
+        return CONFIRMED
+    return CONTRADICTED if difference.above_zero else UNDECIDED
+
+
+def judge(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Judged]:
+    """Every claim of the study, by the runs that are finished."""
+    return [
+        Judged(name, claim.says, tuple(_compared(study, figures, text) for text in claim.below))
+        for name, claim in study.claims.items()
+    ]
+
+
+def _compared(study: Study, figures: Mapping[str, dict[str, Any]], text: str) -> Compared:
+    one, other = (_by_seed(study, figures, *side) for side in sides(study, text))
+    shared = sorted(one.keys() & other.keys())
+    return Compared(text, interval([one[seed] - other[seed] for seed in shared]))
+
+
+def sides(study: Study, text: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Variant and figure on both sides of a comparison such as `paper surrogate < bdlm`."""
+    left, less, right = text.partition(" < ")
+    if not less:
+        raise ConfigError(f"{text!r} is not a comparison such as 'one < other'")
+    found = []
+    for side in (left, right):
+        variant, _, figure = side.strip().partition(" ")
+        if variant not in study.variants:
+            raise ConfigError(f"{text!r}: {variant!r} is not a variant; choose from {', '.join(study.variants)}")
+        found.append((variant, figure.strip() or main_figure(study, variant)))
+    return found[0], found[1]
+
+
+def _by_seed(study: Study, figures: Mapping[str, dict[str, Any]], variant: str, figure: str) -> dict[int, float]:
+    """Seed → value, of the runs that have the figure."""
+    found = {
+        run.seed: _value(figures[run.name], figure)
+        for run in study.runs()
+        if run.variant == variant and run.name in figures
+    }
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _value(part: Mapping[str, Any], figure: str) -> float | None:
+    """A figure of a run: nats per token; of `MaxVio` that; of `step N` the valid figure while training."""
+    if figure == BALANCE:
+        return part.get("valid", {}).get("max_violation")
+    if figure.startswith(STEP):
+        return dict(curve_of(part)).get(int(figure.removeprefix(STEP)))
+    return part[figure]["nats_per_token"] if figure in part else None
+
+
+def check(study: Study) -> None:
+    """Refuse comparisons of what the study does not have, before anything runs."""
+    for name, claim in study.claims.items():
+        try:
+            for text in claim.below:
+                for _, figure in sides(study, text):
+                    if figure.startswith(STEP) and not figure.removeprefix(STEP).isdecimal():
+                        raise ConfigError(f"{text!r}: {figure!r} is not a step such as 'step 500'")
+        except ConfigError as error:
+            raise ConfigError(f"claims.{name}.below: {error}") from error
+
+
+def draw(study: Study, judged: Sequence[Judged], path: Path) -> None:
+    """All comparisons with their intervals, claim by claim, in the colour of their verdict."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    parts = [(claim, part) for claim in judged for part in claim.parts if part.difference is not None]
+    figure = Figure(figsize=(8.5, 1.2 + 0.27 * len(parts)), layout="constrained")
+    axes = figure.subplots()
+    for row, (_, part) in enumerate(parts):
+        assert part.difference is not None
+        axes.errorbar(
+            part.difference.mean, row, xerr=part.difference.half or 0.0, marker="o", markersize=4, capsize=3,
+            color=COLOURS[part.verdict],
+        )  # fmt: skip
+    for row in range(1, len(parts)):
+        if parts[row][0] is not parts[row - 1][0]:
+            axes.axhline(row - 0.5, color="0.85", linewidth=0.8)
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    axes.set_yticks(range(len(parts)), [f"{claim.name}: {part.name}" for claim, part in parts], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="difference in nats per token (of MaxVio where it says so); left of zero favours the claim")
+    axes.set_title(f"{study.name}: 95 % intervals over paired seeds", fontsize=9, loc="left")
+    handles = [Line2D([], [], marker="o", color=colour, label=verdict) for verdict, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=3)
+    figure.savefig(path, dpi=110)
