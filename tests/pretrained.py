@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,14 @@ def saved(folder: Path, family: str = "Llama", *, adds_bos: bool = False, **chan
     return folder
 
 
-def gguf_file(path: Path, model: Any) -> Path:
-    """The model and the tokenizer as llama.cpp's converter writes them, unquantized."""
+def gguf_file(
+    path: Path, model: Any, settings: Mapping[str, str | int] | None = None, without: str | None = None,
+    more: Mapping[str, Tensor] | None = None,
+) -> Path:  # fmt: skip
+    """The model and the tokenizer as llama.cpp's converter writes them, unquantized.
+
+    `settings` are further entries of the header, `more` further tensors; `without` is the name of one left out.
+    """
     import gguf
 
     config, name = model.config, type(model).__name__.removesuffix("ForCausalLM").lower()
@@ -85,6 +92,10 @@ def gguf_file(path: Path, model: Any) -> Path:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT)
+    for key, value in (settings or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)  # type: ignore[arg-type]
+    for key, tensor in (more or {}).items():
+        writer.add_tensor(key, tensor.numpy())
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     parts = {
         "embed_tokens": "token_embd", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -99,6 +110,8 @@ def gguf_file(path: Path, model: Any) -> Path:
         if name == "llama" and part in ("q_proj", "k_proj"):
             value = _interleaved(value, heads[part[0]])
         prefix = f"blk.{before[1]}." if before[:1] == ["layers"] else ""
+        if f"{prefix}{parts[part]}.{kind}" == without:
+            continue
         writer.add_tensor(f"{prefix}{parts[part]}.{kind}", value.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import dcdm
 import pretrained
 from dcdm.cli import main
-from dcdm.commands.adapt import memory
+from dcdm.commands.adapt import adapted, memory
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.loader import pack
 from dcdm.io.load import load_model
@@ -40,11 +41,12 @@ def at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 SMALL = ["--data", "text.txt", "--validation", "like.txt", "--window", "32"]
 QUIET = ["--set", "tensorboard=false", "evaluate_sequences=2"]
+CHUNKS = dict.fromkeys(("dcdm-causal", "dcdm-paper"), ("--num-chunks", "3", "--chunk-dim", "8"))
 
 
-def adapt(run: str, *more: str, quiet: list[str] = QUIET) -> object:
+def adapt(run: str, *more: str, quiet: list[str] = QUIET, model: str = "base", data: list[str] = SMALL) -> object:
     with pytest.raises(SystemExit) as left:
-        main(["adapt", "base", "--run", run, *SMALL, *more, *quiet])
+        main(["adapt", model, "--run", run, *data, *more, *quiet])
     return left.value.code
 
 
@@ -58,7 +60,7 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
     to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = f"runs/{to}"
-    assert adapt(run, "--to", to, "--steps", "2", "--num-chunks", "3", "--chunk-dim", "8") == 0
+    assert adapt(run, "--to", to, "--steps", "2", *CHUNKS.get(to, ())) == 0
     model, tokenizer = dcdm.load(run)
     base, own = dcdm.load("base")
     assert (model.config.kind, model.config.qk_norm) == (to.split("-")[0], False)
@@ -107,7 +109,8 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         (["--window", "999"], "data.window=999"),
         (["--to", "bdlm", "--block-size", "0"], "--block-size 0"),
         (["--lora", "0"], "--lora 0"),
-        (["--to", "bdlm", "--drafts", "2"], "--drafts 2"),
+        (["--to", "bdlm", "--drafts", "2"], "--drafts 2 has no effect on --to bdlm"),
+        (["--block-size", "8"], "--block-size 8 has no effect on --to lanes"),
         (["--steps", "0"], "--steps 0"),
     ):
         assert adapt("runs/none", *words) == 2
@@ -194,7 +197,7 @@ def adapters(place: Path) -> dict[str, Path]:
         patch.chdir(place)
         patch.setenv("DCDM_CACHE", str(place / "cache"))
         for to in ("lanes", "ar", "dcdm-causal"):
-            more = ["--to", to, "--lora", "4", "--num-chunks", "3", "--chunk-dim", "8", "--learning-rate", "1e-2"]
+            more = ["--to", to, "--lora", "4", *CHUNKS.get(to, ()), "--learning-rate", "1e-2"]
             assert adapt(f"runs/for-{to}", "--steps", "4", *more) == 0
             main(["export", f"runs/for-{to}", f"adapter-{to}", "--adapter-only"])
     return {to: place / f"adapter-{to}" for to in ("lanes", "ar", "dcdm-causal")}
@@ -270,6 +273,69 @@ def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
         main(["export", "base", "none", "--adapter-only"])
     assert left.value.code == 2
     assert "has no adapter" in capsys.readouterr().err
+
+
+def test_an_adapter_on_weights_in_bf16_is_the_model_that_was_trained(place: Path) -> None:
+    main(["export", "base", "half", "--dtype", "bf16"])
+    assert adapt("runs/half", "--lora", "4", "--steps", "3", "--learning-rate", "1e-2", model="half") == 0
+    main(["export", "runs/half", "adapter-half", "--adapter-only"])
+    state = dcdm.load("runs/half")[0].state_dict()
+    for name, value in load_model("half", adapter="adapter-half")[0].state_dict().items():
+        torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
+
+
+def test_an_adapter_of_a_model_that_lost_its_draft_head_can_be_loaded() -> None:
+    assert adapt("runs/drafting", "--drafts", "2", "--steps", "1") == 0
+    main(["export", "runs/drafting", "drafting"])
+    assert adapt("runs/alone", "--drafts", "0", "--lora", "2", "--steps", "1", model="drafting") == 0
+    main(["export", "runs/alone", "adapter-alone", "--adapter-only"])
+    model = dcdm.load("adapter-alone")[0]
+    assert model.drafting is None
+    state = dcdm.load("runs/alone")[0].state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_adapter_folder_can_be_adapted_further(adapters: dict[str, Path]) -> None:
+    assert adapt("runs/further", "--steps", "1", model=str(adapters["lanes"])) == 0
+    assert dcdm.load("runs/further")[0].config == dcdm.load("runs/for-lanes")[0].config
+
+
+def test_a_shipped_model_can_be_the_base_of_an_adapter() -> None:
+    assert adapt("runs/shipped", "--lora", "2", "--steps", "1", model="python-lanes") == 0
+    main(["export", "runs/shipped", "adapter-shipped", "--adapter-only"])
+    assert dcdm.load("adapter-shipped")[0].config.drafts == 3
+
+
+def test_averaged_weights_belong_to_an_adapter(
+    adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in (
+        (["base", "none", "--adapter", str(adapters["lanes"]), "--no-average"], "leave out --no-average"),
+        (["runs/for-lanes", "none", "--adapter-only", "--no-average"], "no effect on --adapter-only"),
+        (["runs/for-lanes", "none", "--adapter-only", "--dtype", "bf16"], "no effect on --adapter-only"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["export", *words])
+        assert message in capsys.readouterr().err
+    assert not Path("none").exists()
+
+
+def test_a_model_of_the_kind_keeps_what_is_not_given() -> None:
+    sizes = ModelConfig("dcdm", 99, 16, 2, 2, 1, 8, 32, num_chunks=16, chunk_dim=8, routing="causal",
+                        prior="strided", prior_weight=1.0, predict="left")  # fmt: skip
+    assert adapted(sizes, "dcdm-causal") == sizes
+    assert adapted(sizes, "dcdm-causal", num_chunks=4) == replace(sizes, num_chunks=4)
+    lanes = ModelConfig("lanes", 99, 16, 2, 2, 1, 8, 32, lanes=(1, 3), lane_weights=(2.0, 1.0), drafts=2)
+    assert adapted(lanes, "lanes") == lanes
+    assert adapted(lanes, "lanes", lanes=(1, 2, 4)) == replace(lanes, lanes=(1, 2, 4), lane_weights=None)
+
+
+def test_text_prepared_with_the_tokenizer_is_taken_by_whatever_path(place: Path) -> None:
+    main(["data", "prepare", "text.txt", "--validation", "like.txt", "--tokenizer", str(place / "base"),
+          "--out", "prepared"])  # fmt: skip
+    small = ["--data", "prepared", "--window", "32"]
+    assert adapt("runs/prepared", "--steps", "1", data=small) == 0
+    assert adapt("runs/second", "--steps", "1", model="runs/prepared", data=small) == 0
 
 
 def test_sampling_and_scoring_take_a_base_with_its_adapter(

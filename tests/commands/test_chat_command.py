@@ -113,6 +113,14 @@ def test_at_a_terminal_a_message_that_is_too_long_does_not_end_the_chat(
     assert said.count("tokens in") == 1
 
 
+def test_bytes_that_are_no_utf8_become_replacement_characters(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n")))
+    main(["chat", str(base), "--length", "4", "--system", "caf\udce9"])
+    assert capsys.readouterr().out
+
+
 def test_wrong_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     pretrained.network().save_pretrained(source)

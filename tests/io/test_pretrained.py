@@ -169,9 +169,45 @@ def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     with pytest.raises(ConfigError, match=r"cut\.gguf: transformers cannot read it"):
         import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package gguf; pip install -e '\.\[adapt\]'"):
-        import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+    for missing in ("gguf", "accelerate"):
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, missing=missing: None if name == missing else 1
+        )
+        with pytest.raises(ConfigError, match=rf"reading GGUF needs {missing}; pip install -e '\.\[adapt\]'"):
+            import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"split.count": 2}}, "is one of 2 parts"),
+        ({"settings": {"llama.expert_count": 8}}, "a mixture of 8 experts"),
+        ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"scales its RoPE \(yarn\)"),
+        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"scales its RoPE \(rope_freqs\.weight\)"),
+        ({"settings": {"tokenizer.ggml.pre": "strange"}}, "splits text by the rule 'strange'"),
+        ({"without": "blk.1.ffn_up.weight"}, r"holds no model\.layers\.1\.mlp\.up_proj\.weight \(1 such tensors\)"),
+    ],
+)
+def test_gguf_files_that_would_load_as_another_model_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("gguf")
+    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network(), **changes)
+    with pytest.raises(ConfigError, match=message):
+        import_model(str(file), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_digits_are_taken_one_by_one_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pieces = {}
+    for rule in ("gpt-2", "smollm"):
+        settings = {"tokenizer.ggml.pre": rule}
+        file = pretrained.gguf_file(tmp_path / f"{rule}.gguf", pretrained.network(), settings)
+        import_model(str(file), tmp_path / rule)
+        splitter = dcdm.load(tmp_path / rule)[1].backend.pre_tokenizer
+        pieces[rule] = [piece for piece, _ in splitter.pre_tokenize_str("a  12")]
+    assert pieces == {"gpt-2": ["a", "Ġ", "Ġ12"], "smollm": ["a", "ĠĠ", "1", "2"]}
 
 
 @pytest.mark.slow

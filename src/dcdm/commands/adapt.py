@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,6 +35,11 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint_every": 50, "keep_last": 1, "keep_best": 0,
 }  # fmt: skip
 """What suits a short run from good weights; a checkpoint of 135M parameters takes 1.6 GB."""
+DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "ar": {}, "lanes": {"lanes": (1, 2, 4, 8), "drafts": 0}, "bdlm": {"block_size": 4},
+    "dcdm": {"num_chunks": 8, "chunk_dim": 64},
+}  # fmt: skip
+"""Kind → what an AR model becomes by it."""
 ACTIVATIONS = 2e9  # bytes that backward may keep of one pass
 
 
@@ -41,11 +47,11 @@ def adapt(
     model: ModelArgument,
     run: Annotated[Path, arg(aliases=["--run-folder"])],
     to: Target = "lanes",
-    lanes: str = "1,2,4,8",
+    lanes: Annotated[str | None, arg(help_behavior_hint="")] = None,
     drafts: int | None = None,
-    block_size: int = 4,
-    num_chunks: int = 8,
-    chunk_dim: int = 64,
+    block_size: Annotated[int | None, arg(help_behavior_hint="")] = None,
+    num_chunks: Annotated[int | None, arg(help_behavior_hint="")] = None,
+    chunk_dim: Annotated[int | None, arg(help_behavior_hint="")] = None,
     data: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = ("stdlib",),
     validation: Annotated[tuple[str, ...], arg(metavar="SOURCE...", help_behavior_hint="(default: none)")] = (),
     field: str | None = None,
@@ -75,12 +81,13 @@ def adapt(
         run: The run's folder; if there is a run in it, it is resumed.
         to: What to make of it: lanes, bdlm (blocks that are filled in parallel), dcdm-causal or dcdm-paper (chunks
             by content), or ar (fine-tuning, to compare with).
-        lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR.
+        lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR (default: 1,2,4,8, or
+            as a lane model has them; so for the next three).
         drafts: For lanes: train a head beside it that guesses so many tokens ahead (docs/drafts.md; default: as
             the model has it, an AR model none).
-        block_size: Tokens of a block, for bdlm.
-        num_chunks: Chunks of a window, for dcdm-causal and dcdm-paper.
-        chunk_dim: Dimension of a chunk's subspace, for the same.
+        block_size: Tokens of a block, for bdlm (default: 4).
+        num_chunks: Chunks of a window, for dcdm-causal and dcdm-paper (default: 8).
+        chunk_dim: Dimension of a chunk's subspace, for the same (default: 64).
         data: Text to train on: stdlib, files, patterns, a hub data set, or a folder that `dcdm data prepare` wrote
             with the model's tokenizer.
         validation: Sources of the validation split; without them a share is held out.
@@ -91,7 +98,7 @@ def adapt(
         window: Tokens of a training window; the model's context length stays what it is.
         steps: Optimizer steps.
         batch_size: Windows of one step.
-        learning_rate: Peak learning rate (default: 1e-4, with --lora 5e-4).
+        learning_rate: Peak learning rate (default: 3e-4, with --lora 5e-4).
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
         seed: Seed of the data order and the draws.
         evaluate_every: Steps between evaluations on the validation split (default: 100).
@@ -104,21 +111,18 @@ def adapt(
     given = dict(locals())
     from dcdm.io.load import find_model
     from dcdm.shipped import folder_of
-    from dcdm.training.vouching import TOKENIZER
 
     at_least_one(window=window, steps=steps, batch_size=batch_size, lora=lora)
     place = folder_of(model)
     if not place.is_dir():
         raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
     found = find_model(place)
-    if drafts and to != "lanes":
-        raise ConfigError(f"--drafts {drafts} has no effect on --to {to}; leave it out, or choose --to lanes")
-    config = adapted(found.config, to, whole_numbers("lanes", lanes), drafts, block_size, num_chunks, chunk_dim)
-    tokenizer = found.place if found.run is None else found.run / TOKENIZER
-    rate = (5e-4 if lora else 1e-4) if learning_rate is None else learning_rate
+    numbers = None if lanes is None else whole_numbers("lanes", lanes)
+    config = adapted(found.config, to, numbers, drafts, block_size, num_chunks, chunk_dim)
+    rate = (5e-4 if lora else 3e-4) if learning_rate is None else learning_rate
     changes: dict[str, Any] = {
-        "model": config.to_dict(), "init": str(model), "data.tokenizer": str(tokenizer), "data.window": window,
-        **DEFAULTS, **memory(config, batch_size, window), "train.lora": lora or 0,
+        "model": config.to_dict(), "init": str(model), "data.tokenizer": str(found.tokenizer_folder),
+        "data.window": window, **DEFAULTS, **memory(config, batch_size, window), "train.lora": lora or 0,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if name in SETTING_OF and value is not None}
     changes |= {SETTING_OF[name]: value for name, value in options.items()} | {"train.learning_rate": rate}
@@ -132,26 +136,34 @@ def adapt(
 
 
 def adapted(
-    base: ModelConfig, to: Target, lanes: tuple[int, ...], drafts: int | None, block_size: int, num_chunks: int,
-    chunk_dim: int,
+    base: ModelConfig, to: Target, lanes: tuple[int, ...] | None = None, drafts: int | None = None,
+    block_size: int | None = None, num_chunks: int | None = None, chunk_dim: int | None = None,
 ) -> ModelConfig:  # fmt: skip
-    """The config of what a model is to become; its backbone stays."""
-    kind = to.partition("-")[0]
+    """The config of what a model is to become; its backbone stays, of one of that kind all that is not given."""
+    kind, _, routing = to.partition("-")
     if base.kind not in ("ar", kind):
         raise ConfigError(f"adapting to {to} starts from an AR model, and this is of kind {base.kind!r}")
-    own: dict[str, dict[str, Any]] = {
-        "ar": {"hide_specials": base.hide_specials},
-        "lanes": {"lanes": lanes, "drafts": base.drafts if drafts is None else drafts},
-        "bdlm": {"block_size": block_size},
-        "dcdm-causal": {"num_chunks": num_chunks, "chunk_dim": chunk_dim, "routing": "causal"},
-        "dcdm-paper": {"num_chunks": num_chunks, "chunk_dim": chunk_dim},
-    }
+    asked = {
+        "lanes": lanes, "drafts": drafts, "block_size": block_size, "num_chunks": num_chunks, "chunk_dim": chunk_dim
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if foreign := [name for name in given if name not in DEFAULTS_OF[kind]]:
+        option = f"--{foreign[0].replace('_', '-')} {given[foreign[0]]}"
+        raise ConfigError(f"{option} has no effect on --to {to}; leave it out, or choose what it belongs to")
+    if kind == "dcdm":
+        given["routing"] = routing
+    if base.kind == kind:
+        if "lanes" in given:
+            given["lane_weights"] = None  # they belong to the old numbers
+        return replace(base, **given)
     backbone = (
         "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
         "moe", "context_length", "max_position", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings",
         "init_std", "attention_bias", "qk_norm",
     )  # fmt: skip
-    return ModelConfig(kind=kind, **{name: getattr(base, name) for name in backbone}, **own[to])  # type: ignore[arg-type]
+    kept = {name: getattr(base, name) for name in backbone}
+    specials = {"hide_specials": base.hide_specials} if kind == "ar" else {}
+    return ModelConfig(kind=kind, **{**kept, **specials, **DEFAULTS_OF[kind], **given})  # type: ignore[arg-type]
 
 
 def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    argument_text,
     at_least_one,
     harmless,
     load_for,
@@ -72,6 +73,7 @@ def chat(
         raise ConfigError(f"{model}: its tokenizer has no chat template; use `dcdm sample {model} --prompt TEXT`")
     if length > loaded.config.context_length - 2:
         raise ConfigError(f"--length {length} leaves no room in a context of {loaded.config.context_length} tokens")
+    system = None if system is None else argument_text(system)
     options = DecodingConfig.of(lanes=lanes, drafts=drafts, temperature=temperature, top_p=top_p)
     decoding = options.resolve(loaded.config, tokenizer)
     conversation = Conversation(loaded, tokenizer, ChatTemplate(tokenizer), decoding, system, length, seed)
@@ -166,7 +168,7 @@ def _messages() -> Iterator[str]:
     while True:
         if asking:
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline().decode(errors="replace")
         if not line:
             return
         if line.strip():

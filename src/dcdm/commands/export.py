@@ -38,6 +38,8 @@ def export(
 
     if adapter_only and adapter is not None:
         raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
+    if adapter_only and (not average or dtype != "fp32"):
+        raise ConfigError("--no-average and --dtype have no effect on --adapter-only: it writes what was trained")
     if adapter_only:
         export_adapter(source, folder)
     else:

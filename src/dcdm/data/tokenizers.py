@@ -324,7 +324,9 @@ def adopted(loaded: Any, name: str) -> Tokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise DataError(f"tokenizer {name!r} has no fast version; choose one with a tokenizer.json")
-    template = loaded.chat_template if isinstance(loaded.chat_template, str) else None
+    template = loaded.chat_template
+    if isinstance(template, dict):  # several by name
+        template = template.get("default")
     specials = (loaded.bos_token, loaded.pad_token, loaded.mask_token)
     return Tokenizer.over(backend, loaded.eos_token, template, specials)
 

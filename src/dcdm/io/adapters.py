@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.files import UnreadableFile, listed_file, read_json_object
+from dcdm.io.importing import EMBEDDING, fitted
 from dcdm.model import lora
 from dcdm.model.transformer import OWN_PARTS
 
@@ -25,7 +26,6 @@ PREFIX = "base_model.model.model."
 """Before our names: `peft`'s wrapper, its model, and the network in the class that `transformers` loads."""
 ROWS = "embed_tokens.token_adapter.trainable_tokens_delta"
 """The values of the trained rows, in spite of the name."""
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,17 @@ class Adapter:
     def onto(self, base: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of the adapted model, given the base's."""
         own = {name: value for name, value in self.tensors.items() if name != EMBEDDING}
-        state = lora.merged(base | own, self.scale)
+        state = lora.merged(fitted(base, self.config) | own, self.scale)
         if (rows := self.tensors.get(EMBEDDING)) is not None:
-            state[EMBEDDING] = state[EMBEDDING].clone()
+            state[EMBEDDING] = lora.at_least_fp32(state[EMBEDDING]).clone()
             state[EMBEDDING][-NUM_SPECIALS:] = rows
         return state
 
     def shapes(self, base: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Those of `onto`, given the base's."""
         own = {name: tuple(value.shape) for name, value in self.tensors.items() if name != EMBEDDING}
-        return {name: shape for name, shape in (base | own).items() if not lora.is_adapter(name)}
+        whole = fitted(base, self.config) | own
+        return {name: shape for name, shape in whole.items() if not lora.is_adapter(name)}
 
 
 def of_state(

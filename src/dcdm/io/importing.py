@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,16 @@ from dcdm.model.transformer import OWN_PARTS, Model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+Value = TypeVar("Value")
+
+
+def fitted(start: dict[str, Value], config: ModelConfig) -> dict[str, Value]:
+    """Start weights, or their shapes, for a model that may have a head of its own, or no draft head any more."""
+    if not config.tie_embeddings and HEAD not in start:
+        start = start | {HEAD: start[EMBEDDING]}  # the start's head is its embedding
+    return {name: value for name, value in start.items() if config.drafts or not name.startswith("drafting.")}
 
 
 @dataclass(frozen=True)

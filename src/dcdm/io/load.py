@@ -17,7 +17,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
-from dcdm.io.importing import EMBEDDING, FIXED, HEAD, is_transformers, load_transformers
+from dcdm.io.importing import FIXED, fitted, is_transformers, load_transformers
 from dcdm.model import lora
 from dcdm.model.transformer import OWN_PARTS, Model, build, state_shapes
 from dcdm.shipped import folder_of
@@ -49,6 +49,13 @@ class ModelSource:
     """The run folder that the checkpoint stands in."""
     base: ModelSource | None = None
     """What `place` is an adapter of."""
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where its tokenizer stands; that of an adapter is its base's."""
+        if self.base is not None:
+            return self.base.tokenizer_folder
+        return self.place if self.run is None else self.run / TOKENIZER
 
     def identity(self) -> dict[str, Any]:
         """Which weights these are: where they stand, their step, and a SHA-256 that covers all of them."""
@@ -115,6 +122,8 @@ def find_model(
     """Configuration and tokenizer of what `load_model` would load."""
     path = folder_of(path)
     if adapter is not None:
+        if not average:
+            raise ConfigError("adapters belong to the averaged weights of their base; leave out --no-average")
         return _adapted(find_model(path, average=average), Path(adapter))
     if not path.is_dir():
         raise ConfigError(
@@ -123,7 +132,7 @@ def find_model(
         )
     if adapters.is_adapter(path):
         base = adapters.read(path).base
-        if not Path(base).is_dir():
+        if not folder_of(base).is_dir():
             raise ConfigError(f"{path} is an adapter of {base}, which is not here; give MODEL and --adapter {path}")
         return _adapted(find_model(base), path)
     if (path / "config.json").exists():
@@ -285,7 +294,7 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
         load_transformers(model, path)
         return
     found = find_model(path)
-    _check_same_ids(source, found.place if found.run is None else found.run / TOKENIZER, found.tokenizer, tokenizer)
+    _check_same_ids(source, found.tokenizer_folder, found.tokenizer, tokenizer)
     for name in FIXED:
         ours, theirs = getattr(model.config, name), getattr(found.config, name)
         if ours != theirs:
@@ -294,10 +303,7 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
                 f"model.{name} out, or set it so"
             )
     start, state = found.load().state_dict(), model.state_dict()
-    if HEAD in state and HEAD not in start:
-        start[HEAD] = start[EMBEDDING]  # the start's head is its embedding
-    if model.config.drafts == 0:  # a head that the model is to have none of
-        start = {name: value for name, value in start.items() if not name.startswith("drafting.")}
+    start = fitted(start, model.config)
     wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
     wrong += [name for name in state if name not in start and not name.startswith(OWN_PARTS)]
     if wrong:

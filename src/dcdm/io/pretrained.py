@@ -7,7 +7,6 @@ chat whose template begins with that very token gets BOS in its place. Specials 
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.data.network import quick_hub
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import file_digest
-from dcdm.io import export
+from dcdm.io import export, gguf_files
 from dcdm.io.importing import EMBEDDING, HEAD, Source
 from dcdm.model.transformer import Model, build
 
@@ -175,24 +174,8 @@ def _from_folder(folder: Path) -> Pretrained:
 
 
 def _from_gguf(file: Path) -> Pretrained:
-    """Read through `transformers`, which undoes quantization and GGUF's own order of rows."""
-    with open(file, "rb") as opened_file:
-        if opened_file.read(4) != b"GGUF":
-            raise ConfigError(f"{file} is not a GGUF file; give one, or a folder that `save_pretrained` wrote")
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{file}: reading GGUF needs the package gguf; pip install -e '.[adapt]'")
-    from transformers import AutoModelForCausalLM
-
-    where, options = str(file.parent), {"gguf_file": file.name}
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
-    except Exception as error:  # the library raises what it likes about files it cannot read
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{file}: transformers cannot read it ({reason}); choose another file") from error
-    settings = loaded.config.to_dict()
-    settings.pop("quantization_config", None)  # undone
-    source = Source.in_memory(settings, loaded.state_dict(), str(file))
-    return _with_tokenizer(source, ask_transformers(where, **options), str(file))
+    source, loaded = gguf_files.read(file)
+    return _with_tokenizer(source, loaded, str(file))
 
 
 def _from_hub(name: str) -> Path:

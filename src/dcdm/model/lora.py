@@ -96,13 +96,19 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (A, B, ROWS)
 
 
+def at_least_fp32(weight: Tensor) -> Tensor:
+    """The weight in a type that can hold what training adds to it."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
 def merged(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """A state dict with its adapters added to the weights: that of a plain model."""
+    """A state dict with its adapters added to the weights: that of a plain model, sums in fp32 at least."""
     plain = {name: value for name, value in state.items() if not is_adapter(name)}
     for name, a, b in adapters(state):
-        plain[name] = plain[name] + (scale * (b.double() @ a.double())).to(plain[name].dtype)
+        weight = at_least_fp32(plain[name])
+        plain[name] = weight + (scale * (b.double() @ a.double())).to(weight.dtype)
     if (rows := state.get(f"embed_tokens.{ROWS}")) is not None:
-        weight = plain["embed_tokens.weight"].clone()
+        weight = at_least_fp32(plain["embed_tokens.weight"]).clone()
         weight[-NUM_SPECIALS:] += rows
         plain["embed_tokens.weight"] = weight
     return plain

@@ -22,7 +22,7 @@ from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
 from dcdm.data.store import PreparedData
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
 from dcdm.model import lora
@@ -294,7 +294,10 @@ def check_as_prepared(choice: DataChoice, data: PreparedData) -> None:
     given = data.manifest.get("given", {})
     defaults = {DataChoice.tokenizer, run_settings.preset_defaults("lanes-small")["data.tokenizer"]}
     ignored = []
-    if choice.tokenizer not in {*defaults, given.get("tokenizer")}:
+    same = choice.tokenizer in {*defaults, given.get("tokenizer")}
+    if not same and Path(choice.tokenizer).is_dir():  # by another path, or a copy
+        same = load_tokenizer(choice.tokenizer).fingerprint == data.tokenizer.fingerprint
+    if not same:
         ignored.append(f"data.tokenizer={choice.tokenizer}")
     if choice.validation and list(choice.validation) != given.get("validation"):
         ignored.append(f"data.validation={list(choice.validation)}")
