@@ -1,6 +1,7 @@
 """Studies: runs by the ordinary command, figures on the same windows, comparison over seeds."""
 
 import json
+import math
 import signal
 import threading
 from dataclasses import replace
@@ -13,7 +14,7 @@ import corpora
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.reproduction import study, verdicts
+from dcdm.reproduction import measuring, study, study_plots, verdicts
 from dcdm.reproduction.study import StudyRun, carry_out, collected, compare, read_study, summary
 from dcdm.training.settings import made
 
@@ -124,7 +125,7 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
 
 def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
-    study.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
+    study_plots.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     assert (
         drawn.count('id="LineCollection') == 10
@@ -134,12 +135,12 @@ def test_the_frontier_is_drawn(finished, tmp_path):
 def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):
     asked, work = finished
     figures = summary(asked, collected(asked, work))["runs"]  # as a file of results has them
-    assert [x for x, _ in study.training_curve(asked, "mdlm", figures)] == [1, 2]
-    assert [x for x, _ in study.training_curve(asked, "lanes", figures)] == [2.5, 3]
+    assert [x for x, _ in study_plots.training_curve(asked, "mdlm", figures)] == [1, 2]
+    assert [x for x, _ in study_plots.training_curve(asked, "lanes", figures)] == [2.5, 3]
     ends = [json.loads(line) for line in (work / "ar-s0" / "metrics.jsonl").read_text().splitlines()]
     (end,) = (row["evaluation"]["valid_nll"] for row in ends if "evaluation" in row and row["step"] == 2)
-    assert study.training_curve(asked, "ar", figures)[-1] == (2, pytest.approx(end, abs=1e-5))
-    study.draw_curves(asked, figures, tmp_path / "curves.svg")
+    assert study_plots.training_curve(asked, "ar", figures)[-1] == (2, pytest.approx(end, abs=1e-5))
+    study_plots.draw_curves(asked, figures, tmp_path / "curves.svg")
     assert "minutes" in (tmp_path / "curves.svg").read_text()
 
 
@@ -149,8 +150,8 @@ def test_curves_share_one_unit(finished, tmp_path):
     of_variants = study.Study(**{**vars(asked), "minutes": None, "variants": lasting})
     of_one = study.Study(**{**vars(asked), "minutes": None})
     for changed, unit, points in ((of_variants, "minutes", [9, 12]), (of_one, "steps", [1, 2])):
-        assert [x for x, _ in study.training_curve(changed, "lanes", figures)] == points
-        study.draw_curves(changed, figures, tmp_path / "curves.svg")
+        assert [x for x, _ in study_plots.training_curve(changed, "lanes", figures)] == points
+        study_plots.draw_curves(changed, figures, tmp_path / "curves.svg")
         assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
 
 
@@ -312,8 +313,9 @@ def test_how_evenly_chunks_are_filled_stands_beside_their_figure(tmp_path, monke
     sizes = {name: value for name, value in SMALL.items() if name.startswith("model.")}
     changes = {"model.num_chunks": 4, "model.chunk_dim": 4, "train.steps": 1, "tensorboard": False}
     run = dcdm.train("dcdm-debug", tmp_path / "run", data=str(tmp_path / "text.txt"), settings={**sizes, **changes})
-    valid = study.measure(run, 3, 1, (), (), (), {})["valid"]
+    valid = measuring.measure(run, 3, 1, (), (), (), {})["valid"]
     assert 0 <= valid["max_violation"] <= 3
+    assert 2 < valid["frequencies"] < math.log(256) < valid["nats_per_token"]
 
 
 # --- claims -------------------------------------------------------------------------------------------------------

@@ -57,13 +57,12 @@ def study(
         carry_out,
         collected,
         compare,
-        draw_curves,
-        draw_frontier,
         main_figure,
         read_study,
         stored_figures,
         summary,
     )
+    from dcdm.reproduction.study_plots import draw_curves, draw_frontier
     from dcdm.reproduction.verdicts import draw, judge
     from dcdm.viewing.tables import Table
 

@@ -21,31 +21,25 @@ never done again.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcdm.config import ConfigError
-from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
+from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by
 from dcdm.reproduction.intervals import Interval, interval
+from dcdm.reproduction.measuring import routed
 
-if TYPE_CHECKING:
-    from dcdm.likelihood.estimators import Score
-
-MARKERS = "sovD^P<X>*"
-CURVE = "curve"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
@@ -223,7 +217,7 @@ def read_study(path: Path) -> Study:
         try:
             config = resolve(variant.preset, None, run.settings(Path()))
             for commit in variant.commits:
-                routing, policy = _routed(commit)
+                routing, policy = routed(commit)
                 ends = AdaBlock((0,), 1) if routing == "adablock" else None  # the tokenizer knows them, later
                 decoder = DecodingConfig(policy, routing=routing, adablock=ends).resolve(config.model)
                 decoder.check_likelihood()
@@ -355,7 +349,7 @@ def _train_and_measure(
     measuring = json.dumps([place, run.study.windows, run.study.samples, *how, run.measured_with()])
     commands = (
         ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
-        ["-m", "dcdm.reproduction.study", measuring],
+        ["-m", "dcdm.reproduction.measuring", measuring],
     )
     for arguments in commands:
         with open(log_of(run, work), "ab") as log:
@@ -371,114 +365,6 @@ def _train_and_measure(
         if code or stopped.is_set():
             return False
     return True
-
-
-# --- figures ------------------------------------------------------------------------------------------------------
-
-
-def _routed(commit: str) -> tuple[Any, str]:
-    """Routing and commit policy of an entry of `commits`."""
-    routing, _, policy = commit.rpartition(" ")
-    return routing or "auto", policy
-
-
-def measure(
-    folder: Path, windows: int, samples: int, lanes: Sequence[int], commits: Sequence[str], drafts: Sequence[int],
-    corpora: Mapping[str, str],
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
-
-    `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
-    valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
-    at one pace drawn for each window; `surrogate` is not a bound; those of other texts begin with the text's name.
-    The first figure also holds the valid ones while training, if there were any.
-    """
-    import torch
-
-    from dcdm.decoding.config import adablock_of
-    from dcdm.distributed import World
-    from dcdm.evaluation.corpora import ReadingSettings, read_corpus, tokenise
-    from dcdm.evaluation.studies import balance_of
-    from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
-    from dcdm.io.load import load_model
-    from dcdm.keys import Key
-    from dcdm.likelihood.estimators import default_estimator, score
-    from dcdm.training.metrics import read_rows
-    from dcdm.training.run import open_data
-    from dcdm.training.settings import read
-    from dcdm.training.vouching import SETTINGS
-
-    config, (model, tokenizer) = read(folder / SETTINGS), load_model(folder)
-    data = open_data(config, World())
-    texts = data.dataset("validation", config.window, config.data.overlong)
-    chosen = Key(0).fold("study").permutation(len(texts))[:windows].sort().values
-    items = [texts[number] for number in chosen.tolist()]
-    tokens, prompt = (torch.stack([item[name] for item in items]) for name in ("tokens", "prompt"))
-    asked: dict[str, dict[str, Any]] = {"valid": {"estimator": default_estimator(model)}}
-    if model.config.lanes is not None:
-        numbers = lanes or model.config.lanes
-        asked = {f"{number} lanes": {"estimator": "exact", "lanes": number} for number in numbers}
-        for ahead, number in itertools.product(drafts, numbers):
-            how = {"estimator": "drafted", "lanes": number, "drafts": ahead, "samples": 1}
-            asked[f"{number} lanes, {ahead} drafts"] = how
-    elif default_estimator(model) != "exact":
-        for commit in ("chunk", *commits):
-            routing, policy = _routed(commit)
-            adaptive = {"adablock": adablock_of(model.config, tokenizer)} if routing == "adablock" else {}
-            asked[commit] = {"estimator": "trajectory", "commit": policy, "routing": routing, **adaptive}
-    if model.config.routes_from_noise:
-        asked["surrogate"] = {"estimator": "surrogate"}
-
-    def figure(text: WindowBatch, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = score(model, text.tokens, prompt=text.prompt, index=text.index, **{"samples": samples, **options})
-        forwards = _forwards(found)
-        if model.config.predicts_from_left and found.estimator == "exact":
-            ids = model.partition(text.tokens, text.prompt, text.index, options.get("lanes")).ids
-            forwards = float(ids.amax(dim=-1).double().mean())
-        error = found.per_token_stderr
-        return {
-            "estimator": found.estimator, "nats_per_token": found.per_token,
-            "monte_carlo": None if math.isnan(error) else error,
-            "tokens": int(found.tokens.sum()), "forwards": forwards,
-            "nats": [round(value, 4) for value in found.nats.tolist()],
-        }  # fmt: skip
-
-    held_out = WindowBatch(tokens, prompt, chosen, torch.full_like(tokens, -1))
-    figures = {name: figure(held_out, options) for name, options in asked.items()}
-    evaluated = [row for row in read_rows(folder / "metrics.jsonl") if "evaluation" in row]
-    if curve := [[row["step"], round(row["evaluation"]["valid_nll"], 5)] for row in evaluated]:
-        next(iter(figures.values()))[CURVE] = curve
-    if model.config.kind == "dcdm":
-        figures["valid"]["max_violation"] = balance_of(model, [held_out]).violation
-    everywhere = [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
-    for corpus, path in corpora.items():
-        read_in = tokenise(read_corpus(f"{corpus}={path}", ReadingSettings()), tokenizer)
-        cut = CorpusWindows(read_in, tokenizer, config.window, WindowSettings(limit=windows))
-        text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
-        figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in everywhere}
-    return figures
-
-
-def curve_of(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Step → valid figure of held-out text while a run was trained, from its figures."""
-    return [(step, nll) for figure in figures.values() for step, nll in figure.get(CURVE, ())]
-
-
-def _forwards(found: Score) -> float | None:
-    """Forwards of the decoder per window, where the figure is the exact likelihood of one; of AR a token each."""
-    if found.estimator in ("trajectory", "drafted"):
-        return float(found.forwards.double().mean())
-    return float(found.tokens.double().mean()) if found.estimator == "exact" else None
-
-
-def measure_into(text: str) -> None:
-    """Entry of the process that measures one run: its folder and settings as JSON."""
-    folder, *how, measured_with = json.loads(text)
-    figures = measure(Path(folder), *how)
-    write_whole(
-        Path(folder) / "figures.json",
-        json.dumps({"measured_with": measured_with, "figures": figures}).encode() + b"\n",
-    )
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------
@@ -541,74 +427,6 @@ def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
-    """Exact nats against forwards per window, a line for each variant; bars are intervals over seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xscale("log", base=2)
-    lines: dict[str, list[tuple[float, Interval]]] = {}
-    for row in rows:
-        if row.forwards is not None and not any(row.figure.startswith(f"{name}: ") for name in study.corpora):
-            apart = "AdaBlock" if row.figure.startswith("adablock ") else row.figure.partition(", ")[2]
-            label = study.named(row.variant) + (f", {apart}" if apart else "")
-            lines.setdefault(label, []).append((row.forwards, row.mean))
-    for number, (label, points) in enumerate(lines.items()):
-        points.sort(key=lambda point: point[0])
-        axes.errorbar(
-            [forwards for forwards, _ in points], [mean.mean for _, mean in points],
-            [mean.half or 0.0 for _, mean in points], marker=MARKERS[number % len(MARKERS)], capsize=3,
-            label=label, linewidth=1.2, markersize=6,
-        )  # fmt: skip
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    paced = any(row.estimator == "drafted" for row in rows)
-    what = "exact figures, bounds for several lanes with drafts" if paced else "exact figures"
-    axes.set(xlabel="forwards per window (log scale)", ylabel="nats per token of held-out text")
-    title = f"{study.name}: lower left is better; {what}; bars: 95 % intervals over seeds"
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
-    figure.savefig(path, dpi=110)
-
-
-def training_curve(study: Study, variant: str, figures: Mapping[str, dict[str, Any]]) -> list[tuple[float, float]]:
-    """Steps, or minutes where the study knows all of them, and the valid figure of held-out text, mean over seeds.
-
-    Over minutes, a variant with start weights begins where the training of those ended.
-    """
-    finished = [run.name for run in study.runs() if run.variant == variant and run.name in figures]
-    seen: dict[int, list[float]] = {}
-    for run in finished:
-        for step, nll in curve_of(figures[run]):
-            seen.setdefault(step, []).append(nll)
-    complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
-    if not study.over_minutes:
-        return list(complete.items())
-    unit = (study.minutes_of(variant) or 0.0) / max(complete, default=1)
-    before = sum(study.minutes_of(name) or 0.0 for name in study.ancestors(variant))
-    return [(before + unit * step, nll) for step, nll in complete.items()]
-
-
-def draw_curves(study: Study, figures: Mapping[str, dict[str, Any]], path: Path) -> None:
-    """The valid figure of held-out text while training, a line for each variant."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-    axes = figure.subplots()
-    for number, variant in enumerate(study.variants):
-        if points := training_curve(study, variant, figures):
-            axes.plot(
-                *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
-                label=study.named(variant),
-            )  # fmt: skip
-    across = "minutes" if study.over_minutes else "steps"
-    axes.set(xlabel=across, ylabel="nats per token of held-out text (exact or bound)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
-    figure.savefig(path, dpi=110)
-
-
 def summary(study: Study, figures: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The study's results as plain values: figures per run, without those of single windows."""
     runs = {
@@ -623,7 +441,3 @@ def summary(study: Study, figures: Mapping[str, dict[str, Any]]) -> dict[str, An
         "measured_with": {run.name: run.measured_with() for run in study.runs() if run.name in runs},
         "runs": runs,
     }
-
-
-if __name__ == "__main__":
-    measure_into(sys.argv[1])

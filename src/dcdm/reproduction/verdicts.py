@@ -13,7 +13,8 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.study import Study, curve_of, main_figure
+from dcdm.reproduction.measuring import curve_of
+from dcdm.reproduction.study import Study, main_figure
 
 CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
 WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
