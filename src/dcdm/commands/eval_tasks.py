@@ -128,8 +128,9 @@ def _files(folder: Path, reports: list[dict[str, Any]]) -> dict[str, str]:
     from dcdm.evaluation.tasks import BENCHMARKS
     from dcdm.files import file_digest
 
-    stems = tuple(BENCHMARKS[report["task"]].stem for report in reports)
-    return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.name.startswith(stems)}
+    stems = tuple(BENCHMARKS[report["task"]].stem.lower() for report in reports)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name.lower().startswith(stems)]
+    return {path.name: file_digest(path) for path in files}
 
 
 def _shots(texts: tuple[str, ...]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import JsonOption, print_json
+from dcdm.commands.options import JsonOption, folders_exist, print_json
 
 if TYPE_CHECKING:
     from dcdm.reproduction.intervals import Interval
@@ -68,6 +68,10 @@ def study(
 
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
+    folders_exist(out=out, plot=plot, curves=curves, verdicts=verdicts)
+    for name, picture in (("plot", plot), ("curves", curves), ("verdicts", verdicts)):
+        if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--{name} {picture}: a picture ends in .png, .svg or .pdf")
     asked = read_study(file)
 
     def say(line: str) -> None:
@@ -111,6 +115,9 @@ def study(
             Table(
                 ("claim", "holds if", "difference", "verdict"), compared, ("claim", "holds if", "verdict")
             ).print()
+            print()
+            for claim in judged:
+                print(f"{claim.name} ({claim.says}): {claim.verdict}")
     else:
         say(f"no run of {asked.name} is finished in {work}")
     if not complete:

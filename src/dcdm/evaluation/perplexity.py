@@ -23,6 +23,7 @@ from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
 from dcdm.io.load import ModelSource, find_model
 from dcdm.likelihood.estimators import DRAWN, LABELS, Estimator, Score, estimators_of, score
+from dcdm.likelihood.estimators import check as check_estimator
 from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.model.transformer import Model
 
@@ -235,7 +236,7 @@ def evaluate(
     """Measure every model (a run, a checkpoint or an exported folder) on every corpus by every estimator."""
     sampling, window, world = sampling or EstimatorSettings(), window or WindowSettings(), world or World()
     sources = {name: find_model(path) for name, path in names_of(models).items()}
-    _check(sources, corpora, estimators, window)
+    _check(sources, corpora, estimators, window, sampling)
     result = Evaluation(_settings(estimators, sampling, window, dtype))
     result.corpora = {corpus.name: _described(corpus) for corpus in corpora}
     tokens: dict[tuple[str, str], Tokens] = {}
@@ -281,13 +282,17 @@ def names_of(models: Sequence[str]) -> dict[str, str]:
 
 
 def _check(
-    sources: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings
-) -> None:
+    sources: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings,
+    sampling: EstimatorSettings,
+) -> None:  # fmt: skip
     unfit: list[set[str]] = []
     for name, source in sources.items():
         check_vocabulary(name, source.config, source.tokenizer)
         window.check(window.length or source.config.context_length, source.config.max_position)
-        unfit.append(set(chosen_estimators(source.config, estimators)[1]))
+        fitting, others = chosen_estimators(source.config, estimators)
+        for estimator in fitting:
+            check_estimator(source.config, estimator, sampling.samples)
+        unfit.append(set(others))
         for corpus in corpora:
             check_tokenizer(corpus, source.tokenizer)
     if nowhere := sorted(set.intersection(*unfit)):

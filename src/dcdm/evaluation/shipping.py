@@ -76,9 +76,16 @@ def ship(
             raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
         card = card_of(exported, run, settings, name, says, windows)
     more = {CARD: json.dumps(asdict(card), indent=1) + "\n", **training_files(settings, name)}
-    if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
+    before = folder.with_name(f".{name}-before")
+    if folder.exists():
+        folder.rename(before)
+    try:
+        write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
+    except BaseException:
+        if before.exists():
+            before.rename(folder)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
     print(model_card(card))
 
 

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.files import write_whole
+from dcdm.files import digest, write_whole
 
 if TYPE_CHECKING:
+    from dcdm.config import ModelConfig
     from dcdm.data.store import PreparedData
     from dcdm.evaluation.windows import WindowBatch
     from dcdm.likelihood.estimators import Score
 
-CURVE, FREQUENCIES = "curve", "frequencies"
+CURVE, FREQUENCIES, TEXT = "curve", "frequencies", "text"
 
 
 def routed(commit: str) -> tuple[Any, str]:
@@ -35,8 +36,8 @@ def measure(
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
     valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
     at one pace drawn for each window; `surrogate` is not a bound; those of other texts begin with the text's name.
-    The first figure also holds the valid ones while training, if there were any, and what the frequencies of single
-    tokens in the training text would give.
+    The first figure also holds the valid ones while training, if there were any, what the frequencies of single
+    tokens in the training text would give, and a name of all the text.
     """
     import torch
 
@@ -47,7 +48,7 @@ def measure(
     from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
     from dcdm.io.load import load_model
     from dcdm.keys import Key
-    from dcdm.likelihood.estimators import default_estimator, score
+    from dcdm.likelihood.estimators import score
     from dcdm.training.metrics import read_rows
     from dcdm.training.run import open_data
     from dcdm.training.settings import read
@@ -59,20 +60,10 @@ def measure(
     chosen = Key(0).fold("study").permutation(len(texts))[:windows].sort().values
     items = [texts[number] for number in chosen.tolist()]
     tokens, prompt = (torch.stack([item[name] for item in items]) for name in ("tokens", "prompt"))
-    asked: dict[str, dict[str, Any]] = {"valid": {"estimator": default_estimator(model)}}
-    if model.config.lanes is not None:
-        numbers = lanes or model.config.lanes
-        asked = {f"{number} lanes": {"estimator": "exact", "lanes": number} for number in numbers}
-        for ahead, number in itertools.product(drafts, numbers):
-            how = {"estimator": "drafted", "lanes": number, "drafts": ahead, "samples": 1}
-            asked[f"{number} lanes, {ahead} drafts"] = how
-    elif default_estimator(model) != "exact":
-        for commit in ("chunk", *commits):
-            routing, policy = routed(commit)
-            adaptive = {"adablock": adablock_of(model.config, tokenizer)} if routing == "adablock" else {}
-            asked[commit] = {"estimator": "trajectory", "commit": policy, "routing": routing, **adaptive}
-    if model.config.routes_from_noise:
-        asked["surrogate"] = {"estimator": "surrogate"}
+    asked = asked_figures(model.config, lanes, commits, drafts)
+    for options in asked.values():
+        if options.get("routing") == "adablock":
+            options["adablock"] = adablock_of(model.config, tokenizer)
 
     def figure(text: WindowBatch, options: Mapping[str, Any]) -> dict[str, Any]:
         found = score(model, text.tokens, prompt=text.prompt, index=text.index, **{"samples": samples, **options})
@@ -97,13 +88,48 @@ def measure(
         main[CURVE] = curve
     if model.config.kind == "dcdm":
         figures["valid"]["max_violation"] = balance_of(model, [held_out]).violation
-    everywhere = [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
+    read_on = [data.content_fingerprint, tokenizer.fingerprint, chosen.tolist(), config.window]
     for corpus, path in corpora.items():
-        read_in = tokenise(read_corpus(f"{corpus}={path}", ReadingSettings()), tokenizer)
-        cut = CorpusWindows(read_in, tokenizer, config.window, WindowSettings(limit=windows))
+        read_in = read_corpus(f"{corpus}={path}", ReadingSettings())
+        read_on.append(read_in.fingerprint)
+        cut = CorpusWindows(tokenise(read_in, tokenizer), tokenizer, config.window, WindowSettings(limit=windows))
         text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
-        figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in everywhere}
+        figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in on_every_text(asked)}
+    main[TEXT] = digest(read_on)[:16]
     return figures
+
+
+def asked_figures(
+    config: ModelConfig, lanes: Sequence[int] = (), commits: Sequence[str] = (), drafts: Sequence[int] = ()
+) -> dict[str, dict[str, Any]]:
+    """Name → how to score, of all figures that a model of this kind gets on held-out windows."""
+    from dcdm.likelihood.estimators import estimators_of
+
+    valid = estimators_of(config)[0]
+    asked: dict[str, dict[str, Any]] = {"valid": {"estimator": valid}}
+    if config.lanes is not None:
+        numbers = lanes or config.lanes
+        asked = {f"{number} lanes": {"estimator": "exact", "lanes": number} for number in numbers}
+        for ahead, number in itertools.product(drafts, numbers):
+            how = {"estimator": "drafted", "lanes": number, "drafts": ahead, "samples": 1}
+            asked[f"{number} lanes, {ahead} drafts"] = how
+    elif valid != "exact":
+        for commit in ("chunk", *commits):
+            routing, policy = routed(commit)
+            asked[commit] = {"estimator": "trajectory", "commit": policy, "routing": routing}
+    if config.routes_from_noise:
+        asked["surrogate"] = {"estimator": "surrogate"}
+    return asked
+
+
+def on_every_text(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Those of the asked figures that other texts than the held-out one get, too."""
+    return [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
+
+
+def text_of(figures: Mapping[str, Any]) -> str | None:
+    """What names the texts that a run was trained and measured on; None in results that are older than it."""
+    return next((figure[TEXT] for figure in figures.values() if TEXT in figure), None)
 
 
 def frequencies(data: PreparedData, text: WindowBatch) -> float:

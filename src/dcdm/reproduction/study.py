@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,10 +36,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dcdm.config import ConfigError
-from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by
+from dcdm.config import ConfigError, DataError
+from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.measuring import routed
+from dcdm.reproduction.measuring import routed, text_of
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
@@ -172,8 +173,10 @@ class StudyRun:
 
     def settings(self, work: Path) -> dict[str, Any]:
         """Dotted settings of the training run."""
+        from dcdm.training.settings import flat
+
         variant = self.study.variants[self.variant]
-        changes = {**QUIET, **self.study.settings, **variant.settings, "train.seed": self.seed}
+        changes = {**QUIET, **flat(self.study.settings), **flat(variant.settings), "train.seed": self.seed}
         if self.parent is not None:
             changes["init"] = str(work / self.parent.name)
         return changes
@@ -183,16 +186,19 @@ class StudyRun:
 
         What a preset means is not part of it: a study that is to last names what its comparison rests on.
         """
-        variant = self.study.variants[self.variant]
-        trained = [
-            variant.preset,
-            self.settings(Path()),
-            [] if self.parent is None else self.parent.measured_with(),
-        ]
+        variant, trained = self.study.variants[self.variant], self._trained_with()
         measured: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
         measured += [list(variant.drafts)] if variant.drafts else []
         measured += [dict(self.study.corpora)] if self.study.corpora else []
         return digest([trained, measured])[:16]
+
+    def trained_with(self) -> str:
+        """What its weights and its curve follow from."""
+        return digest(self._trained_with())[:16]
+
+    def _trained_with(self) -> list[Any]:
+        preset, before = self.study.variants[self.variant].preset, self.parent
+        return [preset, self.settings(Path()), [] if before is None else before.measured_with()]
 
 
 def read_study(path: Path) -> Study:
@@ -247,21 +253,37 @@ def figures_of(run: StudyRun, work: Path) -> dict[str, Any] | None:
 
 
 def stored_figures(study: Study, results: Path) -> dict[str, dict[str, Any]]:
-    """Run → figures that a file of results has of this study; those of other settings are left out."""
+    """Run → figures that a file of results has of this study; refused if it has others, which would be lost."""
     if not results.is_file():
         return {}
     try:
         stored = read_json_object(results)
-        runs, made_with = stored["runs"], stored["measured_with"]
-        return {run.name: runs[run.name] for run in study.runs() if made_with.get(run.name) == run.measured_with()}
-    except (UnreadableFile, KeyError, TypeError, AttributeError) as error:
+        runs, made_with, name = dict(stored["runs"]), dict(stored["measured_with"]), stored["study"]
+    except (UnreadableFile, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{results} does not hold the results of a study ({error}); name another file") from error
+    if name != study.name:
+        raise ConfigError(f"{results} holds the results of {name!r}, not of {study.name!r}; name another file")
+    ours = {run.name: run.measured_with() for run in study.runs()}
+    if others := [run for run in runs if run not in ours or made_with.get(run) != ours[run]]:
+        raise ConfigError(
+            f"{results} holds runs that the study does not have, or has with other settings, and that would be "
+            f"lost ({len(others)}: {', '.join(others[:3])}, …); name another file"
+        )
+    return runs
 
 
 def collected(study: Study, work: Path, results: Path | None = None) -> dict[str, dict[str, Any]]:
     """Run → figures of all that is finished, in `work` or in a file of results."""
     found = {} if results is None else stored_figures(study, results)
-    return found | {run.name: part for run in study.runs() if (part := figures_of(run, work)) is not None}
+    found |= {run.name: part for run in study.runs() if (part := figures_of(run, work)) is not None}
+    for name in study.variants:
+        texts = {text_of(found[run.name]) for run in study.runs() if run.variant == name and run.name in found}
+        if len(texts - {None}) > 1:
+            raise ConfigError(
+                f"{study.name}: the seeds of {name} were trained or measured on different texts (another file of "
+                "the same name, or another version of Python for stdlib); make them anew from one"
+            )
+    return found
 
 
 def carry_out(
@@ -292,9 +314,8 @@ def carry_out(
     ]
     wanted = {(name, run.seed) for run in chosen for name in (run.variant, *study.ancestors(run.variant))}
     waiting = [run for run in study.runs() if (run.variant, run.seed) in wanted and figures_of(run, work) is None]
-    missing = [path for path in study.corpora.values() if not Path(path).is_file()]
-    if waiting and missing:
-        raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
+    if waiting:
+        _check_corpora(study)
     done = {run.name: threading.Event() for run in study.runs()}
     for run in study.runs():
         if run not in waiting:
@@ -329,6 +350,21 @@ def carry_out(
     return all(outcomes)
 
 
+def _check_corpora(study: Study) -> None:
+    """Read the other texts once, before hours are spent on models to measure on them."""
+    from dcdm.evaluation.corpora import ReadingSettings, read_corpus
+
+    if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
+        raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
+    for name, path in study.corpora.items():
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"corpora.{name}: a name has letters, digits, '-', '_' and '.' only")
+        try:
+            read_corpus(f"{name}={path}", ReadingSettings())
+        except (ConfigError, DataError) as error:
+            raise ConfigError(f"corpora.{name}: {error}") from error
+
+
 def log_of(run: StudyRun, work: Path) -> Path:
     return work / "logs" / f"{run.name}.txt"
 
@@ -344,6 +380,12 @@ def _train_and_measure(
         folder.mkdir(parents=True, exist_ok=True)
     settings.write(config, file)
     place = str(work / run.name)
+    made_with = file.with_suffix(".digest")
+    if Path(place).exists() and made_with.is_file() and made_with.read_text() != run.trained_with():
+        with open(log_of(run, work), "a") as log:
+            print(f"{place} was trained with other settings, or from other start weights; delete it", file=log)
+        return False
+    write_whole(made_with, run.trained_with().encode())
     variant = run.study.variants[run.variant]
     how = [variant.lanes, variant.commits, variant.drafts, dict(run.study.corpora)]
     measuring = json.dumps([place, run.study.windows, run.study.samples, *how, run.measured_with()])
@@ -396,6 +438,12 @@ def main_figure(study: Study, variant: str) -> str:
     return f"{default if (default := default_lanes(model)) in numbers else numbers[0]} lanes"
 
 
+def same_text(found: Mapping[tuple[str, int], dict[str, Any]], seed: int, *variants: str | None) -> bool:
+    """Whether runs were trained and measured on the same texts, as far as their figures tell."""
+    texts = {text_of(found[name, seed]) for name in variants if name is not None}
+    return len(texts - {None}) < 2
+
+
 def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
     """A row per variant and figure, over the seeds that are finished, as `collected` finds them."""
     found = {(run.variant, run.seed): figures[run.name] for run in study.runs() if run.name in figures}
@@ -415,7 +463,7 @@ def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
             by_seed = values(variant, figure)
             text = next((f"{name}: " for name in study.corpora if figure.startswith(f"{name}: ")), "")
             base = {} if study.against is None else values(study.against, text + main)
-            shared = [seed for seed in by_seed if seed in base]
+            shared = [seed for seed in by_seed if seed in base and same_text(found, seed, variant, study.against)]
             about = next(part[figure] for part in parts if figure in part)
             mean = interval(list(by_seed.values()))
             assert mean is not None

@@ -13,8 +13,9 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.measuring import curve_of
-from dcdm.reproduction.study import Study, main_figure
+from dcdm.reproduction.measuring import asked_figures, curve_of, on_every_text
+from dcdm.reproduction.study import Study, main_figure, same_text
+from dcdm.training import settings
 
 CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
 WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
@@ -67,8 +68,10 @@ def judge(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Judged]:
 
 
 def _compared(study: Study, figures: Mapping[str, dict[str, Any]], text: str) -> Compared:
-    one, other = (_by_seed(study, figures, *side) for side in sides(study, text))
-    shared = sorted(one.keys() & other.keys())
+    (first, figure), (second, its_figure) = sides(study, text)
+    one, other = _by_seed(study, figures, first, figure), _by_seed(study, figures, second, its_figure)
+    found = {(run.variant, run.seed): figures[run.name] for run in study.runs() if run.name in figures}
+    shared = [seed for seed in sorted(one.keys() & other.keys()) if same_text(found, seed, first, second)]
     return Compared(text, interval([one[seed] - other[seed] for seed in shared]))
 
 
@@ -106,15 +109,32 @@ def _value(part: Mapping[str, Any], figure: str) -> float | None:
 
 
 def check(study: Study) -> None:
-    """Refuse comparisons of what the study does not have, before anything runs."""
+    """Refuse comparisons of what the study will not have, before anything runs."""
     for name, claim in study.claims.items():
         try:
             for text in claim.below:
-                for _, figure in sides(study, text):
-                    if figure.startswith(STEP) and not figure.removeprefix(STEP).isdecimal():
-                        raise ConfigError(f"{text!r}: {figure!r} is not a step such as 'step 500'")
+                for variant, figure in sides(study, text):
+                    _check_figure(study, text, variant, figure)
         except ConfigError as error:
             raise ConfigError(f"claims.{name}.below: {error}") from error
+
+
+def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
+    run, about = next(run for run in study.runs() if run.variant == variant), study.variants[variant]
+    config = settings.resolve(about.preset, None, run.settings(Path()))
+    if figure.startswith(STEP):
+        step = figure.removeprefix(STEP)
+        if not step.isdecimal() or int(step) % config.evaluate_every or not 0 < int(step) <= config.train.steps:
+            raise ConfigError(
+                f"{text!r}: {variant} is not evaluated at {figure!r}; it is at multiples of evaluate_every="
+                f"{config.evaluate_every} up to train.steps={config.train.steps}"
+            )
+        return
+    asked = asked_figures(config.model, about.lanes, about.commits, about.drafts)
+    names = [*asked, *(f"{corpus}: {name}" for corpus in study.corpora for name in on_every_text(asked))]
+    names += [BALANCE] if config.model.kind == "dcdm" else []
+    if figure not in names:
+        raise ConfigError(f"{text!r}: {variant} has no figure {figure!r}; it has {', '.join(names)}")
 
 
 def draw(study: Study, judged: Sequence[Judged], path: Path) -> None:
