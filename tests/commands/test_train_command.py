@@ -501,6 +501,20 @@ def test_leaks_are_found_in_a_model_that_leaks():
     assert leaks(model)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.batch_size": 4, "train.micro_batch": 8}, "--micro-batch 8 must lie between 1 and 4"),
+        ({"init": "nowhere"}, "init=nowhere is not a folder, nor a model that comes with dcdm"),
+    ],
+)
+def test_what_could_not_be_trained_is_refused_before_data_is_prepared(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("dcdm.training.run.open_data", lambda *_: pytest.fail("prepared"))
+    with pytest.raises(ConfigError, match=message):
+        dcdm.train("ar-debug", tmp_path / "run", data="nowhere.txt", settings=changes)
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_places_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="not a folder"):
         dcdm.load(tmp_path / "nothing")

@@ -211,11 +211,35 @@ def test_texts_with_drafts_are_the_librarys(drafting, drafts):
 
 
 def test_the_best_of_several_texts_needs_a_likelihood(drafting):
-    body = {"model": NAME, "prompt": "ab", "max_tokens": 8, "best_of": 2, "lanes": 2}
-    refused = drafting.post("/v1/completions", body)
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 8, "best_of": 2, "lanes": 2, "seed": 3}
+    refused = drafting.post("/v1/completions", body | {"drafts": 2})
     assert refused.status_code == 400
     assert "a sum over paces" in refused.json()["error"]["message"]
-    assert drafting.post("/v1/completions", body | {"drafts": 0}).status_code == 200
+    without, default = (drafting.post("/v1/completions", body | more) for more in ({"drafts": 0}, {}))
+    assert default.status_code == 200
+    assert default.json()["choices"] == without.json()["choices"]
+
+
+def test_texts_that_must_match_are_written_without_guesses(drafting):
+    matching = {"type": "regex", "regex": "[ab]{6}"}
+    body = {"prompt": "ab", "max_tokens": 8, "lanes": 2, "seed": 3, "response_format": matching}
+    done = drafting.post("/v1/completions", body)
+    assert done.status_code == 200, done.text
+    text = done.json()["choices"][0]["text"]
+    assert set(text) <= set("ab")
+    assert len(text) == 6
+    sent = events(drafting.post("/v1/denoise", body).text)
+    assert "drafts" not in sent[0][1]
+    whole = [drafting.post("/v1/completions", {**body, "response_format": None, "drafts": n}) for n in (0, 3)]
+    assert all(answer.status_code == 200 for answer in whole)
+
+
+def test_a_stream_with_drafts_is_the_text_in_one_piece(drafting):
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 24, "lanes": 2, "seed": 1}
+    whole = drafting.post("/v1/completions", body).json()["choices"][0]["text"]
+    lines = drafting.post("/v1/completions", body | {"stream": True}).text.splitlines()
+    sent = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == whole
 
 
 def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):

@@ -133,13 +133,14 @@ def sample(
     if routing == "adablock":
         ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
         adablock = adablock_of(loaded.config, tokenizer, ends, delimiter_threshold)
-    with _Stream(tokenizer, prompts, stream, blanks) as on_event:
+    with _Stream(tokenizer, prompts, stream, blanks) as shown:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
             commit=commit, lanes=lanes, drafts=drafts, temperature=temperature, top_k=top_k, top_p=top_p,
             cache=cache, seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock,
-            batch_size=batch_size, on_event=on_event, blanks=blanks,
+            batch_size=batch_size, on_event=shown.show if stream else None, blanks=blanks,
         )  # fmt: skip
+        shown.end(result.tokens[0].tolist())
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
@@ -275,21 +276,26 @@ class _Stream:
             given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
             self.known = dict(enumerate(given, start=1))
 
-    def __enter__(self) -> Any:
-        if not self.on:
-            return None
-        if sys.stdout.isatty():
+    def __enter__(self) -> _Stream:
+        if self.on and sys.stdout.isatty():
             from rich.live import Live
 
             self.live = Live(auto_refresh=False)
             self.live.start()
-        return self._show
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self.live is not None:
             self.live.stop()
 
-    def _show(self, event: Event) -> None:
+    def end(self, tokens: list[int]) -> None:
+        """Show the first text as it is now: what others had written behind its end is gone."""
+        if self.live is not None:
+            self.known = {at: token for at, token in enumerate(tokens) if at and token != self.tokenizer.pad_id}
+            self.heads = set()
+            self.live.update(self._canvas(), refresh=True)
+
+    def show(self, event: Event) -> None:
         if self.live is None:
             text = [self.tokenizer.decode([token]) for token in event.tokens]
             lanes = {"lanes": event.lanes} if event.lanes else {}
@@ -309,7 +315,7 @@ class _Stream:
         from dcdm.viewing.palette import on_colour
 
         text = Text()
-        for position in range(1, max(self.known) + 1):
+        for position in range(1, max(self.known, default=0) + 1):
             token = self.known.get(position, self.tokenizer.mask_id)
             shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
             style = on_colour(self.colour[position]) if position in self.colour else "dim"

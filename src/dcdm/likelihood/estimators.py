@@ -132,8 +132,8 @@ def score(
     decoder = DecodingConfig(
         commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise), drafts
     )
-    decoder.check_likelihood()
     decoder = decoder.resolve(model.config)
+    decoder.check_likelihood()
     _check_texts(model.config, tokens, prompt, batch_size)
     if index is None:
         index = torch.arange(len(tokens))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -66,6 +66,8 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
+    if request.drafts is None and (request.best_of or 1) > (request.n or 1):
+        decoding = replace(decoding, drafts=0)  # likelihoods decide, and drafts of several lanes have none
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
     def row(index: int, ids: list[int]) -> TextRow:
@@ -78,7 +80,7 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
-        served.check_lengths(canvas, 0)
+        served.check_lengths(canvas, 0, "suffix" if len(behind) > len(ids) else "prompt")
         guides = served.guides(request.response_format, canvas, 0, eos_id)
         first, begins = 1 + len(ids), not ids and not guides
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, begins=begins, **reading_of(request))
@@ -104,7 +106,7 @@ def check_best_of(request: CompletionRequest, decoding: DecodingConfig) -> int |
         raise bad_request(f"best_of={best_of} must be at least n={n}", "best_of")
     if request.stream:
         raise bad_request("best_of cannot be streamed: the best is known when all are written", "best_of")
-    if decoding.drafts and decoding.lanes != 1:
+    if decoding.drafts and decoding.lanes != 1 and request.response_format is None:
         raise bad_request(
             "best_of needs likelihoods, and with drafts that of several lanes is a sum over paces; set drafts=0",
             "best_of",
@@ -199,7 +201,7 @@ def texts_of(served: Served, request: Generating, prompts: int, best_of: int | N
     """Texts of each prompt, if all of them together are not too many."""
     n, most = max(request.n or 1, best_of or 1), served.settings.max_texts
     if n * prompts > most:
-        name = "best_of" if n > (request.n or 1) else "n"
+        name = "best_of" if n > (request.n or 1) else "n" if n > 1 else "prompt"
         raise bad_request(f"{n * prompts} texts in one request are more than {most}, the limit here", name)
     return n
 

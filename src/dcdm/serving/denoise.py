@@ -125,7 +125,8 @@ def start(served: Served, row: TextRow, identity: str) -> dict[str, Any]:
     places = [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)]
     more: dict[str, Any] = {}
     if decoding.lanes is not None:
-        more = {"lanes": decoding.lanes, **({"drafts": decoding.drafts} if decoding.drafts else {})}
+        drafts = 0 if row.guides else decoding.drafts  # texts that must match are written without
+        more = {"lanes": decoding.lanes, **({"drafts": drafts} if drafts else {})}
         for place, lane in zip(places, _first_lanes(served, tokens, decoding.lanes), strict=True):
             place["lane"] = lane
     return {

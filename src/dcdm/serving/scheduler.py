@@ -81,8 +81,8 @@ class Last:
 class Ticket:
     """The rows of one request. Leaving its context before they have ended stops them between two forwards."""
 
-    def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int) -> None:
-        self.rows, self.max_forwards, self.seconds = list(rows), max_forwards, seconds
+    def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int, kind: str) -> None:
+        self.rows, self.max_forwards, self.seconds, self.kind = list(rows), max_forwards, seconds, kind
         for number, row in enumerate(self.rows):
             row.number = number
         self.arrived = time.monotonic()
@@ -138,7 +138,7 @@ class Ticket:
             seconds = time.monotonic() - row.began
             return Last(row.reader.end(ended, seconds), ended, seconds)
         if row.forwards >= self.max_forwards:
-            return too_many_forwards(self.max_forwards)
+            return too_many_forwards(self.max_forwards, self.kind)
         return too_long(self.seconds)
 
 
@@ -182,7 +182,8 @@ class Scheduler:
 
     def submit(self, rows: Sequence[TextRow], caller: str = "") -> Ticket:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
-        ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards)
+        kind = self.served.model.config.kind
+        ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards, kind)
         with self._changed:
             if self.draining or self._closed:
                 raise closing()

@@ -298,8 +298,10 @@ def too_long(seconds: float) -> Refusal:
     )  # fmt: skip
 
 
-def too_many_forwards(most: int) -> Refusal:
+def too_many_forwards(most: int, kind: str) -> Refusal:
+    """With what a caller of a model of this kind can do about it."""
+    ways = {"ar": ("max_tokens", ""), "lanes": ("lanes", ", or for more lanes")}
+    param, more = ways.get(kind, ("commit", ", or for a commit that fills more at once"))
     return bad_request(
-        f"the text needs more than {most} forwards; ask for fewer tokens, or for a commit that fills more at once",
-        "commit", "too_many_forwards",
-    )  # fmt: skip
+        f"the text needs more than {most} forwards; ask for fewer tokens{more}", param, "too_many_forwards"
+    )

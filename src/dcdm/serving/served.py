@@ -130,6 +130,10 @@ class Served:
         room = self.settings.max_tokens - blanks
         if new_tokens is None and not blanks:
             return min(wanted, room)
+        if blanks > self.settings.max_tokens:
+            raise bad_request(
+                f"{blanks} tokens in blanks are more than {self.settings.max_tokens}, the limit here", param
+            )
         if wanted > room:
             counted = f" and {blanks} in blanks" if blanks else ""
             raise bad_request(

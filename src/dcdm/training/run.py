@@ -29,6 +29,7 @@ from dcdm.model import lora
 from dcdm.model.costs import activation_bytes, bill
 from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
+from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer, CheckpointError, load_record, newest_whole
 from dcdm.training.fsdp import unsharded
@@ -176,11 +177,29 @@ def _run(
         if world.is_main:  # what fails before the first step leaves nothing behind in a new folder
             stack.callback(lambda: None if (folder / SETTINGS).exists() else checkpointer.leave_no_trace())
         config = _from_main(ask, world)  # again, under the lock: another start may have been first
+        check_start(config, folder, world)
         data = open_data(config, world)
         if is_prepared(config.data) and not (folder / SETTINGS).exists():
             check_as_prepared(config.data, data)
         hashed = _from_main(lambda: hash_data(data, folder), world)
         return _train(config, folder, data, hashed, checkpointer, world, console, load_init, picture, signals)
+
+
+def check_start(config: RunConfig, folder: Path, world: World) -> None:
+    """Refuse what would fail only after hours of preparing data."""
+    batch, micro = config.train.batch_size, config.train.micro_batch
+    if batch % world.size:
+        raise ConfigError(f"--batch-size {batch} must be a multiple of the number of processes, {world.size}")
+    if micro is not None and not 1 <= micro <= batch // world.size:
+        raise ConfigError(
+            f"--micro-batch {micro} must lie between 1 and {batch // world.size}, a process's share of --batch-size"
+        )
+    is_new = _stored_settings(folder) is None  # a run that is resumed has all weights in its checkpoint
+    if config.init is not None and is_new and not folder_of(config.init).is_dir():
+        raise ConfigError(
+            f"init={config.init} is not a folder, nor a model that comes with dcdm; name a run, a checkpoint, an "
+            "exported folder, or what `dcdm models` lists"
+        )
 
 
 def _train(

@@ -47,7 +47,8 @@ export class Recording {
   finish(data) {
     this.done = data;
     if (data.finish_reason !== "eos") return;
-    const end = this.cells.findIndex((cell) => !cell.given && cell.token !== null && this.special[cell.token]);
+    const behind = this.cells.findLastIndex((cell) => cell.given); // an end that stands in a blank ends nothing
+    const end = this.cells.findIndex((cell, at) => at > behind && cell.token !== null && this.special[cell.token]);
     if (end < 0) return;
     this.cells.forEach((cell, position) => (cell.void = position > end));
   }
