@@ -167,6 +167,11 @@ class Precision:
     compute: torch.dtype | None = None
     """Of matrix products, where it is another one."""
 
+    @property
+    def name(self) -> str:
+        """As `precision` takes it."""
+        return {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}[self.compute or self.weights]
+
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """For passes through weights that are whole; shards bring their own types."""
         return nullcontext() if self.compute is None else torch.autocast(device.type, self.compute)

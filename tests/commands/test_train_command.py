@@ -22,7 +22,7 @@ from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
-from dcdm.distributed import World
+from dcdm.distributed import Precision, World
 from dcdm.io.export import export, write
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import leaks, verify
@@ -183,6 +183,19 @@ def test_a_file_of_settings_may_stand_in_the_folder_of_its_run(corpus, tmp_path)
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump({"preset": "mdlm-debug", "train": {"steps": 1}}))
     assert run(None, folder, file=file, changes={**SMALL, "data.sources": (str(corpus),)}) == 0
+
+
+def test_what_auto_meant_on_another_device_stays(corpus, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    start("ar-debug", folder, corpus, train__steps=2, train__schedule="constant", train__decay_share=0.0)
+    half = Precision(torch.float32, torch.bfloat16)
+    with monkeypatch.context() as patch:
+        elsewhere = {"auto": half, "fp32": Precision(torch.float32)}
+        patch.setattr("dcdm.training.run.precision", lambda dtype, device: elsewhere[dtype])
+        with pytest.raises(ConfigError, match=r"was computed in fp32, and train\.dtype=auto is bf16.*--dtype fp32"):
+            run(None, folder, changes={"train.steps": 3})
+        assert run(None, folder, changes={"train.steps": 3, "train.dtype": "fp32"}) == 0
+    assert run(None, folder, changes={"train.steps": 4, "train.dtype": "auto"}) == 0
 
 
 def test_a_finished_run_asked_for_more_steps_is_sent_to_init(corpus, tmp_path):

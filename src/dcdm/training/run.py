@@ -227,8 +227,8 @@ def _train(
 
     with ExitStack() as stack:
         stop = stack.enter_context(_signals()) if signals else _never
-        hooks = Hooks(should_stop=stop, record=record_of(config, data))
-        hooks.accept = lambda record: check_record(record, config, data, folder)
+        hooks = Hooks(should_stop=stop, record=record_of(config, data, types))
+        hooks.accept = lambda record: check_record(record, config, data, types, folder)
         recorder: Recorder | None = None
         if world.is_main:
             recorder = stack.enter_context(Recorder(folder, config, console, world))

@@ -297,6 +297,8 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     """Dotted names of the settings that differ and may not, when a run of `one` is resumed with `other`."""
     ours, theirs = flat(to_dict(one)), flat(to_dict(other))
     free = FREE_TO_CHANGE | ({"train.steps"} if _only_longer(one.train, other.train) else set())
+    if "auto" in (one.train.dtype, other.train.dtype):  # checkpoints know what it stood for
+        free = free | {"train.dtype"}
     if one.model.moe is not None:  # its balance loss is taken for each pass
         free = free - {"train.micro_batch"}
     return [n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n) and n not in free]

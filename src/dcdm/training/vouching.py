@@ -15,6 +15,7 @@ from typing import Any
 from dcdm.config import ConfigError, DataError
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.distributed import Precision
 from dcdm.files import UnreadableFile, read_json_object, write_whole
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import UnusableCheckpoint
@@ -22,13 +23,15 @@ from dcdm.training.settings import RunConfig
 
 CHECKPOINTS, SETTINGS, TOKENIZER = "checkpoints", "settings.yaml", "tokenizer"
 HASHED = "data_hashed.json"
+COMPUTED_IN = "computed_in"
 Hashed = dict[str, Any]
 """Where the prepared data stand, and size, times, inode and SHA-256 of their files."""
 
 
-def record_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+def record_of(config: RunConfig, data: PreparedData, types: Precision) -> dict[str, Any]:
     """What every checkpoint of the run remembers."""
     return {
+        COMPUTED_IN: types.name,
         "settings": run_settings.to_dict(config),
         "tokenizer": data.tokenizer.fingerprint,
         "shards": data.content_fingerprint,
@@ -45,8 +48,15 @@ def recorded_settings(record: Mapping[str, Any], checkpoint: Path) -> RunConfig 
         raise UnusableCheckpoint(f"{checkpoint}: its settings are wrong: {error}") from error
 
 
-def check_record(record: Mapping[str, Any], config: RunConfig, data: PreparedData, folder: Path) -> None:
+def check_record(
+    record: Mapping[str, Any], config: RunConfig, data: PreparedData, types: Precision, folder: Path
+) -> None:
     """Refuse to resume from a checkpoint that was trained otherwise."""
+    if _differs(record, COMPUTED_IN, types.name):
+        raise ConfigError(
+            f"{folder} was computed in {record[COMPUTED_IN]}, and train.dtype={config.train.dtype} is {types.name} "
+            f"on this device; resume it with --dtype {record[COMPUTED_IN]}"
+        )
     problems = settings_problems(record, config, folder)
     if _differs(record, "tokenizer", data.tokenizer.fingerprint):
         problems.append(f"the tokenizer in {data.folder} is not the one it was trained with")
