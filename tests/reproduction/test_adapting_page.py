@@ -9,8 +9,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODELS = {
     "imported, untrained": "smol-base",
-    "AR, 30 minutes": "smol-ar-30",
-    "lanes, 30 minutes": "smol-lanes-30",
     "AR, 2 hours": "smol-ar-120",
     "lanes, 2 hours": "smol-lanes-120",
 }

@@ -393,7 +393,7 @@ def claimed(*comparisons: str, **values: dict[int, float]) -> list[verdicts.Judg
     asked = made(
         study.Study, {"name": "made up", "settings": {"train.steps": 10, "evaluate_every": 5}, **content}, ""
     )
-    verdicts.check(asked)
+    study.check_claims(asked)
     figures = {
         f"{name}-s{seed}": {
             "valid": {"nats_per_token": nats, "max_violation": -nats, "curve": [[5, nats], [10, 1.0]]},

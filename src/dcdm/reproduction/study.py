@@ -39,8 +39,10 @@ from typing import Any
 from dcdm.config import ConfigError, DataError
 from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.measuring import routed, text_of
+from dcdm.reproduction.measuring import asked_figures, on_every_text, routed, text_of
 
+BALANCE, STEP = "MaxVio", "step "
+"""Figures of claims beside those that are measured: the balance of chunks, and the valid one while training."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
@@ -205,7 +207,6 @@ def read_study(path: Path) -> Study:
     """A study from its file; every run's settings are checked before anything starts."""
     from dcdm.decoding.config import DecodingConfig, resolve_drafts, resolve_lanes
     from dcdm.decoding.routes import AdaBlock
-    from dcdm.reproduction import verdicts
     from dcdm.training.settings import made, resolve
 
     try:
@@ -234,10 +235,55 @@ def read_study(path: Path) -> Study:
         except ConfigError as error:
             raise ConfigError(f"{path}: variants.{run.variant}: {error}") from error
     try:
-        verdicts.check(study)
+        check_claims(study)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return study
+
+
+def sides(study: Study, text: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Variant and figure on both sides of a comparison such as `paper surrogate < bdlm`."""
+    left, less, right = text.partition(" < ")
+    if not less:
+        raise ConfigError(f"{text!r} is not a comparison such as 'one < other'")
+    found = []
+    for side in (left, right):
+        variant, _, figure = side.strip().partition(" ")
+        if variant not in study.variants:
+            raise ConfigError(f"{text!r}: {variant!r} is not a variant; choose from {', '.join(study.variants)}")
+        found.append((variant, figure.strip() or main_figure(study, variant)))
+    return found[0], found[1]
+
+
+def check_claims(study: Study) -> None:
+    """Refuse comparisons of what the study will not have, before anything runs."""
+    for name, claim in study.claims.items():
+        try:
+            for text in claim.below:
+                for variant, figure in sides(study, text):
+                    _check_figure(study, text, variant, figure)
+        except ConfigError as error:
+            raise ConfigError(f"claims.{name}.below: {error}") from error
+
+
+def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
+    from dcdm.training.settings import resolve
+
+    run, about = next(run for run in study.runs() if run.variant == variant), study.variants[variant]
+    config = resolve(about.preset, None, run.settings(Path()))
+    if figure.startswith(STEP):
+        step = figure.removeprefix(STEP)
+        if not step.isdecimal() or int(step) % config.evaluate_every or not 0 < int(step) <= config.train.steps:
+            raise ConfigError(
+                f"{text!r}: {variant} is not evaluated at {figure!r}; it is at multiples of evaluate_every="
+                f"{config.evaluate_every} up to train.steps={config.train.steps}"
+            )
+        return
+    asked = asked_figures(config.model, about.lanes, about.commits, about.drafts)
+    names = [*asked, *(f"{corpus}: {name}" for corpus in study.corpora for name in on_every_text(asked))]
+    names += [BALANCE] if config.model.kind == "dcdm" else []
+    if figure not in names:
+        raise ConfigError(f"{text!r}: {variant} has no figure {figure!r}; it has {', '.join(names)}")
 
 
 # --- carrying out -------------------------------------------------------------------------------------------------

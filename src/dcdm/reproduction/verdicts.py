@@ -11,17 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.measuring import asked_figures, curve_of, on_every_text
-from dcdm.reproduction.study import Study, main_figure, same_text
-from dcdm.training import settings
+from dcdm.reproduction.measuring import curve_of
+from dcdm.reproduction.study import BALANCE, STEP, Study, same_text, sides
 
 CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
 WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
 COLOURS = {CONFIRMED: "tab:green", CONTRADICTED: "tab:red", UNDECIDED: "tab:gray"}
-BALANCE = "MaxVio"
-STEP = "step "
 
 
 @dataclass(frozen=True)
@@ -75,20 +71,6 @@ def _compared(study: Study, figures: Mapping[str, dict[str, Any]], text: str) ->
     return Compared(text, interval([one[seed] - other[seed] for seed in shared]))
 
 
-def sides(study: Study, text: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Variant and figure on both sides of a comparison such as `paper surrogate < bdlm`."""
-    left, less, right = text.partition(" < ")
-    if not less:
-        raise ConfigError(f"{text!r} is not a comparison such as 'one < other'")
-    found = []
-    for side in (left, right):
-        variant, _, figure = side.strip().partition(" ")
-        if variant not in study.variants:
-            raise ConfigError(f"{text!r}: {variant!r} is not a variant; choose from {', '.join(study.variants)}")
-        found.append((variant, figure.strip() or main_figure(study, variant)))
-    return found[0], found[1]
-
-
 def _by_seed(study: Study, figures: Mapping[str, dict[str, Any]], variant: str, figure: str) -> dict[int, float]:
     """Seed → value, of the runs that have the figure."""
     found = {
@@ -106,35 +88,6 @@ def _value(part: Mapping[str, Any], figure: str) -> float | None:
     if figure.startswith(STEP):
         return dict(curve_of(part)).get(int(figure.removeprefix(STEP)))
     return part[figure]["nats_per_token"] if figure in part else None
-
-
-def check(study: Study) -> None:
-    """Refuse comparisons of what the study will not have, before anything runs."""
-    for name, claim in study.claims.items():
-        try:
-            for text in claim.below:
-                for variant, figure in sides(study, text):
-                    _check_figure(study, text, variant, figure)
-        except ConfigError as error:
-            raise ConfigError(f"claims.{name}.below: {error}") from error
-
-
-def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
-    run, about = next(run for run in study.runs() if run.variant == variant), study.variants[variant]
-    config = settings.resolve(about.preset, None, run.settings(Path()))
-    if figure.startswith(STEP):
-        step = figure.removeprefix(STEP)
-        if not step.isdecimal() or int(step) % config.evaluate_every or not 0 < int(step) <= config.train.steps:
-            raise ConfigError(
-                f"{text!r}: {variant} is not evaluated at {figure!r}; it is at multiples of evaluate_every="
-                f"{config.evaluate_every} up to train.steps={config.train.steps}"
-            )
-        return
-    asked = asked_figures(config.model, about.lanes, about.commits, about.drafts)
-    names = [*asked, *(f"{corpus}: {name}" for corpus in study.corpora for name in on_every_text(asked))]
-    names += [BALANCE] if config.model.kind == "dcdm" else []
-    if figure not in names:
-        raise ConfigError(f"{text!r}: {variant} has no figure {figure!r}; it has {', '.join(names)}")
 
 
 def draw(study: Study, judged: Sequence[Judged], path: Path) -> None:
