@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -187,8 +188,7 @@ def test_colours_are_lanes_and_heads_are_reversed():
 
 def test_a_live_stream_colours_lanes_and_marks_their_heads(monkeypatch):
     network, tokenizer = model(), byte_tokenizer()
-    with _Stream(tokenizer, ["ab"], True, True) as on_event:
-        stream = on_event.__self__
+    with _Stream(tokenizer, ["ab"], True, True) as stream:
         shown = []
 
         class Live:
@@ -200,7 +200,7 @@ def test_a_live_stream_colours_lanes_and_marks_their_heads(monkeypatch):
 
         stream.live = Live()
         done = dcdm.generate(
-            network, ["ab"], tokenizer=tokenizer, max_new_tokens=6, lanes=2, eos_id=-1, on_event=on_event
+            network, ["ab"], tokenizer=tokenizer, max_new_tokens=6, lanes=2, eos_id=-1, on_event=stream.show
         )
     assert len(shown) == len(done.history) == 3
     assert [sum("reverse" in str(span.style) for span in canvas.spans) for canvas in shown] == [2, 2, 2]
@@ -330,3 +330,15 @@ def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys
     with pytest.raises(SystemExit):
         main(["chunks", str(other), "x = 1", "--lanes", "2"])
     assert "--lanes 2 does not fit a dcdm model" in capsys.readouterr().err
+
+
+def test_a_live_stream_ends_with_the_text_without_what_stood_behind_its_end():
+    tokenizer, shown = byte_tokenizer(), []
+    stream = _Stream(tokenizer, ["a"], True, True)
+    stream.live = SimpleNamespace(update=lambda canvas, refresh: shown.append(canvas.plain), stop=lambda: None)
+    first, eos = (tokenizer.encode(text)[0] for text in ("b", "c"))
+    event = SimpleNamespace(row=0, positions=[2, 3, 4], tokens=[first, eos, first], lanes=[1, 1, 2], chunk=1)
+    stream.show(event)
+    assert shown[-1] == "abcb"
+    stream.end([tokenizer.bos_id, tokenizer.encode("a")[0], first, eos, tokenizer.pad_id])
+    assert shown[-1] == "abc"
