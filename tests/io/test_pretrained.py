@@ -18,7 +18,7 @@ import dcdm
 import pretrained
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.data.tokenizers import Tokenizer, adopted
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import Wheel, import_model
 from dcdm.io.verify import verify
@@ -196,6 +196,14 @@ def test_gguf_files_that_would_load_as_another_model_are_refused(
     with pytest.raises(ConfigError, match=message):
         import_model(str(file), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_of_several_chat_templates_the_default_is_taken() -> None:
+    loaded = pretrained.tokenizer()
+    loaded.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert adopted(loaded, "several").chat_template == "{{ messages }}"
+    loaded.chat_template = {"tool_use": "{{ tools }}"}
+    assert adopted(loaded, "one").chat_template is None
 
 
 def test_digits_are_taken_one_by_one_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def adapt(
 
     A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. At the end
     stand the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about
-    three quarters of an hour on one core.
+    half an hour on one core.
 
     Args:
         model: The model to start from: what `dcdm import` wrote, or any AR model.
