@@ -406,6 +406,7 @@ def test_wandb_without_its_package_is_refused_with_the_way_to_get_it(corpus, tmp
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[wandb\]'"):
         start("mdlm-debug", tmp_path / "run", corpus, wandb="project")
+    assert not (tmp_path / "run").exists()  # told before any data is prepared
 
 
 def test_tensorboard_holds_losses_chunks_and_pictures(corpus, tmp_path):

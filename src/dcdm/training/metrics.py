@@ -169,11 +169,16 @@ class Recorder:
         return SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def _open_wandb(self, project: str) -> Any:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("wandb is set, but the package is missing; pip install -e '.[wandb]'") from error
-        return wandb.init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
+        return wandb_package().init(project=project, dir=str(self.folder), resume="allow", id=self.folder.name)
+
+
+def wandb_package() -> Any:
+    """The package wandb; ConfigError where it is missing."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("wandb is set, but the package is missing; pip install -e '.[wandb]'") from error
+    return wandb
 
 
 def label(name: str) -> str:

@@ -34,7 +34,7 @@ from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer, CheckpointError, load_record, newest_whole
 from dcdm.training.fsdp import unsharded
 from dcdm.training.loop import Hooks, NotFinite, train
-from dcdm.training.metrics import Recorder
+from dcdm.training.metrics import Recorder, wandb_package
 from dcdm.training.optimizers import kept_bytes
 from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
 from dcdm.training.validation import MAIN, evaluate
@@ -194,6 +194,8 @@ def check_start(config: RunConfig, folder: Path, world: World) -> None:
         raise ConfigError(
             f"--micro-batch {micro} must lie between 1 and {batch // world.size}, a process's share of --batch-size"
         )
+    if config.wandb:
+        wandb_package()
     is_new = _stored_settings(folder) is None  # a run that is resumed has all weights in its checkpoint
     if config.init is not None and is_new and not folder_of(config.init).is_dir():
         raise ConfigError(
