@@ -295,6 +295,31 @@ def test_json_holds_every_setting_and_count(place, capsys):
     assert list(found["corpora"]) == ["pubmed"]
 
 
+def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place):
+    corpora = [read_corpus(str(place / "mine.txt"), ReadingSettings())]
+    sampling = EstimatorSettings(samples=1, commits=("steps:2", "chunk", "position"))
+    models = [str(place / "bdlm"), str(place / "ar")]
+    result = evaluate(models, corpora, ("auto", "trajectory"), sampling, WindowSettings(limit=2))
+    forwards = {(row.model, row.estimator): row.forwards for row in result.rows}
+    named = ("bdlm", "bdlm, steps:2", "bdlm, position")
+    assert [*result.models] == [*named, "ar"]
+    assert [key for key in forwards if key[0] != "ar"] == [
+        ("bdlm", "bound"),
+        *((one, "trajectory") for one in named),
+    ]
+    model, tokenizer = dcdm.load(place / "bdlm")
+    windows = CorpusWindows(
+        tokenise(corpora[0], tokenizer), tokenizer, model.config.context_length, WindowSettings(limit=2)
+    )
+    for name, commit in zip(named, ("chunk", "steps:2", "position"), strict=True):
+        row = next(row for row in result.rows if (row.model, row.estimator) == (name, "trajectory"))
+        (batch,) = windows.batches(16)
+        alone = dcdm.score(model, batch.tokens, "trajectory", commit=commit, prompt=batch.prompt, index=batch.index)
+        assert row.forwards == int(alone.forwards.sum())
+        assert row.nats_per_token == pytest.approx(float(alone.nats.sum() / alone.tokens.sum()))
+    assert forwards["bdlm", "trajectory"] < forwards["bdlm, steps:2", "trajectory"]
+
+
 def test_the_table_names_the_split_of_the_standard_library(place, capsys):
     main(["eval", "ppl", str(place / "ar"), "--data", "stdlib", str(place / "mine.txt"), *COMMON])
     shown = capsys.readouterr().out
@@ -309,6 +334,8 @@ def test_the_table_names_the_split_of_the_standard_library(place, capsys):
         (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate fits none of the models"),
         (["--data", "mine.txt", "--estimator", "elbo"], "unknown estimator"),
         (["--data", "mine.txt", "--stride", "3"], "--windows sliding"),
+        (["--data", "mine.txt", "--commit", "steps:2"], "belongs to --estimator trajectory"),
+        (["--data", "mine.txt", "--estimator", "trajectory", "--commit", "steps:0"], "steps:0"),
         (["--data", "mine.txt", "--samples", "0"], "--samples 0"),
         (["--data", "mine.txt", "pubmed.jsonl", "--field", "body"], "--field"),
         (["--data", "shards", "--split", "train"], "another tokenizer"),

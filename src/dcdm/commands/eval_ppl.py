@@ -35,6 +35,7 @@ def ppl(
     data: Annotated[list[str], tyro.conf.arg(metavar="[NAME=]SOURCE...")],
     estimator: tuple[str, ...] = ("auto",),
     samples: int | Literal["all"] = 16,
+    commit: tuple[str, ...] = ("chunk",),
     lanes: str = "",
     seed: int = 0,
     windows: Literal["disjoint", "sliding"] = "disjoint",
@@ -68,6 +69,8 @@ def ppl(
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
             drafted.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them; paces for drafted.
+        commit: For trajectory of models with masks: decoders as in dcdm sample, each a line of the table (chunk:
+            one forward per chunk; steps:2, dilated:4, …).
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
             that each was trained with).
         seed: Seed of the draws.
@@ -98,7 +101,7 @@ def ppl(
 
     at_least_one(report_windows=report_windows)
     folders_exist(csv=csv, markdown=markdown)
-    sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes))
+    sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
     if report is not None:

@@ -18,6 +18,7 @@ import torch
 
 from dcdm.config import ConfigError, ModelConfig, lanes_in_words
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.config import DecodingConfig
 from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
 from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
@@ -42,6 +43,8 @@ class EstimatorSettings:
     batch_size: int = 16
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score models with that write in lanes; none means each model's own list."""
+    commits: tuple[str, ...] = ("chunk",)
+    """Decoders of `trajectory` for models that can fill a chunk in several forwards."""
 
     def __post_init__(self) -> None:
         if min(self.lanes, default=1) < 1:
@@ -114,6 +117,7 @@ def measure_perplexity(
     world: World,
     advance: Advance = lambda done, total: None,
     lanes: int | None = None,
+    commit: str = "chunk",
 ) -> Tally:
     """Score the windows, this process its share of them, and gather all of it on every process."""
     total, mine = len(windows.chosen[world.rank :: world.size]), Tally()
@@ -121,6 +125,7 @@ def measure_perplexity(
         scored = score(
             model, batch.tokens.to(world.device), estimator, sampling.samples, sampling.seed,
             prompt=batch.prompt.to(world.device), index=batch.index, batch_size=len(batch.tokens), lanes=lanes,
+            commit=commit,
         )  # fmt: skip
         mine.add(batch, scored, windows.corpus)
         advance(len(mine.rows), total)
@@ -243,9 +248,9 @@ def evaluate(
     for (name, source), path in zip(sources.items(), models, strict=True):
         say(f"{name}: loading")
         model = source.load(world.device, dtype)
-        variants = _lane_variants(name, source.config, sampling.lanes)
-        result.models |= {variant: _model_described(source, path) for variant in variants}
         fitting, unfit = chosen_estimators(source.config, estimators)
+        variants = _variants(name, source.config, fitting, sampling)
+        result.models |= {variant: _model_described(source, path) for variant in variants}
         for corpus in corpora:
             key = (corpus.name, source.tokenizer.fingerprint)
             if key not in tokens:
@@ -254,21 +259,37 @@ def evaluate(
             windows = CorpusWindows(
                 tokens[key], source.tokenizer, window.length or source.config.context_length, window
             )
-            for variant, lanes in variants.items():
-                for estimator in fitting:
+            for variant, (lanes, commit, wanted) in variants.items():
+                for estimator in wanted:
                     advance = say(f"{variant} on {corpus.name}, {estimator}")
-                    tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes)
+                    tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes, commit)
                     result.rows.append(tally.figures(variant, corpus, windows, estimator, sampling))
                 why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
-                result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
+                if commit == "chunk":
+                    result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
     return result
 
 
-def _lane_variants(name: str, config: ModelConfig, lanes: tuple[int, ...]) -> dict[str, int | None]:
-    """A line of the table for each number of lanes, or one for a model that does not write in lanes."""
-    if config.lanes is None:
-        return {name: None}
-    return {f"{name}, {lanes_in_words(number)}": number for number in lanes or config.lanes}
+Variant = tuple[int | None, str, list[Estimator]]
+"""Number of lanes, decoder of `trajectory`, and the estimators to measure with them."""
+
+
+def _variants(
+    name: str, config: ModelConfig, fitting: list[Estimator], sampling: EstimatorSettings
+) -> dict[str, Variant]:
+    """A line of the table for each number of lanes, for each decoder, or one for a model that has but one way."""
+    if config.lanes is not None:
+        numbers = sampling.lanes or config.lanes
+        return {f"{name}, {lanes_in_words(number)}": (number, "chunk", fitting) for number in numbers}
+    commits = sampling.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
+    here = [estimator for estimator in fitting if estimator != "trajectory" or "chunk" in commits]
+    one: dict[str, Variant] = {name: (None, "chunk", here)}
+    return one | {f"{name}, {commit}": (None, commit, ["trajectory"]) for commit in commits if commit != "chunk"}
+
+
+def fills_in_steps(config: ModelConfig) -> bool:
+    """Whether a chunk may take several forwards: with masks, not where the token on the left predicts."""
+    return config.kind != "ar" and not config.predicts_from_left
 
 
 def names_of(models: Sequence[str]) -> dict[str, str]:
@@ -293,8 +314,18 @@ def _check(
         for estimator in fitting:
             check_estimator(source.config, estimator, sampling.samples)
         unfit.append(set(others))
+        if fills_in_steps(source.config):
+            for commit in sampling.commits:
+                DecodingConfig(commit).resolve(source.config).check_likelihood()
         for corpus in corpora:
             check_tokenizer(corpus, source.tokenizer)
+    if sampling.commits != ("chunk",) and not (
+        "trajectory" in estimators and any(fills_in_steps(source.config) for source in sources.values())
+    ):
+        raise ConfigError(
+            f"--commit {' '.join(sampling.commits)} belongs to --estimator trajectory of models that fill a chunk "
+            "in several forwards (mdlm, bdlm, dcdm with masks); leave it out"
+        )
     if nowhere := sorted(set.intersection(*unfit)):
         kinds = ", ".join(sorted({source.config.kind.upper() for source in sources.values()}))
         fitting = sorted({name for source in sources.values() for name in estimators_of(source.config)})
