@@ -14,7 +14,16 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.reproduction import measuring, study, study_plots, verdicts
-from dcdm.reproduction.study import StudyRun, carry_out, collected, compare, read_study, summary
+from dcdm.reproduction.study import (
+    StudyClaim,
+    StudyRun,
+    carry_out,
+    check_claims,
+    collected,
+    compare,
+    read_study,
+    summary,
+)
 from dcdm.training.settings import made
 
 SMALL = {
@@ -328,7 +337,7 @@ def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tm
     asked, work = finished
     two = replace(asked, seeds=(0, 1))
     figures = json.loads((work / "ar-s0" / "figures.json").read_text())["figures"]
-    figures["valid"]["text"] = "another"
+    figures["valid"]["text"] = {"": "another"}
     (tmp_path / "ar-s1").mkdir()
     kept = {"measured_with": StudyRun(two, "ar", 1).measured_with(), "figures": figures}
     (tmp_path / "ar-s1" / "figures.json").write_text(json.dumps(kept))
@@ -336,6 +345,22 @@ def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tm
     out.write_text(json.dumps(summary(asked, collected(asked, work))))
     with pytest.raises(ConfigError, match="the seeds of ar were trained or measured on different texts"):
         collected(two, tmp_path, out)
+
+
+def test_a_variant_may_be_measured_on_some_of_the_texts_only(finished):
+    asked, work = finished
+    few = replace(asked, variants={**asked.variants, "ar": replace(asked.variants["ar"], corpora=())})
+    assert StudyRun(few, "ar", 0).measured_with() != StudyRun(asked, "ar", 0).measured_with()
+    figures = collected(asked, work)
+    figures["ar-s0"] = {name: part for name, part in figures["ar-s0"].items() if "other: " not in name}
+    del figures["ar-s0"]["valid"]["text"]["other"]
+    rows = {(row.variant, row.figure): row for row in compare(few, figures)}
+    assert ("ar", "other: valid") not in rows
+    assert rows["lanes", "1 lanes"].difference is not None  # on the text that both have
+    with pytest.raises(ConfigError, match="ar has no figure 'other: valid'"):
+        check_claims(replace(few, claims={"x": StudyClaim("", ("ar other: valid < ar",))}))
+    with pytest.raises(ConfigError, match=r"variants\.ar\.corpora: \['none'\]"):
+        replace(asked, variants={"ar": replace(asked.variants["ar"], corpora=("none",))})
 
 
 def test_a_run_whose_start_weights_were_made_anew_is_not_taken_for_new(finished, tmp_path):

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ def measure(
     valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
     at one pace drawn for each window; `surrogate` is not a bound; those of other texts begin with the text's name.
     The first figure also holds the valid ones while training, if there were any, what the frequencies of single
-    tokens in the training text would give, and a name of all the text.
+    tokens in the training text would give, and what names each text.
     """
     import torch
 
@@ -88,14 +88,16 @@ def measure(
         main[CURVE] = curve
     if model.config.kind == "dcdm":
         figures["valid"]["max_violation"] = balance_of(model, [held_out]).violation
-    read_on = [data.content_fingerprint, tokenizer.fingerprint, chosen.tolist(), config.window]
+    texts_read = {
+        "": digest([data.content_fingerprint, tokenizer.fingerprint, chosen.tolist(), config.window])[:16]
+    }
     for corpus, path in corpora.items():
         read_in = read_corpus(f"{corpus}={path}", ReadingSettings())
-        read_on.append(read_in.fingerprint)
+        texts_read[corpus] = read_in.fingerprint[:16]
         cut = CorpusWindows(tokenise(read_in, tokenizer), tokenizer, config.window, WindowSettings(limit=windows))
         text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
         figures |= {f"{corpus}: {name}": figure(text, asked[name]) for name in on_every_text(asked)}
-    main[TEXT] = digest(read_on)[:16]
+    main[TEXT] = texts_read
     return figures
 
 
@@ -127,9 +129,17 @@ def on_every_text(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [name for name, options in asked.items() if options["estimator"] not in ("trajectory", "drafted")]
 
 
-def text_of(figures: Mapping[str, Any]) -> str | None:
-    """What names the texts that a run was trained and measured on; None in results that are older than it."""
-    return next((figure[TEXT] for figure in figures.values() if TEXT in figure), None)
+def same_texts(runs: Collection[Mapping[str, Any]]) -> bool:
+    """Whether runs were trained and measured on the same texts, as far as their figures tell.
+
+    Old results tell nothing, and a text that only one was measured on does not matter.
+    """
+    told: dict[str, str] = {}
+    for figures in runs:
+        texts = next((figure[TEXT] for figure in figures.values() if TEXT in figure), {})
+        if any(told.setdefault(name, text) != text for name, text in texts.items()):
+            return False
+    return True
 
 
 def frequencies(data: PreparedData, text: WindowBatch) -> float:

@@ -39,7 +39,7 @@ from typing import Any
 from dcdm.config import ConfigError, DataError
 from dcdm.files import UnreadableFile, digest, read_json_object, read_yaml, stops_handled_by, write_whole
 from dcdm.reproduction.intervals import Interval, interval
-from dcdm.reproduction.measuring import asked_figures, on_every_text, routed, text_of
+from dcdm.reproduction.measuring import asked_figures, on_every_text, routed, same_texts
 
 BALANCE, STEP = "MaxVio", "step "
 """Figures of claims beside those that are measured: the balance of chunks, and the valid one while training."""
@@ -68,6 +68,8 @@ class StudyVariant:
     """What its steps take; None: what the study says."""
     seeds: tuple[int, ...] = ()
     """Of the study's seeds those that it runs with; by default all."""
+    corpora: tuple[str, ...] | None = None
+    """Of the study's other texts those that it is measured on; None: all."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Study:
             self.ancestors(name)
             if foreign := sorted(set(variant.seeds) - set(self.seeds)):
                 raise ConfigError(f"variants.{name}.seeds: {foreign} are not among the study's {list(self.seeds)}")
+            if strange := sorted(set(variant.corpora or ()) - set(self.corpora)):
+                raise ConfigError(f"variants.{name}.corpora: {strange} are not among the study's corpora")
             for init in self.ancestors(name):
                 if weightless := sorted(set(self.seeds_of(name)) - set(self.seeds_of(init))):
                     raise ConfigError(f"variants.{name}: its start weights, {init}, have no seeds {weightless}")
@@ -140,6 +144,11 @@ class Study:
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         return self.variants[name].seeds or self.seeds
+
+    def corpora_of(self, name: str) -> dict[str, str]:
+        """Name → file of the other texts that a variant is measured on."""
+        own = self.variants[name].corpora
+        return {text: path for text, path in self.corpora.items() if own is None or text in own}
 
     def minutes_of(self, name: str) -> float | None:
         own = self.variants[name].minutes
@@ -191,7 +200,7 @@ class StudyRun:
         variant, trained = self.study.variants[self.variant], self._trained_with()
         measured: list[Any] = [self.study.windows, self.study.samples, list(variant.lanes), list(variant.commits)]
         measured += [list(variant.drafts)] if variant.drafts else []
-        measured += [dict(self.study.corpora)] if self.study.corpora else []
+        measured += [corpora] if (corpora := self.study.corpora_of(self.variant)) else []
         return digest([trained, measured])[:16]
 
     def trained_with(self) -> str:
@@ -280,7 +289,10 @@ def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
             )
         return
     asked = asked_figures(config.model, about.lanes, about.commits, about.drafts)
-    names = [*asked, *(f"{corpus}: {name}" for corpus in study.corpora for name in on_every_text(asked))]
+    names = [
+        *asked,
+        *(f"{corpus}: {name}" for corpus in study.corpora_of(variant) for name in on_every_text(asked)),
+    ]
     names += [BALANCE] if config.model.kind == "dcdm" else []
     if figure not in names:
         raise ConfigError(f"{text!r}: {variant} has no figure {figure!r}; it has {', '.join(names)}")
@@ -323,8 +335,7 @@ def collected(study: Study, work: Path, results: Path | None = None) -> dict[str
     found = {} if results is None else stored_figures(study, results)
     found |= {run.name: part for run in study.runs() if (part := figures_of(run, work)) is not None}
     for name in study.variants:
-        texts = {text_of(found[run.name]) for run in study.runs() if run.variant == name and run.name in found}
-        if len(texts - {None}) > 1:
+        if not same_texts([found[run.name] for run in study.runs() if run.variant == name and run.name in found]):
             raise ConfigError(
                 f"{study.name}: the seeds of {name} were trained or measured on different texts (another file of "
                 "the same name, or another version of Python for stdlib); make them anew from one"
@@ -433,7 +444,7 @@ def _train_and_measure(
         return False
     write_whole(made_with, run.trained_with().encode())
     variant = run.study.variants[run.variant]
-    how = [variant.lanes, variant.commits, variant.drafts, dict(run.study.corpora)]
+    how = [variant.lanes, variant.commits, variant.drafts, run.study.corpora_of(run.variant)]
     measuring = json.dumps([place, run.study.windows, run.study.samples, *how, run.measured_with()])
     commands = (
         ["-m", "dcdm", "train", "--config", str(file), "--run", place, "--device", "cpu"],
@@ -485,9 +496,8 @@ def main_figure(study: Study, variant: str) -> str:
 
 
 def same_text(found: Mapping[tuple[str, int], dict[str, Any]], seed: int, *variants: str | None) -> bool:
-    """Whether runs were trained and measured on the same texts, as far as their figures tell."""
-    texts = {text_of(found[name, seed]) for name in variants if name is not None}
-    return len(texts - {None}) < 2
+    """Whether the variants' runs with a seed were trained and measured on the same texts."""
+    return same_texts([found[name, seed] for name in variants if name is not None])
 
 
 def compare(study: Study, figures: Mapping[str, dict[str, Any]]) -> list[Row]:
