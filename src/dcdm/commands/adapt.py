@@ -98,7 +98,7 @@ def adapt(
         window: Tokens of a training window; the model's context length stays what it is.
         steps: Optimizer steps.
         batch_size: Windows of one step.
-        learning_rate: Peak learning rate (default: 3e-4, with --lora 5e-4).
+        learning_rate: Peak learning rate (default: 3e-4, with --lora 2e-3).
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
         seed: Seed of the data order and the draws.
         evaluate_every: Steps between evaluations on the validation split (default: 100).
@@ -119,7 +119,7 @@ def adapt(
     found = find_model(place)
     numbers = None if lanes is None else whole_numbers("lanes", lanes)
     config = adapted(found.config, to, numbers, drafts, block_size, num_chunks, chunk_dim)
-    rate = (5e-4 if lora else 3e-4) if learning_rate is None else learning_rate
+    rate = (2e-3 if lora else 3e-4) if learning_rate is None else learning_rate
     changes: dict[str, Any] = {
         "model": config.to_dict(), "init": str(model), "data.tokenizer": str(found.tokenizer_folder),
         "data.window": window, **DEFAULTS, **memory(config, batch_size, window), "train.lora": lora or 0,
