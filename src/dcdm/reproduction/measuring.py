@@ -136,7 +136,7 @@ def same_texts(runs: Collection[Mapping[str, Any]]) -> bool:
     """
     told: dict[str, str] = {}
     for figures in runs:
-        texts = next((figure[TEXT] for figure in figures.values() if TEXT in figure), {})
+        texts: Mapping[str, str] = next((figure[TEXT] for figure in figures.values() if TEXT in figure), {})
         if any(told.setdefault(name, text) != text for name, text in texts.items()):
             return False
     return True
