@@ -318,6 +318,10 @@ def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place)
         assert row.forwards == int(alone.forwards.sum())
         assert row.nats_per_token == pytest.approx(float(alone.nats.sum() / alone.tokens.sum()))
     assert forwards["bdlm", "trajectory"] < forwards["bdlm, steps:2", "trajectory"]
+    only = EstimatorSettings(commits=("steps:2",))
+    assert [*evaluate(models[:1], corpora, ("trajectory",), only, WindowSettings(limit=1)).models] == [
+        "bdlm, steps:2"
+    ]
 
 
 def test_the_table_names_the_split_of_the_standard_library(place, capsys):

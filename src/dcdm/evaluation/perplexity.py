@@ -265,8 +265,7 @@ def evaluate(
                     tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes, commit)
                     result.rows.append(tally.figures(variant, corpus, windows, estimator, sampling))
                 why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
-                if commit == "chunk":
-                    result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
+                result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
     return result
 
 
@@ -283,7 +282,7 @@ def _variants(
         return {f"{name}, {lanes_in_words(number)}": (number, "chunk", fitting) for number in numbers}
     commits = sampling.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
     here = [estimator for estimator in fitting if estimator != "trajectory" or "chunk" in commits]
-    one: dict[str, Variant] = {name: (None, "chunk", here)}
+    one: dict[str, Variant] = {name: (None, "chunk", here)} if here else {}
     return one | {f"{name}, {commit}": (None, commit, ["trajectory"]) for commit in commits if commit != "chunk"}
 
 
