@@ -27,7 +27,7 @@ LEFT_OUT = {
     "torchrun": "needs several devices; `--dry-run` of the same training is shown beside it",
     "tensorboard": "does not return",
     "dcdm serve": "does not return",
-    "dcdm reproduce": "takes hours or needs readers' data; test_reproduction.py runs it at tiny scale",
+    "dcdm reproduce": "takes hours or needs readers' data; test_experiments.py runs it at tiny scale",
     "dcdm study": "takes hours; test_study.py runs a small one and reads those that are shipped",
     "curl": "needs a server",
     "python -m pytest": "a test of the suite",

@@ -114,13 +114,15 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
     assert "±" not in capsys.readouterr().out
 
     def generate(model, prompts, **_):
-        return type("Generation", (), {"completions": [byte_tokenizer().encode(text) for text in TEXTS]})
+        made = {"completions": [byte_tokenizer().encode(text) for text in TEXTS], "forwards": torch.tensor([3, 4])}
+        return type("Generation", (), made)
 
     monkeypatch.setattr("dcdm.decoding.engine.generate", generate)
     monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
     main(["eval", "quality", "run", "--num", "5", "--batch-size", "2", "--scorer", str(folder), "--json"])
     of_model = json.loads(capsys.readouterr().out)
     assert of_model["perplexity"] == pytest.approx(of_file["perplexity"])
+    assert (of_model["forwards"], "forwards" in of_file) == (3.5, False)
     main(["eval", "quality", "--texts", str(file), "--scorer", str(folder)])
     assert "generative perplexity" in capsys.readouterr().out
 

@@ -53,30 +53,32 @@ def quality(
         raise ConfigError("give either a model or --texts")
     judge = TextScorer.load(scorer, choose_device(device))
     if texts is not None:
-        wanted, settings = read_texts(texts), {}
+        wanted, settings, forwards = read_texts(texts), {}, None
     else:
         settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
         settings |= {} if lanes is None else {"lanes": lanes}
-        wanted = _generated(str(model), num, batch_size, device, dtype, settings)
+        wanted, forwards = _generated(str(model), num, batch_size, device, dtype, settings)
     result = measure_quality(wanted, judge, batch_size)
     if json:
         source = {"source": str(model or texts), "scorer": str(scorer)}
-        print_json(source | settings | result.to_dict())
+        print_json(source | settings | result.to_dict() | ({} if forwards is None else {"forwards": forwards}))
     else:
         _print(result)
+        print("" if forwards is None else f"{forwards:.1f} forwards per text\n", end="")
 
 
 def _generated(
     path: str, num: int, batch_size: int, device: Device, dtype: Dtype, settings: dict[str, Any]
-) -> list[str]:
-    """Texts from nothing but BOS."""
+) -> tuple[list[str], float]:
+    """Texts from nothing but BOS, and the forwards that one took on average."""
     from dcdm.decoding.engine import generate
 
     at_least_one(num=num, length=settings["max_new_tokens"])
     model, tokenizer = load_for(path, device, dtype)
     prompts = [[tokenizer.bos_id]] * num
     done = generate(model, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
-    return [tokenizer.decode(completion) for completion in done.completions]
+    texts = [tokenizer.decode(completion) for completion in done.completions]
+    return texts, float(done.forwards.double().mean())
 
 
 def _print(result: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -12,6 +13,8 @@ from dcdm.commands.options import JsonOption, folders_exist, print_json
 
 if TYPE_CHECKING:
     from dcdm.reproduction.intervals import Interval
+    from dcdm.reproduction.study import Study
+    from dcdm.reproduction.verdicts import Judged
 
 EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -41,7 +44,7 @@ def study(
         file: The study: variants, seeds and settings (docs/studies.md).
         work: Where runs and their figures are kept; the same folder resumes.
         jobs: Runs at a time, one thread each.
-        only: The variants to carry out now; by default all.
+        only: The variants to carry out now, and to draw; by default all.
         seeds: The seeds to carry out now; by default all of the study.
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON. Runs that the file has already, of the same settings,
@@ -51,42 +54,23 @@ def study(
         verdicts: Draw the comparisons of the study's claims with their intervals into this PNG or SVG.
     """
     from dcdm.config import ConfigError
-    from dcdm.files import write_whole
     from dcdm.likelihood.estimators import LABELS
-    from dcdm.reproduction.study import (
-        carry_out,
-        collected,
-        compare,
-        main_figure,
-        read_study,
-        stored_figures,
-        summary,
-    )
+    from dcdm.reproduction.study import compare, main_figure, read_study, summary
     from dcdm.reproduction.study_plots import draw_curves, draw_frontier
     from dcdm.reproduction.verdicts import draw, judge
     from dcdm.viewing.tables import Table
 
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} must be at least 1")
     folders_exist(out=out, plot=plot, curves=curves, verdicts=verdicts)
     for name, picture in (("plot", plot), ("curves", curves), ("verdicts", verdicts)):
         if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--{name} {picture}: a picture ends in .png, .svg or .pdf")
     asked = read_study(file)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    known = () if out is None else stored_figures(asked, out)
-    complete = report or carry_out(asked, work, jobs, say, only, seeds, known)
-    figures = collected(asked, work, out)
+    complete, figures = carry_on(asked, work, jobs, only, seeds, out, start=not report)
     rows = compare(asked, figures)
-    if out is not None:
-        write_whole(out, _as_text(summary(asked, figures)))
     if plot is not None:
-        draw_frontier(asked, rows, plot)
+        draw_frontier(asked, [row for row in rows if row.variant in (only or asked.variants)], plot)
     if curves is not None:
-        draw_curves(asked, figures, curves)
+        draw_curves(asked, figures, curves, only)
     judged = judge(asked, figures)
     if verdicts is not None:
         draw(asked, judged, verdicts)
@@ -107,22 +91,50 @@ def study(
         Table(columns, lines, ("variant", "figure", "is")).print()
         if judged:
             print()
-            compared = [
-                (claim.name if number == 0 else "", part.name, _interval(part.difference, "+"), part.verdict)
-                for claim in judged
-                for number, part in enumerate(claim.parts)
-            ]
-            Table(
-                ("claim", "holds if", "difference", "verdict"), compared, ("claim", "holds if", "verdict")
-            ).print()
-            print()
-            for claim in judged:
-                print(f"{claim.name} ({claim.says}): {claim.verdict}")
+            print_verdicts(judged)
     else:
-        say(f"no run of {asked.name} is finished in {work}")
+        _say(f"no run of {asked.name} is finished in {work}")
     if not complete:
-        say("unfinished: the same command resumes")
+        _say("unfinished: the same command resumes")
         sys.exit(1)
+
+
+def carry_on(
+    asked: Study, work: Path, jobs: int, only: Sequence[str], seeds: Sequence[int], out: Path | None,
+    start: bool = True,
+) -> tuple[bool, dict[str, dict[str, Any]]]:  # fmt: skip
+    """Make the runs that are missing; whether all are there now, and the figures of those that are."""
+    from dcdm.config import ConfigError
+    from dcdm.files import write_whole
+    from dcdm.reproduction.study import carry_out, collected, stored_figures, summary
+
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} must be at least 1")
+    known = () if out is None else stored_figures(asked, out)
+    complete = not start or carry_out(asked, work, jobs, _say, only, seeds, known)
+    figures = collected(asked, work, out)
+    if out is not None:
+        write_whole(out, _as_text(summary(asked, figures)))
+    return complete, figures
+
+
+def print_verdicts(judged: Sequence[Judged]) -> None:
+    """A table of the comparisons behind every claim."""
+    from dcdm.viewing.tables import Table
+
+    compared = [
+        (claim.name if number == 0 else "", part.name, _interval(part.difference, "+"), part.verdict)
+        for claim in judged
+        for number, part in enumerate(claim.parts)
+    ]
+    Table(("claim", "holds if", "difference", "verdict"), compared, ("claim", "holds if", "verdict")).print()
+    print()
+    for claim in judged:
+        print(f"{claim.name} ({claim.says}): {claim.verdict}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _interval(value: Interval | None, sign: str = "") -> str | None:

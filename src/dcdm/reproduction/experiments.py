@@ -1,6 +1,7 @@
-"""Every table and figure as a named experiment: what it shows, the runs it is made of, and the paper's own scale.
+"""Every table and figure of the paper as a named experiment: what it shows, and what decides it here and there.
 
-At CPU scale an experiment runs; at the paper's, `paper_commands` writes down what to start and what it costs.
+At CPU scale claims of a study (`studies/claims.yaml`) stand for it, and the study's runs are carried out; for the
+paper's own scale `paper_commands` writes down what to start and what it costs.
 """
 
 from __future__ import annotations
@@ -10,127 +11,103 @@ from dataclasses import dataclass
 
 from dcdm.config import ConfigError
 from dcdm.presets import preset
-from dcdm.reproduction.scale import Scale
-from dcdm.reproduction.variants import MAIN, RATED, RATES, TUNED, RunSpec, variants
+from dcdm.reproduction.study import Study, sides
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper, or one of ours. A run serves every experiment that names its variant."""
+    """A table or figure of the paper, or one of ours."""
 
     name: str
     shows: str
     paper: str
     """Where it stands in the paper."""
-    variants: tuple[str, ...]
+    claims: tuple[str, ...]
+    """Those of the study that it decides."""
     presets: tuple[str, ...]
     """What the paper's scale trains."""
+    variants: tuple[str, ...] = ()
+    """Of the study, beside those that the claims compare."""
 
 
-DIFFUSION = ("mdlm", "bdlm8", "paper", "strided-full", "causal-full")
-
-
-def experiments(scale: Scale) -> dict[str, Experiment]:
-    """Name → experiment, in the order of the paper."""
-    known = variants(scale)
-    sizes = tuple(name for name in known if name.rpartition("-")[2] in scale.sizes)
-    widths = tuple(name for name in known if name.startswith("paper-k"))
-    counts = tuple(name for name in known if name.startswith("strided-full-k"))
-    tuned = tuple(f"{name}-tuned" for name in TUNED)
-    table = (
+EXPERIMENTS = {
+    one.name: one
+    for one in (
         Experiment(
-            "loss-curves", "validation loss over training, every kind, ± one standard deviation over seeds",
-            "figure: training loss against steps",
-            ("ar", "mdlm", "bdlm8", "bdlm32", "paper", "causal", "causal-full", "strided-full"),
-            ("mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "dcdm-0.5b-k8-causal"),
+            "loss-curves", "loss of every kind, by valid bounds and by the number that the paper reports",
+            "figure: training loss against steps", ("loss", "surrogate", "number"),
+            ("mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "dcdm-0.5b-k8-causal"), ("ar", "paper-bell"),
         ),
         Experiment(
-            "downstream", "multiple choice of the trained models, GSM8K after fine-tuning, MATH without",
-            "table: downstream benchmarks", tuned,
+            "downstream", "multiple choice, GSM8K and MATH; at CPU scale accuracy is at chance, so nothing runs",
+            "table: downstream benchmarks", (),
             ("mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "dcdm-moe-0.8b", "mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8",
              "dcdm-moe-2.8b"),
         ),
         Experiment(
-            "adaptive", "answers of GSM8K, MATH and HumanEval decoded by AdaBlock, by fixed blocks and by DCDM",
-            "table: adaptive block partitioning", tuned,
-            ("mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8", "dcdm-moe-2.8b"),
+            "adaptive", "decoding by AdaBlock, by fixed blocks and by DCDM", "table: adaptive block partitioning",
+            ("adablock",), ("mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8", "dcdm-moe-2.8b"),
         ),
         Experiment(
-            "scaling", "loss at three model sizes, equal tokens",
-            "figure: parameters against accuracy", ("mdlm", "bdlm8", "paper", "strided-full", *sizes),
+            "scaling", "loss at several sizes, equal tokens", "figure: parameters against accuracy", ("sizes",),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8", "mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "mdlm-1.7b",
-             "bdlm-1.7b", "dcdm-1.7b-k8"),
+             "bdlm-1.7b", "dcdm-1.7b-k8"), ("mdlm", "bdlm", "paper"),
         ),
         Experiment(
-            "training-steps", "how early in training each kind reaches another's final loss",
-            "figure: training steps against accuracy", DIFFUSION, ("mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8"),
+            "training-steps", "the order of the kinds while training", "figure: training steps against accuracy",
+            ("early",), ("mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8"),
         ),
         Experiment(
-            "k-ablation", "K from 4 to 32, with h falling as in the paper and with h fixed; and strided chunks",
-            "table: number of clusters", ("paper", "strided-full", *widths, *counts),
+            "k-ablation", "K from 8 to 64; at CPU scale not run yet", "table: number of clusters", (),
             ("dcdm-0.5b-k8", "dcdm-0.5b-k16", "dcdm-0.5b-k32", "dcdm-0.5b-k64", "dcdm-0.5b-k8-h128",
              "dcdm-0.5b-k64-h128"),
         ),
         Experiment(
-            "point-vs-subspace", "h=1 against a subspace: loss, and MaxVio over time",
-            "figure: point against subspace", ("paper", "paper-point"), ("dcdm-0.1b-k8-point", "dcdm-0.1b-k8-h48"),
+            "point-vs-subspace", "h=1 against a subspace: loss and MaxVio", "figure: point against subspace",
+            ("subspace", "balance"), ("dcdm-0.1b-k8-point", "dcdm-0.1b-k8-h48"),
         ),
         Experiment(
-            "zero-shot", "held-out texts of other kinds",
-            "table: zero-shot perplexity",
-            ("ar", "mdlm", "bdlm8", "bdlm32", "paper", "causal", "causal-full", "strided-full"),
-            ("ar-0.1b", "mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
+            "zero-shot", "texts of other kinds", "table: zero-shot perplexity", ("zero-shot",),
+            ("ar-0.1b", "mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"), ("ar",),
         ),
         Experiment(
-            "moe", "a mixture of experts in place of every MLP, at equal active size",
-            "DCDM (MoE) rows", ("paper", "paper-moe", "strided-full", "strided-full-moe"),
-            ("dcdm-0.5b-k8", "dcdm-moe-0.8b", "dcdm-1.7b-k8", "dcdm-moe-2.8b"),
+            "moe", "a mixture of experts in place of every MLP, at equal active size", "DCDM (MoE) rows",
+            ("mixture",), ("dcdm-0.5b-k8", "dcdm-moe-0.8b", "dcdm-1.7b-k8", "dcdm-moe-2.8b"),
         ),
         Experiment(
-            "partitions", "contiguous, strided, random and routed chunks in one network; noise, priors, sizes, W_O",
-            "ours",
-            ("causal", "causal-full", "causal-strided", "causal-strided-full", "causal-full-growing", "contiguous",
-             "contiguous-full", "strided", "strided-full", "random", "random-full", "paper", "paper-wo",
-             "strided-full-wo", "bdlm32", "bdlm8", "mdlm", "ar"),
-            ("dcdm-0.1b-k8-causal",),
+            "partitions", "lanes, blocks, strided and routed chunks, against forwards", "ours",
+            ("lanes", "learned"), ("dcdm-0.1b-k8-causal",), ("mdlm", "ar"),
         ),
         Experiment(
-            "learning-rate", "a quarter, half and twice the learning rate: whether the order rests on it", "ours",
-            tuple(f"{name}{ending}" for name in RATED for ending in RATES),
+            "learning-rate", "three or four rates of each kind: how theirs was chosen", "ours", (),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
+            (*(f"{name}-rate-{rate}" for name in ("mdlm", "bdlm", "paper", "lanes", "ar") for rate in (2, 5, 10)),
+             "bdlm-rate-1", "paper-rate-20"),
         ),
-    )  # fmt: skip
-    return {one.name: one for one in table}
+    )
+}  # fmt: skip
+"""By name, in the order of the paper."""
+RATES = (0.5, 1.0, 2.0)
+"""Of the experiment on learning rates, as multiples."""
 
 
-def chosen_experiments(scale: Scale, names: list[str]) -> list[Experiment]:
+def chosen_experiments(names: Sequence[str]) -> list[Experiment]:
     """The experiments called so, or `all`."""
-    known = experiments(scale)
-    if unknown := sorted(set(names) - {*known, "all"}):
-        raise ConfigError(f"no experiment is called {', '.join(unknown)}; choose from {', '.join(known)}, or all")
-    return [one for one in known.values() if "all" in names or one.name in names]
+    if unknown := sorted({*names} - {*EXPERIMENTS, "all"}):
+        known = ", ".join(EXPERIMENTS)
+        raise ConfigError(f"no experiment is called {', '.join(unknown)}; choose from {known}, or all")
+    return [one for one in EXPERIMENTS.values() if "all" in names or one.name in names]
 
 
-def specs(scale: Scale, names: list[str], seeds: Sequence[int] = ()) -> list[RunSpec]:
-    """The runs of these experiments (or `all`), each once: main kinds seed by seed, then others, extras last.
-
-    `seeds`, where there are any, stand in for those that each variant has of its own.
-    """
-    table = variants(scale)
-    wanted = {variant for one in chosen_experiments(scale, names) for variant in one.variants}
-    wanted |= {parent for name in wanted if (parent := table[name].parent) is not None}
-    chosen = [one for one in table.values() if one.name in wanted]
-    first = [one for one in chosen if one.measures == MAIN]
-    rest = [one for one in chosen if one.measures != MAIN and not one.extra]
-    extras = [one for one in chosen if one.extra]
-    every = seeds or range(max(one.seeds for one in chosen))
-    return [
-        RunSpec(scale, one, seed)
-        for part in (first, rest, extras)
-        for seed in every
-        for one in part
-        if seeds or seed < one.seeds
+def variants_of(study: Study, experiment: Experiment) -> list[str]:
+    """The variants of the study that the experiment is made of."""
+    compared = [
+        variant
+        for claim in experiment.claims
+        for comparison in study.claims[claim].below
+        for variant, _ in sides(study, comparison)
     ]
+    return list(dict.fromkeys([*compared, *experiment.variants]))
 
 
 # --- the paper's scale --------------------------------------------------------------------------------------------
@@ -146,7 +123,7 @@ CORPORA = (
 
 def paper_commands(experiment: Experiment) -> str:
     """Everything to start the experiment at the paper's scale, and a bill; `--dry-run` of a command says more."""
-    rates = RATES.values() if experiment.name == "learning-rate" else (1.0,)
+    rates = RATES if experiment.name == "learning-rate" else (1.0,)
     steps = STEPS_ELSEWHERE.get(experiment.name, STEPS)
     jobs = [_job(name, rate, steps) for name in experiment.presets for rate in rates]
     lines = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +11,7 @@ from dcdm.reproduction.intervals import Interval
 from dcdm.reproduction.measuring import curve_of
 from dcdm.reproduction.study import Row, Study
 
-MARKERS = "sovD^P<X>*"
+MARKERS = "sovD^P<X>*hpd"
 
 
 def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
@@ -24,8 +24,8 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     lines: dict[str, list[tuple[float, Interval]]] = {}
     for row in rows:
         if row.forwards is not None and not any(row.figure.startswith(f"{name}: ") for name in study.corpora):
-            apart = "AdaBlock" if row.figure.startswith("adablock ") else row.figure.partition(", ")[2]
-            label = study.named(row.variant) + (f", {apart}" if apart else "")
+            decoder = _decoder(row.figure)
+            label = study.named(row.variant) + (f", {decoder}" if decoder else "")
             lines.setdefault(label, []).append((row.forwards, row.mean))
     for number, (label, points) in enumerate(lines.items()):
         points.sort(key=lambda point: point[0])
@@ -43,6 +43,13 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
+
+
+def _decoder(figure: str) -> str:
+    """What parts a line of the frontier from others of its variant: AdaBlock, dilated commits, drafts."""
+    if figure.startswith("adablock "):
+        return "AdaBlock"
+    return "dilated" if figure.startswith("dilated:") else figure.partition(", ")[2]
 
 
 def training_curve(study: Study, variant: str, figures: Mapping[str, dict[str, Any]]) -> list[tuple[float, float]]:
@@ -63,13 +70,15 @@ def training_curve(study: Study, variant: str, figures: Mapping[str, dict[str, A
     return [(before + unit * step, nll) for step, nll in complete.items()]
 
 
-def draw_curves(study: Study, figures: Mapping[str, dict[str, Any]], path: Path) -> None:
-    """The valid figure of held-out text while training, a line for each variant."""
+def draw_curves(
+    study: Study, figures: Mapping[str, dict[str, Any]], path: Path, only: Collection[str] = ()
+) -> None:
+    """The valid figure of held-out text while training, a line for each variant, or for those named."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     axes = figure.subplots()
-    for number, variant in enumerate(study.variants):
+    for number, variant in enumerate(name for name in study.variants if name in (only or study.variants)):
         if points := training_curve(study, variant, figures):
             axes.plot(
                 *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,

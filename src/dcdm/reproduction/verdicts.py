@@ -91,27 +91,38 @@ def _value(part: Mapping[str, Any], figure: str) -> float | None:
 
 
 def draw(study: Study, judged: Sequence[Judged], path: Path) -> None:
-    """All comparisons with their intervals, claim by claim, in the colour of their verdict."""
+    """All comparisons with their intervals below the claim they belong to, in the colour of their verdict."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    parts = [(claim, part) for claim in judged for part in claim.parts if part.difference is not None]
-    figure = Figure(figsize=(8.5, 1.2 + 0.27 * len(parts)), layout="constrained")
+    rows: list[Judged | Compared] = []
+    for claim in judged:
+        rows += [claim, *claim.parts]
+    figure = Figure(figsize=(8.5, 1.2 + 0.2 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for row, (_, part) in enumerate(parts):
-        assert part.difference is not None
-        axes.errorbar(
-            part.difference.mean, row, xerr=part.difference.half or 0.0, marker="o", markersize=4, capsize=3,
-            color=COLOURS[part.verdict],
-        )  # fmt: skip
-    for row in range(1, len(parts)):
-        if parts[row][0] is not parts[row - 1][0]:
-            axes.axhline(row - 0.5, color="0.85", linewidth=0.8)
     axes.axvline(0, color="0.4", linewidth=0.8)
-    axes.set_yticks(range(len(parts)), [f"{claim.name}: {part.name}" for claim, part in parts], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="difference in nats per token (of MaxVio where it says so); left of zero favours the claim")
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7.5)
+    for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
+        if isinstance(row, Judged):
+            axes.axhline(at - 0.5, color="0.85", linewidth=0.8)
+            label.set(color=COLOURS[row.verdict], weight="bold")
+        elif row.difference is not None:
+            axes.errorbar(
+                row.difference.mean, at, xerr=row.difference.half or 0.0, marker="o", markersize=4, capsize=3,
+                color=COLOURS[row.verdict],
+            )  # fmt: skip
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("symlog", linthresh=0.2)
+    ticks = (-2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7.5)
+    axes.minorticks_off()
+    axes.set_xlabel("left of zero favours the claim: nats per token, or MaxVio where it says so", fontsize=8)
     axes.set_title(f"{study.name}: 95 % intervals over paired seeds", fontsize=9, loc="left")
     handles = [Line2D([], [], marker="o", color=colour, label=verdict) for verdict, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=3)
     figure.savefig(path, dpi=110)
+
+
+def _label(row: Judged | Compared) -> str:
+    return f"{row.says}: {row.verdict}" if isinstance(row, Judged) else row.name.replace(" < ", "  −  ")

@@ -1,0 +1,120 @@
+"""The paper's experiments as parts of a study, and what `dcdm reproduce` says and does."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import corpora
+from dcdm.cli import main
+from dcdm.commands.reproduce import details
+from dcdm.config import ConfigError
+from dcdm.reproduction.experiments import EXPERIMENTS, chosen_experiments, variants_of
+from dcdm.reproduction.study import Study, read_study
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def claims() -> Study:
+    return read_study(ROOT / "studies/claims.yaml")
+
+
+def test_every_claim_and_every_variant_of_the_study_belongs_to_an_experiment(claims: Study) -> None:
+    decided = [claim for one in EXPERIMENTS.values() for claim in one.claims]
+    assert sorted(decided) == sorted(claims.claims)
+    assert {name for one in EXPERIMENTS.values() for name in variants_of(claims, one)} == set(claims.variants)
+
+
+def test_every_comparison_has_three_seeds_at_least(claims: Study) -> None:
+    compared = {name for one in EXPERIMENTS.values() for name in variants_of(claims, one)}
+    rates = set(variants_of(claims, EXPERIMENTS["learning-rate"]))
+    assert min(len(claims.seeds_of(name)) for name in compared - rates) >= 3
+
+
+def test_a_rate_is_chosen_by_seeds_that_no_other_figure_uses(claims: Study) -> None:
+    rates = variants_of(claims, EXPERIMENTS["learning-rate"])
+    tuning = {seed for name in rates for seed in claims.seeds_of(name)}
+    assert not tuning & {seed for name in claims.variants if name not in rates for seed in claims.seeds_of(name)}
+
+
+def test_nothing_of_the_comparison_rests_on_noise_that_a_preset_chooses(claims: Study) -> None:
+    for name, variant in claims.variants.items():
+        preset, settings = variant.preset, variant.settings
+        exact = preset.startswith(("ar", "lanes")) or settings.get("model.predict") == "left"
+        assert exact or {"objective.t_shape", "objective.t_min"} & settings.keys(), name
+
+
+def test_the_paper_scale_spells_out_commands_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reproduce", "all", "--scale", "paper"])
+    shown = capsys.readouterr().out
+    assert shown.count("GPU-hours") == len(EXPERIMENTS)
+    assert "torchrun --standalone --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 " in shown
+    for rate in ("0.00015", "0.0006"):
+        assert shown.count(f"train.learning_rate={rate}\n") == 3
+
+
+def test_the_list_and_the_help_name_every_experiment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["reproduce", "--list"])
+    shown = capsys.readouterr().out
+    assert all(name in shown and f" {name}," in details() for name in EXPERIMENTS)
+
+
+def test_mistakes_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="no experiment is called figures"):
+        chosen_experiments(["figures"])
+    monkeypatch.chdir(tmp_path)
+    here = ["--study", str(ROOT / "studies/claims.yaml"), "--out", "claims.json"]
+    for words, message in (
+        ([], "name an experiment"),
+        (["moe"], "studies/claims.yaml: there is no such file"),
+        (["downstream", "--study", str(ROOT / "studies/claims.yaml")], "nothing of it runs at CPU scale"),
+        (
+            ["moe", "--study", str(ROOT / "studies/claims.yaml")],
+            "--out results/claims.json: results is not a folder",
+        ),
+        (["moe", *here], "corpora: data/wikitext2/test.txt"),
+        (["moe", "--jobs", "0", *here], "--jobs 0"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["reproduce", *words])
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_experiment_is_carried_out_judged_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a size of seconds: the same claims and variants, other sizes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(corpora.prose(300))
+    content = yaml.safe_load((ROOT / "studies/claims.yaml").read_text())
+    small = {"model.hidden_size": 16, "model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 8,
+             "model.intermediate_size": 32, "model.num_layers": 1, "model.context_length": 32}  # fmt: skip
+    content["settings"] |= {"train.steps": 2, "evaluate_every": 1, "data.sources": ["text.txt"], **small}
+    content |= {"seeds": [0, 1], "windows": 2, "samples": 1, "corpora": {"test": "text.txt"}}
+    for variant in content["variants"].values():
+        variant.pop("seeds", None)
+        variant.setdefault("settings", {}).update({"model.chunk_dim": 4} if "dcdm" in variant["preset"] else {})
+    content["variants"] = {name: content["variants"][name] for name in ("paper", "paper-point")}
+    content["variants"]["paper-point"]["settings"]["model.chunk_dim"] = 1
+    content["against"] = "paper"
+    content["claims"] = {name: content["claims"][name] for name in ("subspace", "balance")}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
+    command = ["reproduce", "point-vs-subspace", "--study", "small.yaml", "--out", "out.json", "--work", "work"]
+    main(command)
+    first = capsys.readouterr()
+    assert first.err.count(": done") == 4
+    assert first.out.count("decided") + first.out.count("confirmed") + first.out.count("contradicted") == 5
+    stored = (tmp_path / "out.json").read_bytes()
+    (tmp_path / "work").rename(tmp_path / "gone")
+    main(command)
+    again = capsys.readouterr()
+    assert (again.out, again.err) == (first.out, "")
+    assert (tmp_path / "out.json").read_bytes() == stored
