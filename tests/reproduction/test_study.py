@@ -489,4 +489,4 @@ def test_verdicts_are_printed_and_drawn(finished, tmp_path, capsys):
     assert table[0].split() == ["claim", "holds", "if", "difference", "verdict"]
     assert [line.split()[-1] for line in table[-4:-2]] == ["undecided", "undecided"]  # of one seed
     assert table[-1] == "price (lanes cost nothing): undecided"
-    assert "mdlm &lt; ar" in picture.read_text()
+    assert "mdlm  −  ar" in picture.read_text()

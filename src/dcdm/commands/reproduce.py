@@ -37,7 +37,7 @@ def reproduce(
     seeds: tuple[int, ...] = (),
     list: bool = False,
 ) -> None:
-    """Run the paper's experiments: every table and figure, by name, with a verdict on what it claims.
+    """Run the paper's experiments by name, with verdicts.
 
     At CPU scale an experiment is a part of one study, of which a run takes some minutes of a core. A finished run
     is never repeated; Ctrl-C saves and stops, the same command resumes.
