@@ -248,8 +248,12 @@ class Scorer:
             active = route.active & ~revealed  # none in a row that is full
 
             def nll_of(masked: Tensor, ids: Tensor = route.ids, shown: Tensor = revealed | active) -> Tensor:
-                z = tokens.masked_fill(masked | ~shown, mask_id)
-                return _scattered(model, model.denoise(z, ids), tokens, masked)
+                nll = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
+                rows = masked.any(dim=-1)  # the others are full, or had fewer sets to draw
+                if bool(rows.any()):
+                    z = tokens.masked_fill(masked | ~shown, mask_id)[rows]
+                    nll[rows] = _scattered(model, model.denoise(z, ids[rows]), tokens[rows], masked[rows])
+                return nll
 
             chunks += 1
             key = self.key.fold("chunk", chunks)
