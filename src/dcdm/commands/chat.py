@@ -119,7 +119,9 @@ class Conversation:
         from dcdm.serving.writing import Piece, Writer
 
         turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])
-        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
+        config = self.model.config
+        end = self.decoding.resolve(config).end_of(config, self.tokenizer.eos_id)
+        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=-1 if end is None else end)
         text: list[str] = []
 
         def say(piece: Piece | None) -> None:

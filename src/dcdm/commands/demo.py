@@ -58,12 +58,14 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
         model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
         eos_id=-1, drafts=drafts,
     )  # fmt: skip
+    found = score(model, original, "exact", prompt=given, lanes=lanes)
     order = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
     return Written(
         label=f"{order}, {drafts} tokens guessed ahead" if drafts else order,
         filling=filling_of(done, tokenizer),
         seconds=done.statistics.seconds,
-        nats=score(model, original, "exact", prompt=given, lanes=lanes).per_token,
+        nats=found.per_token,
+        exact=found.estimator == "exact",
     )
 
 

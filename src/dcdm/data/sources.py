@@ -25,8 +25,9 @@ _FOREIGN = frozenset({"site-packages", "__pycache__", "lib2to3"})
 STDLIB: dict[str, frozenset[str]] = {
     "stdlib": _FOREIGN | {"test", "tests", "idle_test"},
     "stdlib-code": _FOREIGN | {"encodings", "pydoc_data"},
+    "stdlib-library": _FOREIGN | {"test", "tests", "idle_test", "encodings", "pydoc_data"},
 }
-"""Names of the standard library's source → folders left out: its tests, or its tables and help texts."""
+"""Names of the standard library's source → folders left out: its tests, its tables and help texts, or both."""
 STDLIB_SHARE = 0.05
 NAMED = 10  # folders and kinds of files that a report names
 
@@ -93,8 +94,8 @@ def resolve(
 ) -> list[SourceFile]:
     """The files of `spec`, in order; all of them of `split` if one is named. `passed_over` counts what is not read.
 
-    `spec` is `stdlib` or `stdlib-code`, a file, a folder, a glob pattern, or a data set of the Hugging Face hub
-    (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
+    `spec` is `stdlib`, `stdlib-code` or `stdlib-library`, a file, a folder, a glob pattern, or a data set of the
+    Hugging Face hub (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
     """
     if spec in STDLIB:
         files = _stdlib(settings, spec)

@@ -104,6 +104,8 @@ class Text:
         """Why it ended: "eos", "length", "stop" or "cancelled"; empty while it is being written."""
         self.costs = dict.fromkeys(COSTS, 0)
         self.number = 0
+        self.filler: int | None = None
+        """What fills up lanes and blanks without being text, where the model writes whole lines."""
         self.lanes: list[int] = []
         """Of each position of the window at hand, where the model writes in lanes."""
         self._key = Key(self.seed).fold("generate")
@@ -112,7 +114,8 @@ class Text:
         """The next window: what begins it, and MASKs."""
         self.context = self.tokens
         if self.number:
-            self.context = [bos_id, *self.tokens[max(1, len(self.tokens) - self.overlap) :]]
+            before = self._text(self.tokens[1:])
+            self.context = [bos_id, *before[max(0, len(before) - self.overlap) :]]
             self.costs["reencoded"] += len(self.context)
         self.size = min(self.left, self.window - len(self.context))
         self.offset = len(self.tokens) - len(self.context)
@@ -127,13 +130,14 @@ class Text:
         """Take over what a window wrote."""
         start = len(self.context)
         new = line[start : start + self.size]
-        blanks = sum(a == mask_id != b for a, b in zip(self.context, line, strict=False))
+        void = (mask_id, self.filler)
+        blanks = sum(a == mask_id and b not in void for a, b in zip(self.context, line, strict=False))
         before = line[:start] if self.context is self.tokens else self.tokens  # the first window may have blanks
         self.tokens = before + new
         self.left -= self.size
         ends = self.eos_id is not None and self.eos_id in new
         kept = new.index(self.eos_id) + 1 if ends else self.size  # type: ignore[arg-type]
-        self.costs["new_tokens"] += blanks + sum(token != mask_id for token in new[:kept])
+        self.costs["new_tokens"] += blanks + sum(token not in void for token in new[:kept])
         if not self.finished:  # not cancelled
             if ends:
                 self.tokens = self.tokens[: len(self.tokens) - self.size + kept]
@@ -171,7 +175,11 @@ class Text:
             ids = ids[:-1]
         if self.finished == "cancelled" and mask_id in ids:
             ids = ids[: ids.index(mask_id)]
-        return ids
+        return self._text(ids)
+
+    def _text(self, ids: list[int]) -> list[int]:
+        """Of these tokens those that are text."""
+        return ids if self.filler is None else [token for token in ids if token != self.filler]
 
 
 class Revision(Text):
@@ -260,6 +268,9 @@ class Decoding:
 
     def add(self, text: Text) -> None:
         """A text that takes part from the next step on."""
+        whole = self.model.config.whole_lines
+        if whole is not None and (text.eos_id != whole.end or self.model.config.mask_id in text.prompt):
+            text.filler = whole.end
         self._new.append(text)
 
     @property

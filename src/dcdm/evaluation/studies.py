@@ -203,7 +203,7 @@ def described_study(name: str, source: ModelSource) -> Study:
 def _batches(source: ModelSource, tokens: Tokens, plan: ReportPlan, count: int) -> list[WindowBatch]:
     """Up to `count` of the windows that were measured, spread evenly over them."""
     limit = count if plan.window.limit is None else min(count, plan.window.limit)
-    length = plan.window.length or source.config.context_length
+    length = plan.window.length or source.config.text_length
     windows = CorpusWindows(tokens, source.tokenizer, length, replace(plan.window, limit=limit))
     return list(windows.batches(plan.batch_size))
 

@@ -68,7 +68,7 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
     if request.drafts is None and (request.best_of or 1) > (request.n or 1):
         decoding = replace(decoding, drafts=0)  # likelihoods decide, and drafts of several lanes have none
-    eos_id = served.eos_id(request.stop_at_eos is not False)
+    eos_id = served.eos_id(request.stop_at_eos is not False, decoding, request.response_format)
 
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
@@ -165,7 +165,7 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     new_tokens = served.check_lengths(ids, getattr(request, length), "messages", length)
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
-    eos_id = served.eos_id(request.stop_at_eos is not False)
+    eos_id = served.eos_id(request.stop_at_eos is not False, decoding, request.response_format)
 
     check_stops(request)
     guides = served.guides(request.response_format, ids, new_tokens, eos_id)

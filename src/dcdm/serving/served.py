@@ -80,9 +80,16 @@ class Served:
         except ConfigError as error:
             raise bad_request(str(error), FORMAT) from error
 
-    def eos_id(self, stop_at_eos: bool) -> int:
-        """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
-        return self.tokenizer.eos_id if stop_at_eos else -1
+    def eos_id(self, stop_at_eos: bool, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> int:
+        """The token that ends a text; −1, which is not a token, where texts continue behind an EOS.
+
+        A text that must match something ends where it does, also where an EOS ends a lane otherwise.
+        """
+        if not stop_at_eos:
+            return -1
+        eos_id = self.tokenizer.eos_id
+        guided = wanted is not None and wanted.expression() is not None
+        return eos_id if guided or decoding.end_of(self.model.config, eos_id) == eos_id else -1
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
@@ -182,7 +189,10 @@ class Served:
                 "commits": [_commit(name) for name in commits],
                 "caches": fitting_caches(config),
                 "default_commit": default_commit(config),
-                "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
+                "special_tokens": {
+                    str(self.tokenizer.bos_id): "BOS",
+                    str(self.tokenizer.eos_id): "" if self.model.config.whole_lines else "EOS",
+                },
                 "chat": self.tokenizer.chat_template is not None,
                 "examples": self.examples(),
                 "limits": {

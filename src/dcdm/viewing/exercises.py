@@ -61,10 +61,13 @@ SHORT_CLASS = Exercise(
 )
 FUNCTION = Exercise(
     "function",
-    "Complete a function",
+    "Complete a function, and write the next",
     'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
     "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
-    "    return [line.rstrip() for line in lines]\n⟧",
+    "    return [line.rstrip() for line in lines]\n\n\n"
+    'def write_lines(filename, lines, encoding="utf-8"):\n    """Write lines to a file."""\n'
+    '    with open(filename, "w", encoding=encoding) as file:\n        for line in lines:\n'
+    '            file.write(line)\n            file.write("\\n")\n    return len(lines)\n⟧',
 )
 SHORT_FUNCTION = Exercise(
     "function",
