@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 MISSING = "no browser: install chromium and chromium-driver (`make browser`) to run these"
@@ -32,7 +34,9 @@ PATIENCE = 60.0
 
 
 def dumped(page: Path, profile: Path, *flags: str) -> str:
-    """A page's elements after its scripts have run."""
+    """A page's elements after its scripts have run; without a browser the test is skipped."""
+    if CHROMIUM is None:
+        pytest.skip(MISSING)
     command = [str(CHROMIUM), *FLAGS, "--dump-dom", *flags, f"--user-data-dir={profile}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr[-2000:]
@@ -41,7 +45,10 @@ def dumped(page: Path, profile: Path, *flags: str) -> str:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Any]:
-    """A browser with a fresh profile."""
+    """A browser with a fresh profile; where there is none, the test is skipped."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(MISSING)
+    pytest.importorskip("selenium")
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

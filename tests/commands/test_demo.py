@@ -246,7 +246,6 @@ def test_a_browser_shows_fewer_blanks_with_every_forward_of_both_orders(finished
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 @pytest.mark.parametrize("still", [False, True])
 def test_the_page_opens_playing_unless_motion_is_not_wanted(finished, tmp_path, still):
-    pytest.importorskip("selenium")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         media = {"prefers-reduced-motion": "reduce" if still else "no-preference", "prefers-color-scheme": "dark"}

@@ -51,7 +51,6 @@ def address(server):
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    pytest.importorskip("selenium")
     with chromium(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import dcdm
-from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
+from browser import Page, artefacts, chromium
 from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
@@ -71,9 +71,6 @@ def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip(MISSING)
-    pytest.importorskip("selenium")
     with chromium(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
 

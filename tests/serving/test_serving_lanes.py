@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 import dcdm
 import tiny
 from browser import Page, artefacts, chromium
+from dcdm.config import WholeLines
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from live import NAME, events, live
 
@@ -139,7 +141,6 @@ def test_numbers_of_lanes_and_drafts_and_policies_that_do_not_fit_are_refused(se
 
 
 def test_the_playground_has_a_dial_for_lanes(server, tmp_path):
-    pytest.importorskip("selenium")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(server.url, prompt="ab", length="12", a_lanes="2", eos="0")
@@ -160,7 +161,6 @@ def test_the_playground_has_a_dial_for_lanes(server, tmp_path):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, dark):
-    pytest.importorskip("selenium")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(server.url, width=390, height=844, dark=dark, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
@@ -243,7 +243,6 @@ def test_a_stream_with_drafts_is_the_text_in_one_piece(drafting):
 
 
 def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):
-    pytest.importorskip("selenium")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
@@ -254,3 +253,44 @@ def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):
         assert f"24 tokens in {forwards} forwards" in page.text("status")
         assert page.complaints() == []
         assert "--drafts 2" in page.text("code")
+
+
+@pytest.fixture(scope="module")
+def lines():
+    tokenizer = byte_tokenizer()
+    whole = WholeLines(tokenizer.line_breaks(), tokenizer.eos_id)
+    size = tokenizer.vocab_size - 3
+    network = tiny.model("mdlm", size, kind="lanes", lanes=(1, 2), whole_lines=whole, drafts=2, scale=1.0).float()
+    with torch.no_grad():
+        network.embed_tokens.weight[tokenizer.eos_id] *= 120  # EOS is likely everywhere
+    with live(model=(network, tokenizer), timeout_seconds=60) as server:
+        yield server
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_what_fills_up_lanes_of_whole_lines_is_neither_told_nor_counted(lines, drafts):
+    body = {"model": NAME, "prompt": "ab", "max_tokens": 24, "seed": 0, "lanes": 2, "drafts": drafts}
+    done = lines.post("/v1/completions", body)
+    assert done.status_code == 200, done.text
+    alike = expected(lines, "ab", max_new_tokens=24, lanes=2, drafts=drafts)
+    assert alike.filler == byte_tokenizer().eos_id
+    assert alike.filler in alike.tokens[0]
+    (choice,) = done.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (alike.texts[0], "length")
+    written = done.json()["usage"]["completion_tokens"]
+    assert written == int(alike.statistics.new_tokens) == len(alike.completions[0]) < 24
+    stream = lines.post("/v1/completions", body | {"stream": True}).text.splitlines()
+    sent = [json.loads(line.removeprefix("data: ")) for line in stream if line.startswith("data: {")]
+    assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == choice["text"]
+
+
+def test_the_playground_shows_nothing_where_a_lane_is_only_filled_up(lines, tmp_path):
+    assert lines.get("/v1/models").json()["data"][0]["dcdm"]["special_tokens"][str(byte_tokenizer().eos_id)] == ""
+    with chromium(tmp_path / "profile") as driver:
+        page = Page(driver, artefacts(tmp_path / "pictures"))
+        page.open(lines.url, prompt="ab", length="24", a_lanes="2", a_drafts="0")
+        page.generate()
+        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+        assert page.complaints() == []
+        assert "EOS" not in page.js("document.querySelector('main').innerText")
+        assert f"#{byte_tokenizer().eos_id}" not in page.js("document.querySelector('main').innerText")

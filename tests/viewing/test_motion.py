@@ -31,6 +31,14 @@ ONE = Filling(TWO.tokens, [0, 0, 0, 1, 2, 3], [[3], [4], [5]], [0, 0, 0, 1, 1, 1
 TEXTS = [Written("2 lanes", TWO, 0.1, 1.5), Written("AR’s order", ONE, 0.2)]
 
 
+def test_what_only_fills_up_a_lane_is_neither_shown_nor_counted():
+    filled = Filling(["<|bos|>", "a", "", "b"], [0, 1, 2, 1], [[1, 3], [2]], [0, 1, 1, 2])
+    assert [cell.text for cell in cells(filled.tokens, filled.came)] == ["a", "b"]
+    assert filling_text(filled, 2, coloured=False).plain == "ab"
+    bound = Written("2 lanes", filled, 0.1, 1.5, exact=False).sentence
+    assert bound == "2 tokens in 2 forwards, 0.10 s; −log p of the original: at most 1.50 nats per token"
+
+
 def test_tokens_stand_where_they_stand_in_the_text():
     assert "".join(cell.text for cell in cells(TWO.tokens, TWO.came)) == "a<b:  x = &↵"
     places = {cell.position: (cell.line, cell.column) for cell in cells(TWO.tokens, TWO.came)}
@@ -66,7 +74,6 @@ def test_the_picture_shows_every_token_with_its_forward_on_the_colour_of_its_lan
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 @pytest.mark.parametrize("still", [False, True])
 def test_a_browser_moves_it_unless_motion_is_not_wanted(tmp_path, still):
-    pytest.importorskip("selenium")
     (tmp_path / "text.svg").write_text(moving_picture(TEXTS), encoding="utf-8")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))

@@ -282,7 +282,6 @@ def test_a_text_in_lanes_is_drawn_at_three_moments(new, tmp_path):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 def test_a_replay_of_lanes_on_a_phone_in_the_dark(tmp_path):
-    pytest.importorskip("selenium")
     found = filling("def f(", 60, 4)
     (tmp_path / "replay.html").write_text(replay_page(found, "A text", "<b>four</b> lanes"), encoding="utf-8")
     (tmp_path / "chunks.html").write_text(chunks_page(seen()), encoding="utf-8")

@@ -35,7 +35,7 @@ EXPERIMENTS = {
     for one in (
         Experiment(
             "loss-curves", "loss of every kind, by valid bounds and by the number that the paper reports",
-            "figure: training loss against steps", ("loss", "surrogate", "number"),
+            "figure: training loss against steps", ("loss", "blocks", "surrogate", "number"),
             ("mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "dcdm-0.5b-k8-causal"), ("ar", "paper-bell"),
         ),
         Experiment(
@@ -58,7 +58,7 @@ EXPERIMENTS = {
             ("early",), ("mdlm-1.7b", "bdlm-1.7b", "dcdm-1.7b-k8"),
         ),
         Experiment(
-            "k-ablation", "K from 8 to 64; at CPU scale not run yet", "table: number of clusters", (),
+            "k-ablation", "the number of chunks K, at equal parameters", "table: number of clusters", ("chunks",),
             ("dcdm-0.5b-k8", "dcdm-0.5b-k16", "dcdm-0.5b-k32", "dcdm-0.5b-k64", "dcdm-0.5b-k8-h128",
              "dcdm-0.5b-k64-h128"),
         ),
@@ -76,13 +76,13 @@ EXPERIMENTS = {
         ),
         Experiment(
             "partitions", "lanes, blocks, strided and routed chunks, against forwards", "ours",
-            ("lanes", "learned"), ("dcdm-0.1b-k8-causal",), ("mdlm", "ar"),
+            ("lanes", "learned"), ("dcdm-0.1b-k8-causal",), ("mdlm", "ar", "causal"),
         ),
         Experiment(
             "learning-rate", "three or four rates of each kind: how theirs was chosen", "ours", (),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
             (*(f"{name}-rate-{rate}" for name in ("mdlm", "bdlm", "paper", "lanes", "ar") for rate in (2, 5, 10)),
-             "bdlm-rate-1", "paper-rate-20"),
+             "bdlm-rate-1", "paper-rate-20", "paper-rate-40"),
         ),
     )
 }  # fmt: skip
