@@ -17,6 +17,7 @@ from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion.lines import (
     EXACT,
     LINE_LENGTH,
+    kept_of,
     lane_sizes,
     lay_out_rows,
     lay_out_texts,
@@ -172,6 +173,32 @@ def test_an_eos_ends_a_lane_and_not_the_text_and_is_dropped_from_it():
     assert alone == lanes.completions
     one = dcdm.generate(made, prompts * 8, max_new_tokens=24, lanes=1, eos_id=END)
     assert "eos" in one.finished
+
+
+def test_a_line_that_had_no_room_is_dropped_unless_the_next_lane_goes_on_with_it():
+    assert kept_of([5, BREAK, 6, 7], BREAK, WHOLE) == 1
+    assert kept_of([5, BREAK, 6, 7], None, WHOLE) == 1
+    assert kept_of([5, BREAK, 6, 7], 8, WHOLE) == 4, "a long line, cut"
+    assert kept_of([BREAK, 6, 7], BREAK, WHOLE) == 3, "one line, cut"
+    assert kept_of([5, END, 6], BREAK, WHOLE) == 1, "nothing behind the end is text"
+    assert kept_of([5, BREAK, END], BREAK, WHOLE) == 2
+
+
+def test_texts_of_several_lanes_are_whole_lines():
+    made = model(scale=2.0)
+    with torch.no_grad():  # lines are short
+        made.embed_tokens.weight[BREAK] *= 12
+    found = dcdm.generate(made, [[5, 6]] * 6, max_new_tokens=32, lanes=4, eos_id=END, index=range(6))
+    dropped = 0
+    for row, completion in enumerate(found.completions):
+        canvas = found.tokens[row, 3:].tolist()
+        lanes = [canvas[at : at + 8] for at in range(0, 32, 8)]
+        assert completion == [token for lane in lanes for token in lane if token != END]
+        dropped += sum(lane[-1] == END for lane in lanes)
+        for lane in lanes:
+            assert END not in lane or set(lane[lane.index(END) :]) == {END}
+    assert dropped > 6
+    assert found.statistics.new_tokens.tolist() == [len(one) for one in found.completions]
 
 
 def test_later_windows_and_blanks_read_no_fillers():

@@ -267,6 +267,25 @@ def lines():
         yield server
 
 
+@pytest.mark.parametrize("likely", ["\n", "\n\n", "<|eos|>"])
+def test_a_stream_of_whole_lines_tells_no_line_that_is_dropped(likely):
+    tokenizer = byte_tokenizer()
+    whole = WholeLines(tokenizer.line_breaks(), tokenizer.eos_id)
+    network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), whole_lines=whole, scale=1.0).float()
+    with torch.no_grad():
+        network.embed_tokens.weight[10 if "\n" in likely else tokenizer.eos_id] *= 60 * len(likely)
+    with live(model=(network, tokenizer), timeout_seconds=60) as server:
+        for seed in range(4):
+            body = {"prompt": "ab", "max_tokens": 40, "seed": seed, "lanes": 4, "stream": True}
+            served = server.app.state.served
+            alike = dcdm.generate(
+                served.model, ["ab"], tokenizer=tokenizer, seed=seed, max_new_tokens=40, lanes=4, index=[0]
+            )
+            stream = server.post("/v1/completions", body).text.splitlines()
+            sent = [json.loads(line.removeprefix("data: ")) for line in stream if line.startswith("data: {")]
+            assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == alike.texts[0]
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_what_fills_up_lanes_of_whole_lines_is_neither_told_nor_counted(lines, drafts):
     body = {"model": NAME, "prompt": "ab", "max_tokens": 24, "seed": 0, "lanes": 2, "drafts": drafts}

@@ -120,8 +120,9 @@ class Conversation:
 
         turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])
         config = self.model.config
-        end = self.decoding.resolve(config).end_of(config, self.tokenizer.eos_id)
-        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=-1 if end is None else end)
+        whole = config.whole_lines if config.fills_up(self.decoding.resolve(config).lanes) else None
+        eos_id = self.tokenizer.eos_id if whole is None else -1
+        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=eos_id, whole=whole)
         text: list[str] = []
 
         def say(piece: Piece | None) -> None:

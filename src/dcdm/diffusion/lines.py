@@ -94,6 +94,19 @@ def packed(text: Sequence[int], sizes: Sequence[int], whole: WholeLines) -> list
     return lanes
 
 
+def kept_of(lane: Sequence[int], follows: int | None, whole: WholeLines) -> int:
+    """How many tokens of a written lane are text: those before an EOS, and of a full lane all but a last line for
+    which there was no room. `follows` is the token behind the lane, None at the end of the text.
+
+    A full lane of one line is kept, and so is one that the next lane goes on with in the middle of a line.
+    """
+    if whole.end in lane:
+        return lane.index(whole.end)
+    if follows is not None and follows not in whole.breaks and follows != whole.end:
+        return len(lane)
+    return max((place for place in range(1, len(lane)) if lane[place] in whole.breaks), default=len(lane))
+
+
 def with_room(
     text: Sequence[int], free: Sequence[bool], draws: Sequence[float], end: int
 ) -> tuple[list[int], list[bool]]:

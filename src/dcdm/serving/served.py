@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, WholeLines
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
@@ -80,16 +80,16 @@ class Served:
         except ConfigError as error:
             raise bad_request(str(error), FORMAT) from error
 
-    def eos_id(self, stop_at_eos: bool, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> int:
-        """The token that ends a text; −1, which is not a token, where texts continue behind an EOS.
-
-        A text that must match something ends where it does, also where an EOS ends a lane otherwise.
-        """
-        if not stop_at_eos:
-            return -1
-        eos_id = self.tokenizer.eos_id
+    def whole_lines(self, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> WholeLines | None:
+        """How lanes end, where an EOS ends them: not in a text that must match something."""
         guided = wanted is not None and wanted.expression() is not None
-        return eos_id if guided or decoding.end_of(self.model.config, eos_id) == eos_id else -1
+        config = self.model.config
+        return config.whole_lines if config.fills_up(decoding.lanes) and not guided else None
+
+    def eos_id(self, stop_at_eos: bool, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> int:
+        """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
+        ends_lanes = self.whole_lines(decoding, wanted) is not None
+        return self.tokenizer.eos_id if stop_at_eos and not ends_lanes else -1
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""

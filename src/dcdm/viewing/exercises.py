@@ -44,6 +44,13 @@ class Exercise:
         """The text with blanks of as many tokens as stood there."""
         return "".join(f"[[{count}]]" if count else text for text, count in self.segments(tokenizer))
 
+    def request(self, tokenizer: Tokenizer) -> tuple[str, int]:
+        """The prompt, and how many tokens to write behind it: all, where nothing but the end is blanked out."""
+        segments = self.segments(tokenizer)
+        if len(segments) == 2 and segments[1][1]:
+            return segments[0][0], segments[1][1]
+        return self.prompt(tokenizer), 0
+
 
 CLASS = Exercise(
     "blanks",
