@@ -56,8 +56,8 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
     original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
     prompt, length = exercise.request(tokenizer)
     done = generate(
-        model, prompt, tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed, eos_id=-1,
-        drafts=drafts, max_new_tokens=length,
+        model, prompt, tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed, drafts=drafts,
+        max_new_tokens=length,
     )  # fmt: skip
     found = score(model, original, "exact", prompt=given, lanes=lanes)
     order = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
