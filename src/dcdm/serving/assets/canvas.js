@@ -61,7 +61,8 @@ export class Canvas extends TokenCells {
       if (masked && cell.lane && this.colours === "lane") look.push("lane", this.colour(cell));
       if (cell.lane && at && cell.step === at) look.push("lane-head");
       if (fresh && at && cell.step === at) look.push("fresh");
-      if (cell.void && at >= this.recording.steps.length) look.push("void");
+      const fills = cell.token !== null && this.recording.special[cell.token] === ""; // not text: the rest of a lane
+      if ((cell.void && at >= this.recording.steps.length) || (fills && !masked)) look.push("void");
       const seen = !masked && !cell.given;
       this.paint(position, look, { forward: seen ? cell.forward : "", chunk: seen ? cell.chunk : "" });
     });
