@@ -298,7 +298,8 @@ def _command(name: str, ends: Sequence[int]) -> str:
 
 
 def _preset_like(config: ModelConfig) -> str | None:
-    """The preset of this shape, whatever its vocabulary and its context."""
+    """The preset of this shape, whatever its vocabulary, its context and what its lanes hold."""
+    config = replace(config, whole_lines=None)
     same = {"vocab_size": config.vocab_size, "context_length": config.context_length}
     for name in presets():
         if replace(preset(name), **same) == config:  # type: ignore[arg-type]
