@@ -51,7 +51,7 @@ EXPERIMENTS = {
         Experiment(
             "scaling", "loss at several sizes, equal tokens", "figure: parameters against accuracy", ("sizes",),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8", "mdlm-0.5b", "bdlm-0.5b", "dcdm-0.5b-k8", "mdlm-1.7b",
-             "bdlm-1.7b", "dcdm-1.7b-k8"), ("mdlm", "bdlm", "paper"),
+             "bdlm-1.7b", "dcdm-1.7b-k8"), ("mdlm", "bdlm", "paper", "bdlm-wide", "paper-wide"),
         ),
         Experiment(
             "training-steps", "the order of the kinds while training", "figure: training steps against accuracy",
@@ -76,13 +76,13 @@ EXPERIMENTS = {
         ),
         Experiment(
             "partitions", "lanes, blocks, strided and routed chunks, against forwards", "ours",
-            ("lanes", "learned"), ("dcdm-0.1b-k8-causal",), ("mdlm", "ar", "causal"),
+            ("lanes", "learned"), ("dcdm-0.1b-k8-causal",), ("mdlm", "ar"),
         ),
         Experiment(
             "learning-rate", "three or four rates of each kind: how theirs was chosen", "ours", (),
             ("mdlm-0.1b", "bdlm-0.1b", "dcdm-0.1b-k8"),
             (*(f"{name}-rate-{rate}" for name in ("mdlm", "bdlm", "paper", "lanes", "ar") for rate in (2, 5, 10)),
-             "bdlm-rate-1", "paper-rate-20", "paper-rate-40"),
+             "bdlm-rate-1", "paper-rate-20"),
         ),
     )
 }  # fmt: skip
