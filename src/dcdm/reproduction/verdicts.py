@@ -117,7 +117,7 @@ def draw(study: Study, judged: Sequence[Judged], path: Path) -> None:
     ticks = (-2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7.5)
     axes.minorticks_off()
-    axes.set_xlabel("left of zero favours the claim: nats per token, or MaxVio where it says so", fontsize=8)
+    axes.set_xlabel("left of zero favours the claim: nats per token, or MaxVio", fontsize=8)
     axes.set_title(f"{study.name}: 95 % intervals over paired seeds", fontsize=9, loc="left")
     handles = [Line2D([], [], marker="o", color=colour, label=verdict) for verdict, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=3)
