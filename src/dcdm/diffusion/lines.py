@@ -98,7 +98,7 @@ def kept_of(lane: Sequence[int], follows: int | None, whole: WholeLines) -> int:
     """How many tokens of a written lane are text: those before an EOS, and of a full lane all but a last line for
     which there was no room. `follows` is the token behind the lane, None at the end of the text.
 
-    A full lane of one line is kept, and so is one that the next lane goes on with in the middle of a line.
+    A full lane of one line is kept, and so is one that the next lane continues in the middle of a line.
     """
     if whole.end in lane:
         return lane.index(whole.end)
