@@ -192,7 +192,7 @@ class Writer:
             return 0
         lengths = (size for stop in self.stops for size in range(1, len(stop)) if self._text.endswith(stop[:size]))
         line = len(self._text) - self._offsets[self._line_begins] if self._line_waits() else 0
-        return max(line, *lengths, 0, 0)
+        return max(line, *lengths, 0)
 
     def _line_waits(self) -> bool:
         """Whether the line that is being read may yet turn out to have had no room."""
