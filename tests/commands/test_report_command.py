@@ -7,6 +7,7 @@ import pytest
 
 from dcdm.cli import main
 from dcdm.training.run import run_training
+from dcdm.viewing.plots import Series, chart
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))
 SMALL = {
@@ -55,7 +56,7 @@ def test_one_run_gets_its_page_into_its_folder_and_a_table(runs, capsys):
     assert "6 of 6" in capsys.readouterr().out
 
 
-def test_a_torn_line_of_metrics_is_passed_over(runs, tmp_path, capsys):
+def test_a_torn_line_of_metrics_is_skipped(runs, tmp_path, capsys):
     folder = tmp_path / "torn"
     folder.mkdir()
     for name in ("settings.yaml", "timing.jsonl", "metrics.jsonl"):
@@ -71,3 +72,30 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert left.value.code == 2
     assert "settings.yaml" in capsys.readouterr().err
+
+
+# --- charts ------------------------------------------------------------------------------------------------------
+
+
+def test_charts_are_drawn_of_any_numbers_and_escape_names():
+    assert chart([Series("a")], "x", "y") == ""
+    for points in ([(1.0, 2.0)], [(0.0, 0.0), (1e6, 5.0)]):
+        drawn = chart([Series("a<b $1", points, markers=["o"] * len(points), errors=[0.1])], "x", "y")
+        assert drawn.count("a&lt;b $1") == 2  # in the legend, and for those who cannot see it
+
+
+def test_the_same_numbers_are_drawn_by_the_same_bytes_that_ask_for_nothing_from_outside():
+    series = [Series("a", [(1.0, 2.0), (2.0, 3.0)], dash="--", markers=["o", "s"], errors=[0.1, None])]
+    first, second = (chart(series, "x", "y") for _ in range(2))
+    assert first == second
+    assert not re.search(r"https?:|url\((?!#)|<metadata|<style|font-family", first)
+    assert "fill: #000000" not in first  # text has the page's colour, on light and on dark ground
+
+
+def test_small_numbers_are_shortened_in_coordinates_but_neither_in_labels_nor_in_what_is_read_aloud():
+    drawn = chart([Series("lr-0.0003", [(0.0, 0.0001), (1.0, 0.0003)], dash="-")], "step", "rate")
+    seen = re.findall(r">([^<>]+)</text>", drawn)
+    assert {"lr-0.0003", "0.000300"} <= set(seen)
+    assert len(set(seen)) == len(seen)
+    assert 'aria-label="rate: lr-0.0003 from 0.0001 to 0.0003"' in drawn
+    assert not re.search(r"\.\d{3}", "".join(re.findall(r"<(?!svg)[^>]*>", drawn)))

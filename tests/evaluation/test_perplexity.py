@@ -245,14 +245,7 @@ COMMON = ["--samples", "2", "--limit", "3", "--device", "cpu"]
 def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
     models = [str(place / kind) for kind in ("ar", "paper", "bdlm")]
     data = ["--data", str(place / "pubmed.jsonl"), f"ptb={place / 'mine.txt'}", str(place / "mine.txt")]
-    files = [
-        "--csv",
-        str(tmp_path / "t.csv"),
-        "--markdown",
-        str(tmp_path / "t.md"),
-        "--report",
-        str(tmp_path / "r"),
-    ]
+    files = ["--csv", str(tmp_path / "t.csv"), "--markdown", str(tmp_path / "t.md")]
     main(["eval", "ppl", *models, *data, "--estimator", "auto", "surrogate", "trajectory", *COMMON, *files])
     shown = capsys.readouterr()
     assert "bdlm on ptb, bound: 3 of 3 windows" in shown.err
@@ -273,9 +266,8 @@ def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
     notes = [row["note"] for row in table if row["note"]]
     assert sum("does not fit" in note for note in notes) == 6
     assert "no data" not in notes
-    stored = json.loads((tmp_path / "r" / "perplexity.json").read_text())
-    assert len(stored["results"]) == 3 * 7
-    assert float(table[0]["perplexity"]) == stored["results"][0]["perplexity"]
+    assert len(table) == 3 * 7 + 6
+    assert float(table[0]["perplexity"]) > 1
 
 
 def test_json_holds_every_setting_and_count(place, capsys):

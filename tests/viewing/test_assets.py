@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dcdm.serving.app import SHARED
-from dcdm.viewing.page import ASSETS, assemble
+from dcdm.viewing.page import ASSETS, page
 
 ROOTS = ("chunks", "report")  # what pages name; everything else comes with it
 
@@ -18,7 +18,7 @@ def script_of(page: str) -> str:
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_report_holds_every_module_once_without_imports_and_exports(root):
-    script = script_of(assemble("a page", "", {}, root))
+    script = script_of(page(root, "a page", {}, script=root, summary="", sections=""))
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
     names = re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", script, re.MULTILINE)
     assert {"make", "TokenCells", "data"} <= set(names)
@@ -27,7 +27,7 @@ def test_a_report_holds_every_module_once_without_imports_and_exports(root):
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_module_stands_behind_those_that_it_imports(root):
-    script = script_of(assemble("a page", "", {}, root))
+    script = script_of(page(root, "a page", {}, script=root, summary="", sections=""))
     order = ["const byId", "class TokenCells", "class ChunkText"]
     assert sorted(order, key=script.index) == order
     assert script.index("const data") < script.index("data.")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -14,15 +12,14 @@ from dcdm.commands.options import (
     DtypeOption,
     JsonOption,
     Progress,
-    at_least_one,
     folders_exist,
+    print_json,
     weights_dtype,
     whole_numbers,
 )
 
 if TYPE_CHECKING:
     from dcdm.evaluation.perplexity import Evaluation
-    from dcdm.evaluation.studies import ReportPlan
 
 EXAMPLES = (
     "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
@@ -54,8 +51,6 @@ def ppl(
     json: JsonOption = False,
     csv: Path | None = None,
     markdown: Path | None = None,
-    report: Path | None = None,
-    report_windows: int = 4,
 ) -> None:
     """Perplexity of models on corpora, in one table.
 
@@ -87,25 +82,16 @@ def ppl(
         max_bad: Unreadable lines or rows to leave out before giving up.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
-        report: Write a page into this folder, report.html, and the numbers of it as JSON: the table, curves of
-            training, decoders, calibration, balance, pictures of chunks, and all settings.
-        report_windows: Windows of the first corpus that the report decodes; calibration takes 16 times as many.
     """
-    given = dict(locals())
     from dcdm.distributed import init_distributed, shutdown
     from dcdm.evaluation.corpora import ReadingSettings, read_corpora
     from dcdm.evaluation.perplexity import EstimatorSettings, evaluate
-    from dcdm.evaluation.studies import ReportPlan
     from dcdm.evaluation.windows import WindowSettings
-    from dcdm.viewing.evaluation_report import make_folder
 
-    at_least_one(report_windows=report_windows)
     folders_exist(csv=csv, markdown=markdown)
     sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
     window = WindowSettings(windows, stride, separate, length, limit)
     corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
-    if report is not None:
-        make_folder(report)
     world = init_distributed(device)
     try:
         weights = weights_dtype(dtype, world.device)
@@ -115,45 +101,20 @@ def ppl(
                 world=world, dtype=weights, say=progress.start,
             )  # fmt: skip
         if world.is_main:
-            _publish(result, json, csv, markdown, report)
-        if world.is_main and report is not None:
-            plan = ReportPlan(
-                corpora[0], window, report_windows, seed, batch_size, world.device, weights, sampling.lanes
-            )
-            _draw(report, result, plan, given, world.size)
+            _publish(result, json, csv, markdown)
     finally:
         shutdown(world)
 
 
-def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | None, report: Path | None) -> None:
-    from json import dumps
-
+def _publish(result: Evaluation, json: bool, csv: Path | None, markdown: Path | None) -> None:
     from dcdm.files import write_whole
     from dcdm.viewing import tables
 
-    encoded = dumps(result.to_dict(), ensure_ascii=False)
     if json:
-        print(encoded, flush=True)
+        print_json(result.to_dict())
     else:
         tables.perplexity_table(result).print(caption=tables.LEGEND)
     if csv is not None:
         write_whole(csv, tables.to_csv(result).encode())
     if markdown is not None:
         write_whole(markdown, tables.to_markdown(result).encode())
-    if report is not None:
-        write_whole(report / "perplexity.json", encoded.encode())
-
-
-def _draw(folder: Path, result: Evaluation, plan: ReportPlan, given: dict[str, Any], processes: int) -> None:
-    """The page of a report, once the figures are safe."""
-    from dcdm.evaluation.provenance import Provenance, environment, spelled
-    from dcdm.viewing.evaluation_report import perplexity_page, study_and_view, study_record, write
-
-    with Progress("windows") as progress:
-        studies, views = study_and_view(given["models"], plan, progress.start)
-    settings = {**result.settings, "report_windows": plan.windows}
-    machine = environment(str(plan.device), processes)
-    repeat = Provenance(spelled("eval ppl", ppl, given), machine, settings, result.models, result.corpora)
-    data = {"repeat": asdict(repeat), "studies": [study_record(study, views[study.name]) for study in studies]}
-    place = write(folder, perplexity_page(result, studies, views, plan, repeat), data)
-    print(f"{place}: written; open it in a browser", file=sys.stderr)

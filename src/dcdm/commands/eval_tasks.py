@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, at_least_one, compute_on
+from dcdm.commands.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    at_least_one,
+    compute_on,
+    print_json,
+)
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +47,6 @@ def tasks(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
-    report: Path | None = None,
 ) -> None:
     """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
 
@@ -61,17 +67,11 @@ def tasks(
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
         items: Write this file anew: a JSON line per question, with the Monte-Carlo errors of its choices.
-        report: Write a page into this folder, report.html, and the figures as tasks.json.
     """
-    given = dict(locals())
     from dcdm.evaluation.tasks import ItemFile, choose
     from dcdm.viewing.tables import print_task
 
     at_least_one(limit=limit)
-    if report is not None:
-        from dcdm.viewing.evaluation_report import make_folder
-
-        make_folder(report)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
     questions = None if items is None else ItemFile(items)
@@ -90,47 +90,9 @@ def tasks(
             reports.append(_run(lm, one, limit, allow_code_execution, cache, questions))
             if not json:
                 print_task(reports[-1], first=len(reports) == 1)
-    import json as encoder
-
-    settings = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights} | _settings(lm)
-    encoded = encoder.dumps({"settings": settings, "tasks": reports}, ensure_ascii=False)
     if json:
-        print(encoded)
-    if report is not None:
-        _draw(report, encoded, settings, reports, str(lm.device), given)
-
-
-def _draw(
-    folder: Path, encoded: str, settings: dict[str, Any], reports: list[dict[str, Any]], device: str,
-    given: dict[str, Any],
-) -> None:  # fmt: skip
-    """The page of a report, beside its figures."""
-    from dcdm.evaluation.provenance import Provenance, environment, spelled
-    from dcdm.evaluation.studies import described_study
-    from dcdm.files import write_whole
-    from dcdm.io.load import find_model
-    from dcdm.viewing.evaluation_report import study_record, tasks_page, write
-
-    source = find_model(given["model"])
-    study = described_study(Path(given["model"]).name, source)
-    models = {study.name: {"kind": study.kind, "tokenizer": source.tokenizer.fingerprint, **source.identity()}}
-    data = {} if given["data_dir"] is None else {"files": _files(given["data_dir"], reports)}
-    repeat = Provenance(spelled("eval tasks", tasks, given), environment(device), settings, models, data)
-    write_whole(folder / "tasks.json", encoded.encode())
-    place = write(
-        folder, tasks_page(reports, study, repeat), {"repeat": asdict(repeat), "study": study_record(study)}
-    )
-    print(f"{place}: written; open it in a browser", file=sys.stderr)
-
-
-def _files(folder: Path, reports: list[dict[str, Any]]) -> dict[str, str]:
-    """SHA-256 of the local files of these benchmarks."""
-    from dcdm.evaluation.tasks import BENCHMARKS
-    from dcdm.files import file_digest
-
-    stems = tuple(BENCHMARKS[report["task"]].stem.lower() for report in reports)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name.lower().startswith(stems)]
-    return {path.name: file_digest(path) for path in files}
+        asked = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights}
+        print_json({"settings": asked | _settings(lm), "tasks": reports})
 
 
 def _shots(texts: tuple[str, ...]) -> dict[str, int]:

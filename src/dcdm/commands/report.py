@@ -27,7 +27,7 @@ def report(
         out: The page to write; by default report.html in the run's folder, for several runs in the current one.
     """
     from dcdm.files import write_whole
-    from dcdm.viewing.run_report import figures_table, read_runs, run_figures, runs_page
+    from dcdm.viewing.report import figures_table, read_runs, run_figures, runs_page
 
     logs = read_runs(runs)
     place = out or (Path(runs[0]) if len(runs) == 1 else Path()) / "report.html"

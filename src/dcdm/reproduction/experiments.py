@@ -193,7 +193,7 @@ def _evaluation(experiment: str, names: Sequence[str]) -> list[str]:
     if experiment in ("loss-curves", "training-steps", "point-vs-subspace"):
         return [f"tensorboard --logdir_spec {','.join(f'{name}:runs/{name}' for name in names)}"]
     if experiment in ("partitions", "learning-rate"):
-        return [f"dcdm eval ppl {runs} --data wikitext=wikitext.txt --estimator auto trajectory --report out"]
+        return [f"dcdm eval ppl {runs} --data wikitext=wikitext.txt --estimator auto trajectory"]
     asked = "math,gsm8k,humaneval" if experiment == "adaptive" else "all"
     lines = [f"dcdm eval tasks runs/{name} --tasks {asked} --data-dir TASKS" for name in names]
     if experiment == "adaptive":

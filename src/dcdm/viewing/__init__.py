@@ -1,4 +1,4 @@
 """What people look at, in terminals and pages.
 
-Parts: palette, page, tables, plots. What they show: chunks (with terminal), evaluation_report, demo_report.
+Parts: palette, page, tables, plots. What they show: chunks (with terminal), report, demo_report.
 """

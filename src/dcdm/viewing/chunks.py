@@ -31,7 +31,7 @@ from dcdm.keys import Key
 from dcdm.likelihood.estimators import forwards_along
 from dcdm.model.routing import lane_partition
 from dcdm.model.transformer import Model, Partition
-from dcdm.viewing.page import assemble, asset, escape
+from dcdm.viewing.page import escape, page
 from dcdm.viewing.palette import colour, ink
 
 LEVELS = tuple(number / 10 for number in range(11))
@@ -550,7 +550,7 @@ def _sign(letter: str) -> str:
 
 def chunks_page(view: ChunkView) -> str:
     """The view as one self-contained HTML file."""
-    return assemble(f"Chunks · {view.model}", asset("chunks.html"), page_data(view), "chunks")
+    return page("chunks", f"Chunks · {view.model}", page_data(view), script="chunks")
 
 
 def page_data(view: ChunkView) -> dict[str, Any]:
@@ -659,7 +659,7 @@ def as_filling(view: ChunkView) -> Filling:
 
 def replay_page(filling: Filling, title: str, sentence: str) -> str:
     """A text being filled in, forward by forward, as one self-contained HTML file."""
-    body = f"""<header><h1>{escape(title)}</h1><p class="quiet">{escape(sentence)}</p></header>
-<main class="sections"><section class="panel wide"><div id="replay"></div></section></main>
-"""
-    return assemble(title, body, {"fillings": {"replay": asdict(filling)}}, "report")
+    place = '<section class="panel wide"><div id="replay"></div></section>'
+    return page(
+        "report", title, {"fillings": {"replay": asdict(filling)}}, summary=escape(sentence), sections=place
+    )

@@ -6,12 +6,11 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from string import Template
 from typing import Any
 
 from dcdm.shipped import Card
 from dcdm.viewing.chunks import ChunkView, Written, as_filling, page_data
-from dcdm.viewing.page import assemble, asset, grid, many
+from dcdm.viewing.page import grid, many, page
 from dcdm.viewing.plots import Curve, line_plot
 
 CAUTION = (
@@ -87,7 +86,10 @@ def with_error(value: tuple[float, float], sign: bool = False) -> str:
 def demo_page(report: DemoReport) -> str:
     """The report as one self-contained HTML file."""
     names = [f"written-{number}" for number in range(1, len(report.written) + 1)]
-    body = Template(asset("demo.html")).substitute(
+    return page(
+        "demo",
+        "DCDM demo",
+        _data(report, names),
         models="".join(f"<li><b>{html.escape(c.name)}</b>: {html.escape(c.sentence)}</li>" for c in report.cards),
         written="".join(
             _exercise(name, about, texts)
@@ -105,7 +107,6 @@ def demo_page(report: DemoReport) -> str:
         curves=line_plot(report.curves, across="step", up="nats per byte"),
         commands="".join(_command(example) for example in report.commands),
     )
-    return assemble("DCDM demo", body, _data(report, names), "report")
 
 
 def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:

@@ -1,7 +1,8 @@
 """Self-contained pages: one file, nothing from outside, to be opened from a disk or sent by mail.
 
-A page is a body, its data as JSON, and pieces of style and script from `assets/`. Scripts there are modules, which
-the server's page loads as such; here all that a page needs are joined to one script.
+Every page is `assets/page.html` around a body, NAME.html, its data as JSON, and pieces of style and script from
+`assets/`. Scripts there are modules, which the server's page loads as such; here all that a page needs are joined to
+one script.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from dcdm.viewing import palette
 
 ASSETS = files("dcdm.viewing") / "assets"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def asset(name: str) -> str:
@@ -24,43 +25,26 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def assemble(title: str, body: str, data: Any, piece: str) -> str:
-    """The page. `body` is trusted HTML; whatever is not goes into `data`, which scripts show as text.
+def page(name: str, title: str, data: Any = None, *, script: str = "report", **parts: Any) -> str:
+    """The page whose body is NAME.html, filled with `parts`, which are trusted HTML.
 
-    `piece` names the page's own script and style in `assets/`, NAME.js and NAME.css; what the script imports comes
-    with it, and so do the styles of the same names.
+    Whatever is not trusted goes into `data`, which scripts show as text. `script` names the page's own script and
+    style in `assets/`, SCRIPT.js and SCRIPT.css; what the script imports comes with it, and so do the styles of the
+    same names.
     """
     names = ["base"]
-    _add_with_imports(piece, names)
-    style = "\n".join([palette_style(), *(asset(f"{name}.css") for name in names if _exists(f"{name}.css"))])
-    script = "\n".join(_as_plain_script(f"{name}.js") for name in names[1:])
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="data">{inlined(data)}</script>
-<script>
-"use strict";
-{script}</script>
-</body>
-</html>
-"""
+    _add_with_imports(script, names)
+    styles = [asset(f"{one}.css") for one in names if (ASSETS / f"{one}.css").is_file()]
+    return Template(asset("page.html")).substitute(
+        title=html.escape(title),
+        style="\n".join([palette_style(), *styles]),
+        body=Template(asset(f"{name}.html")).substitute(parts, title=html.escape(title)),
+        data=inlined(data),
+        script="\n".join(_as_plain_script(f"{one}.js") for one in names[1:]),
+    )
 
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
-
-
-def _exists(name: str) -> bool:
-    return (ASSETS / name).is_file()
 
 
 def _add_with_imports(name: str, names: list[str]) -> None:
@@ -92,7 +76,7 @@ def palette_style() -> str:
     return "\n".join(rules)
 
 
-# --- pieces of HTML that reports are put together from; every text is escaped here -------------------------------
+# --- pieces of HTML that pages are put together from; every text is escaped here ---------------------------------
 
 
 escape: Callable[[str], str] = html.escape
@@ -106,42 +90,25 @@ def paragraph(text: str) -> str:
     return f'<p class="small quiet">{escape(text)}</p>'
 
 
-def bullets(texts: Sequence[str] | Mapping[str, Any]) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f'<ul class="small quiet">{items}</ul>' if items else ""
+def items(texts: Sequence[str]) -> str:
+    """The lines of a list."""
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
 
 
 def details(title: str, inner: str) -> str:
     return f'<details class="small"><summary>{escape(title)}</summary>{inner}</details>'
 
 
-def badge(verdict: str) -> str:
-    """A word such as "confirmed" in its colour."""
-    return f'<span class="verdict {escape(verdict)}">{escape(verdict)}</span>'
-
-
-def grid(
-    header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str], verdicts: Collection[str] = ()
-) -> str:
-    """A table; columns of `text` are set left, those of `verdicts` hold words in colour."""
+def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str] = ()) -> str:
+    """A table; columns of `text` are set left."""
     looks = [' class="text"' if name in text else "" for name in header]
     head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for name, look in zip(header, looks, strict=True))
-    show = [badge if name in verdicts else escape for name in header]
     lines = [
-        "".join(f"<td{look}>{shown(str(cell))}</td>" for cell, look, shown in zip(row, looks, show, strict=True))
+        "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in zip(row, looks, strict=True))
         for row in rows
     ]
     body = "".join(f"<tr>{line}</tr>\n" for line in lines)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def drawing(drawn: str, caption: str) -> str:
-    """A plot with its caption; nothing where there is no plot."""
-    return f"<figure>{drawn}<figcaption>{paragraph(caption)}</figcaption></figure>" if drawn else ""
-
-
-def small_drawing(title: str, drawn: str, caption: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{drawn}<figcaption>{paragraph(caption)}</figcaption></figure>"
 
 
 def many(count: int, one: str, more: str | None = None) -> str:

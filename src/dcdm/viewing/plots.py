@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcdm.evaluation.studies import Bin
 from dcdm.model.masks import (
     CLEAN,
     Mask,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 SMOOTHED = 40  # points that a curve is averaged down to
 DASHES = ("-", "--", ":")
-MARKERS = ("o", "s", "^", "D")
 GREY = "#808080"  # what is readable on white and on black
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "dcdm", "font.size": 10, "text.parse_math": False,
@@ -66,7 +64,7 @@ class Series:
     dash: str = ""
     """Of `DASHES`; "": the points are not joined."""
     markers: Sequence[str] = ()
-    """A marker for each point, of `MARKERS`; none: a bare line."""
+    """A marker for each point, as matplotlib names them; none: a bare line."""
     errors: Sequence[float | None] = ()
     """± of each point."""
     in_legend: bool = True
@@ -87,8 +85,8 @@ def line_plot(curves: Sequence[Curve], across: str, up: str) -> str:
     )
 
 
-def chart(series: Sequence[Series], across: str, up: str, *, log: bool = False) -> str:
-    """Lines and markers over numbers, with `log` over their powers of two. "" where there is no point."""
+def chart(series: Sequence[Series], across: str, up: str) -> str:
+    """Lines and markers over numbers; "" where there is no point."""
     if not any(one.points for one in series):
         return ""
 
@@ -96,11 +94,7 @@ def chart(series: Sequence[Series], across: str, up: str, *, log: bool = False) 
         from matplotlib.ticker import EngFormatter
 
         axis = figure.subplots()
-        if log:
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        else:
-            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         for one in series:
             _draw_series(axis, one)
         axis.set(xlabel=across, ylabel=up)
@@ -124,42 +118,6 @@ def _draw_series(axis: Axes, one: Series) -> None:
             axis.plot([px], [py], color=shade, marker=one.markers[at], markersize=6)
         if at < len(one.errors) and (error := one.errors[at]):
             axis.errorbar([px], [py], [error], color=shade, elinewidth=1.5)
-
-
-def bars(values: Sequence[float], across: str, up: str, level: float) -> str:
-    """A bar for each chunk, in its colour, with a broken line at `level`."""
-
-    def draw(figure: Figure) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        axis = figure.subplots()
-        numbers = range(1, len(values) + 1)
-        axis.bar(numbers, values, color=[colour(number) for number in numbers])
-        axis.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-        axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axis.set(xlabel=across, ylabel=up)
-
-    return _page_svg((3.4, 2.2), draw, f"{up}: {', '.join(f'{value:,.4g}' for value in values)}")
-
-
-def reliability(bins: Sequence[Bin], across: str, up: str) -> str:
-    """How often predictions are right against their confidence, and below, how many there are of each."""
-
-    def draw(figure: Figure) -> None:
-        full = [one for one in bins if one.count]
-        axis, below = figure.subplots(2, sharex=True, height_ratios=(5, 1))
-        axis.bar([(b.low + b.high) / 2 for b in full], [b.accuracy for b in full], 0.09, color="#56b4e9", alpha=0.5)
-        axis.errorbar(
-            [b.confidence for b in full], [b.accuracy for b in full], [b.stderr for b in full], color=GREY,
-            marker="o", markersize=4, linestyle="", elinewidth=1.5,
-        )  # fmt: skip
-        axis.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
-        axis.set(xlim=(0, 1), ylim=(0, 1), ylabel=up)
-        below.bar([(b.low + b.high) / 2 for b in bins], [b.count for b in bins], 0.09, color=GREY)
-        below.set(xlabel=across, ylabel="count", yticks=[])
-
-    return _page_svg((3.2, 3.2), draw, f"{up} against {across}")
 
 
 def _page_svg(size: tuple[float, float], draw: Callable[[Figure], None], spoken: str) -> str:

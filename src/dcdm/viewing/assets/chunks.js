@@ -1,8 +1,8 @@
-import { data } from "./data.js";
 import { byId, chunkClass, colourNumber, make, swatch } from "./dom.js";
 import { scoreBars, signed } from "./scores.js";
 import { ChunkText } from "./tokens.js";
 
+const data = JSON.parse(byId("data").textContent);
 const { tokens, frames } = data;
 const byNoise = data.axis === "noise";
 const routed = frames.some((frame) => frame.scores);

@@ -1,29 +1,21 @@
-/** What reports have beside drawings: wide tables, texts divided into chunks, and texts being filled in. */
+/** What reports have beside drawings: wide tables, and texts being filled in. */
 
-import { data } from "./data.js";
 import { byId, make, many, stillness } from "./dom.js";
 import { Player } from "./player.js";
 import { scoreBars } from "./scores.js";
 import { ChunkText } from "./tokens.js";
 
-/** Texts as models divide them, each under its name and a sentence about it. */
-function chunkTexts(container, views) {
-  for (const { name, rule, tokens, ids, hidden } of views) {
-    const box = make("div", { className: "numbers" });
-    new ChunkText(box, `chunks of the ${name}`, tokens).draw(ids, hidden ?? ids.map(() => false));
-    container.append(make("div", {}, make("h3", {}, name), make("p", { className: "small quiet" }, rule), box));
-  }
-}
+const data = JSON.parse(byId("data").textContent) ?? {};
 
-/** A table that is wider than its place says so, fades where it goes on, and can be reached with the keyboard. */
+/** A table that is wider than its place says so, fades at its edge, and can be reached with the keyboard. */
 function hintAtScrolling(box) {
   const title = box.closest("section")?.querySelector("h2")?.textContent;
-  const hint = make("p", { className: "small quiet scroll-hint" }, "The table goes on: scroll it sideways →");
+  const hint = make("p", { className: "small quiet scroll-hint" }, "More columns: scroll sideways →");
   box.before(hint);
   const look = () => {
     const beyond = box.scrollWidth - box.clientWidth;
     hint.hidden = beyond <= 1;
-    box.classList.toggle("goes-on", box.scrollLeft < beyond - 1);
+    box.classList.toggle("cut-off", box.scrollLeft < beyond - 1);
     box.toggleAttribute("tabindex", beyond > 1);
     if (beyond <= 1) return;
     box.tabIndex = 0;
@@ -94,6 +86,5 @@ function fillingReplay(container, fillings, name) {
 }
 
 for (const box of document.querySelectorAll(".scroll")) hintAtScrolling(box);
-for (const id of ["chunks", "texts"]) if (byId(id)) chunkTexts(byId(id), data[id]);
 if (data.viewer) fillingReplay(byId("viewer"), data.viewer, "lanes and chunks");
 for (const [name, fillings] of Object.entries(data.fillings ?? {})) fillingReplay(byId(name), [fillings].flat(), name);

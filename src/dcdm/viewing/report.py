@@ -9,20 +9,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.evaluation.perplexity import names_of
-from dcdm.evaluation.studies import Study, Training, kind_in_words, training_of
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import parameter_counts
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import read_rows
 from dcdm.training.settings import RunConfig
-from dcdm.viewing.evaluation_report import dash_of, loss_drawing, report_page, violation_drawing
-from dcdm.viewing.page import details, drawing, many, paragraph, section
-from dcdm.viewing.plots import Points, Series, averaged_points, chart
+from dcdm.training.validation import MAIN
+from dcdm.viewing.page import details, escape, many, page, paragraph, section
+from dcdm.viewing.plots import DASHES, Points, Series, averaged_points, chart
 from dcdm.viewing.tables import Table
 
 LAST = 50  # steps that the training loss of the table is a mean over
+HELD_OUT = (
+    "Marks: a valid estimator for the model's kind, on held-out text of the training's own data, ± its standard "
+    "error over windows."
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,10 @@ class RunLog:
     name: str
     config: RunConfig
     steps: list[dict[str, Any]]
-    """The rows of metrics.jsonl that are of a step."""
+    """The rows of metrics.jsonl that are of a step; `seen` counts the tokens up to it."""
     evaluations: list[dict[str, Any]]
+    """The rows that are of an evaluation, with `seen` too."""
     timing: list[dict[str, Any]]
-    training: Training | None
 
     @property
     def done(self) -> int:
@@ -46,14 +49,18 @@ class RunLog:
         """Every setting by its dotted name."""
         return run_settings.flat(run_settings.to_dict(self.config))
 
-    def curve(self, name: str) -> Points:
-        """(step, value) of each step that has the figure."""
+    def curve(self, name: str, over: str = "step") -> Points:
+        """(`over`, value) of each step that has the figure."""
         rows = self.timing if name == "tokens_per_second" else self.steps
-        return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        return [(row[over], row[name]) for row in rows if _finite(row.get(name))]
 
     def best(self) -> dict[str, Any] | None:
         """The evaluation with the smallest valid figure."""
-        return min(self.evaluations, key=lambda row: row["evaluation"]["valid_nll"], default=None)
+        return min(self.evaluations, key=lambda row: row["evaluation"][MAIN], default=None)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_runs(folders: Sequence[str]) -> list[RunLog]:
@@ -67,11 +74,14 @@ def _read(name: str, folder: Path) -> RunLog:
     rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
         raise ConfigError(f"{folder} has no figures yet: metrics.jsonl is missing or empty; train it first")
-    evaluations = [row for row in rows if "valid_nll" in (row.get("evaluation") or {})]
-    timing = list(read_rows(folder / "timing.jsonl"))
+    seen = 0
+    for row in rows:
+        seen += row.get("tokens") or 0
+        row["seen"] = seen
+    evaluations = [row for row in rows if _finite((row.get("evaluation") or {}).get(MAIN))]
     steps = [row for row in rows if "nll" in row]
     config = run_settings.read(folder / "settings.yaml")
-    return RunLog(name, config, steps, evaluations, timing, training_of(folder))
+    return RunLog(name, config, steps, evaluations, list(read_rows(folder / "timing.jsonl")))
 
 
 def run_figures(run: RunLog) -> dict[str, Any]:
@@ -85,9 +95,9 @@ def run_figures(run: RunLog) -> dict[str, Any]:
         "parameters": parameter_counts(run.config.model)[0], "step": run.done, "steps": run.config.train.steps,
         "tokens": sum(row.get("tokens", 0) for row in run.steps),
         "training_nll": math.fsum(last) / len(last) if last else None,
-        "valid_nll": evaluation and evaluation["evaluation"]["valid_nll"],
-        "valid_nll_stderr": evaluation and evaluation["evaluation"].get("valid_nll_stderr"),
-        "best_nll": best and best["evaluation"]["valid_nll"], "best_step": best and best["step"],
+        "valid_nll": evaluation and evaluation["evaluation"][MAIN],
+        "valid_nll_stderr": evaluation and evaluation["evaluation"].get(f"{MAIN}_stderr"),
+        "best_nll": best and best["evaluation"][MAIN], "best_step": best and best["step"],
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }  # fmt: skip
 
@@ -111,9 +121,12 @@ def _cells(one: dict[str, Any]) -> list[Any]:
     ]  # fmt: skip
 
 
+def kind_in_words(config: ModelConfig) -> str:
+    return f"DCDM, {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+
+
 def runs_page(runs: Sequence[RunLog]) -> str:
     """The runs as one self-contained HTML file."""
-    studies = [Study(run.name, kind_in_words(run.config.model), run.training) for run in runs]
     what = (
         f"Nats per token. training: mean of the last {LAST} steps; held out: the last evaluation, by an estimator "
         "that is valid for the model's kind, ± its standard error over windows; best: the smallest of them, and "
@@ -121,28 +134,49 @@ def runs_page(runs: Sequence[RunLog]) -> str:
     )
     sections = [
         section("Figures", figures_table(runs).to_html() + paragraph(what), wide=True),
-        section("Loss and valid bound against tokens seen", loss_drawing(studies)),
-        *(_by_step(runs, *figure) for figure in (
-            ("gradient_norm", "Gradient norm", "norm before clipping"),
-            ("learning_rate", "Learning rate", "learning rate"),
-            ("tokens_per_second", "Speed", "tokens per second"),
-        )),
-        section("Balance of chunks", violation_drawing(studies)) if violation_drawing(studies) else "",
+        _drawn(
+            "Loss and valid bound against tokens seen",
+            _loss_curves(runs),
+            "tokens seen",
+            "nats per token",
+            HELD_OUT,
+        ),
+        _drawn("Gradient norm", _curves(runs, "gradient_norm"), "step", "norm before clipping"),
+        _drawn("Learning rate", _curves(runs, "learning_rate"), "step", "learning rate"),
+        _drawn("Speed", _curves(runs, "tokens_per_second"), "step", "tokens per second"),
+        _drawn("Balance of chunks", _curves(runs, "max_violation"), "step", "MaxVio"),
         section("Settings", _settings(runs), wide=True),
-    ]  # fmt: skip
-    return report_page(
-        "Training runs", f"{many(len(runs), 'run')}: {', '.join(run.name for run in runs)}.", sections
-    )
-
-
-def _by_step(runs: Sequence[RunLog], name: str, title: str, up: str) -> str:
-    lines = [
-        Series(run.name, averaged_points(run.curve(name)), number, dash_of(number))
-        for number, run in enumerate(runs, start=1)
-        if run.curve(name)
     ]
-    drawn = chart(lines, "step", up)
-    return section(title, drawing(drawn, "Averaged over stretches of steps.")) if drawn else ""
+    summary = f"{many(len(runs), 'run')}: {', '.join(run.name for run in runs)}."
+    return page("report", "Training runs", summary=escape(summary), sections="".join(sections))
+
+
+def _drawn(title: str, lines: list[Series], across: str, up: str, what: str = "") -> str:
+    """A chart under its title; nothing where no run has the figure."""
+    drawn = chart(lines, across, up)
+    caption = paragraph(f"Lines are averaged over stretches of steps. {what}")
+    return section(title, f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>") if drawn else ""
+
+
+def _curves(runs: Sequence[RunLog], name: str, over: str = "step") -> list[Series]:
+    """A line for each run; its colour and dash are the same in every chart."""
+    return [
+        Series(run.name, averaged_points(run.curve(name, over)), number + 1, DASHES[number % len(DASHES)])
+        for number, run in enumerate(runs)
+        if run.curve(name, over)
+    ]
+
+
+def _loss_curves(runs: Sequence[RunLog]) -> list[Series]:
+    """Training loss as lines, evaluations as marks with their standard errors."""
+    lines = _curves(runs, "nll", "seen")
+    for number, run in enumerate(runs, start=1):
+        marks = [(row["seen"], row["evaluation"][MAIN]) for row in run.evaluations]
+        errors = [row["evaluation"].get(f"{MAIN}_stderr") for row in run.evaluations]
+        lines.append(
+            Series(f"{run.name}, held out", marks, number, "", ["o"] * len(marks), errors, in_legend=False)
+        )
+    return [*lines, Series("valid bound, or exact for AR", colour=0, markers=["o"])]
 
 
 def _settings(runs: Sequence[RunLog]) -> str:
