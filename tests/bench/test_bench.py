@@ -223,8 +223,7 @@ def test_serving_compares_batches_with_one_at_a_time(monkeypatch, capsys):
     assert [row["target"] for row in told["rows"]] == [2.0, None, None, None]
     assert all(speed["tokens_per_second"] > 0 for speed in told["speeds"])
     rows = told["open_loop"]
-    assert [row["model"] for row in rows] == ["lanes-debug"] * 6 + ["dcdm-debug-causal"] * 6
-    assert [row["schedule"] for row in rows] == ["step", "batch"] * 6
+    assert [row["model"] for row in rows] == ["lanes-debug"] * 3 + ["dcdm-debug-causal"] * 3
     assert all(row["lost"] == 0 < row["shown_p95"] <= row["first_p95"] <= row["last_p95"] for row in rows)
 
 

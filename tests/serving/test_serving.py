@@ -173,26 +173,6 @@ def test_alternatives_are_the_most_probable_tokens_of_the_forward_that_committed
         assert [top for chunk in chunks for top in chunk["top_logprobs"] or []] == told["top_logprobs"]
 
 
-def test_best_of_keeps_the_likeliest_texts_of_each_prompt(server):
-    prompts, body = ["a", "def "], {"max_tokens": 10, "seed": 5, "n": 2, "best_of": 5, "echo": True}
-    answer = server.post("/v1/completions", {**body, "prompt": prompts}).json()
-    result = alone(server, [prompt for prompt in prompts for _ in range(5)], max_new_tokens=10, seed=5)
-    score = [[] for _ in range(10)]
-    for event in result.history:
-        end = len(result.tokens[event.row][result.tokens[event.row] != served_pad(server)])
-        score[event.row] += [p for at, p in zip(event.positions, event.log_p, strict=True) if at < end]
-    means = [sum(each) / len(each) for each in score]
-    best = [sorted(range(first, first + 5), key=lambda row: -means[row])[:2] for first in (0, 5)]
-    expected = [prompts[number] + result.texts[row] for number, rows in enumerate(best) for row in rows]
-    assert [choice["text"] for choice in answer["choices"]] == expected
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["usage"]["completion_tokens"] == int(result.statistics.new_tokens.sum()), "all that was written"
-
-
-def served_pad(server):
-    return server.app.state.served.model.config.pad_id
-
-
 def test_denoise_streams_every_commit_and_ends_with_the_text(server):
     body = {"prompt": "def [[5]](x):[[7]]", "max_tokens": 4, "commit": "steps:2", "seed": 9}
     (first, start), *commits, (last, done) = events(server.post("/v1/denoise", body).text)

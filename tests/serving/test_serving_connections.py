@@ -68,8 +68,8 @@ def test_a_request_that_takes_longer_than_headers_may_is_answered(monkeypatch):
 
 
 def test_a_caller_who_does_not_read_is_disconnected(monkeypatch):
-    async def endless(served, ticket, notes):
-        with ticket:
+    async def endless(served, queued, notes):
+        with queued:
             while True:
                 yield "x" * (1 << 20)
 

@@ -15,7 +15,7 @@ import pytest
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import constraints
-from dcdm.serving.schemas import Refusal
+from dcdm.serving.schemas import APIError
 from dcdm.serving.served import Constraints
 from dcdm.serving.workers import Workers
 from expressions import compile_here, expression, schema
@@ -173,7 +173,7 @@ def test_an_expression_whose_turn_does_not_come_is_refused(monkeypatch):
         workers, going_on = Workers(1, 9), threading.Event()
         first = asyncio.create_task(workers.run(going_on.wait))
         await asyncio.sleep(0)
-        with pytest.raises(Refusal, match="too many requests"):
+        with pytest.raises(APIError, match="too many requests"):
             await workers.run(int)
         going_on.set()
         assert await first

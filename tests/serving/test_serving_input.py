@@ -61,10 +61,8 @@ BODIES = [
     b'{"prompt": "a", "commit": "steps:nan"}', b'{"prompt": "a", "commit": "ancestral:1e18"}',
     b'{"prompt": "a", "commit": ":"}', b'{"prompt": "a", "routing": "blocks:\xc2\xb2"}',
     b'{"prompt": "a", "routing": "blocks:99999999999999999999"}', b'{"prompt": "a", "routing": "adablock"}',
-    b'{"prompt": "a", "cache": "frozen"}', b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "best_of": 4}',
+    b'{"prompt": "a", "cache": "frozen"}', b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "best_of": 1}',
     b'{"prompt": "a", "stop": ["a","b","c","d","e"]}', b'{"prompt": "a", "logprobs": 6}',
-    b'{"prompt": "a", "best_of": 2, "stream": true}', b'{"prompt": "a", "best_of": 1, "n": 2}',
-    b'{"prompt": "a", "best_of": 2, "commit": "first-hitting"}',
     b'{"prompt": "a", "logprobs": 0, "echo": true}', b'{"prompt": "a", "stream_options": {"include_usage": true}}',
     b'{"prompt": "a", "presence_penalty": 1}', b'{"prompt": "a", "logit_bias": {"5": 1}}',
     b'{"prompt": "a", "nonsense": 1}', b'{"prompt": "' + b"a" * 63 + b'"}', b'{"prompt": "a", "model": "other"}',
@@ -108,7 +106,6 @@ def test_completions_refuse_every_known_bad_body(http):
         ({"prompt": "a", "commit": "steps:0"}, "commit", "invalid_value"),
         ({"prompt": "a", "temperature": -1}, "temperature", "invalid_value"),
         ({"prompt": "a", "max_tokens": 9}, "max_tokens", "invalid_value"),
-        ({"prompt": "a", "best_of": 9}, "best_of", "invalid_value"),
         ({"prompt": "a", "logprobs": 6}, "logprobs", "invalid_value"),
     ],
 )
@@ -164,7 +161,7 @@ VALUES = st.recursive(
 )
 FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream",
-    "stream_options", "suffix", "echo", "logprobs", "best_of", "routing", "commit", "cache", "delimiters", "blanks",
+    "stream_options", "suffix", "echo", "logprobs", "routing", "commit", "cache", "delimiters", "blanks",
     "delimiter_threshold", "stop_at_eos", "user", "logit_bias", "top_logprobs", "max_completion_tokens",
     "response_format", "revise", "lanes", "drafts", "other",
 )  # fmt: skip

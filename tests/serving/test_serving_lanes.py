@@ -210,16 +210,6 @@ def test_texts_with_drafts_are_the_librarys(drafting, drafts):
     assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
 
 
-def test_the_best_of_several_texts_needs_a_likelihood(drafting):
-    body = {"model": NAME, "prompt": "ab", "max_tokens": 8, "best_of": 2, "lanes": 2, "seed": 3}
-    refused = drafting.post("/v1/completions", body | {"drafts": 2})
-    assert refused.status_code == 400
-    assert "a sum over paces" in refused.json()["error"]["message"]
-    without, default = (drafting.post("/v1/completions", body | more) for more in ({"drafts": 0}, {}))
-    assert default.status_code == 200
-    assert default.json()["choices"] == without.json()["choices"]
-
-
 def test_texts_that_must_match_are_written_without_guesses(drafting):
     matching = {"type": "regex", "regex": "[ab]{6}"}
     body = {"prompt": "ab", "max_tokens": 8, "lanes": 2, "seed": 3, "response_format": matching}

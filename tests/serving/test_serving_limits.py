@@ -135,7 +135,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(capsys, monk
     "wrong",
     [
         {"max_tokens": 0}, {"timeout_seconds": float("nan")}, {"api_key": ""}, {"api_key": "with blank"},
-        {"api_key": "schlüssel"}, {"max_queued": 4}, {"schedule": "later"}, {"prefix_tokens": -1},
+        {"api_key": "schlüssel"}, {"max_queued": 4}, {"prefix_tokens": -1},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused_by_name(wrong):
@@ -228,21 +228,6 @@ def watched(monkeypatch):
 
     monkeypatch.setattr(scheduler.Decoding, "step", spy)
     return joined, running
-
-
-def test_with_the_schedule_batch_equal_decoders_are_computed_to_their_end_and_others_after_them(monkeypatch):
-    slow_down(monkeypatch, 0.002)
-    joined, _ = watched(monkeypatch)
-    settings = {"schedule": "batch", "batch_wait_ms": 3000, "max_batch": 6}
-    with live(**settings) as server, ThreadPoolExecutor(6) as pool:
-        asked = [{**BODY, "commit": commit, "seed": i} for i in range(3) for commit in ("chunk", "position")]
-        assert all(a.status_code == 200 for a in pool.map(lambda b: server.post("/v1/completions", b), asked))
-    assert [count for count in joined if count] == [3, 3]
-    joined.clear()
-    settings = {"schedule": "batch", "batch_wait_ms": 1500, "max_batch": 4, "max_batch_tokens": 20}
-    with live(**settings) as server, ThreadPoolExecutor(4) as pool:
-        assert all(a.status_code == 200 for a in pool.map(lambda _: server.post("/v1/completions", BODY), range(4)))
-    assert [count for count in joined if count] == [3, 1], "three canvases of 6 positions fit into 20"
 
 
 def test_texts_with_any_decoder_join_those_that_run_as_far_as_there_is_room(monkeypatch):

@@ -1,8 +1,7 @@
 """`dcdm bench serving`: eight callers of one server, with batching and without; and requests that come unasked.
 
 Servers run in this process and take turns. First every caller asks again as soon as it has its answer; then
-requests arrive at three rates (`arrivals`), at a server whose texts join between forwards and at one whose batches
-run to their end.
+requests arrive at three rates (`arrivals`).
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ def _load(model: Path | None, otherwise: str) -> tuple[Model, Tokenizer]:
     return load_safetensors(model)
 
 
-def _start(model: Model, tokenizer: Tokenizer, max_batch: int, schedule: str = "step") -> int:
+def _start(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
     from dcdm.serving.server import BackgroundServer
     from dcdm.serving.settings import Settings
 
-    settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096, schedule=schedule)
+    settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096)
     app = create_app(model, tokenizer, settings)
     return BackgroundServer(app, drain_seconds=1).port
 
@@ -102,13 +101,11 @@ def _caller(port: int, number: int, commit: str) -> int:
 
 
 def measure_open_loop(model: Path | None, count: int) -> list[OpenLoop]:
-    """Poisson arrivals at a server of each schedule, in one run: of a folder, or of each of `KINDS`."""
-    from dcdm.serving.settings import SCHEDULES
-
+    """Poisson arrivals at a server: of a folder, or of each of `KINDS`."""
     rows = []
     for name in KINDS if model is None else (model.name,):
         loaded = _load(model, name)
-        ports = {schedule: _start(*loaded, 16, schedule) for schedule in SCHEDULES}
+        ports = {"step": _start(*loaded, 16)}
         rows += [replace(row, model=name) for row in measure(ports, count, _decoders(loaded[0].config))]
     return rows
 

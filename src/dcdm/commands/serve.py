@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -35,8 +35,6 @@ def serve(
     max_batch: int = 16,
     max_batch_tokens: int = 16_384,
     prefix_tokens: int = 4096,
-    schedule: Literal["step", "batch"] = "step",
-    batch_wait_ms: float = 5.0,
     timeout_seconds: float = 120.0,
     drain_seconds: float = 30.0,
     max_body_bytes: int = 1 << 20,
@@ -65,9 +63,7 @@ def serve(
         max_queued: Texts that may wait; more get 429.
         max_batch: Texts that are computed together.
         max_batch_tokens: Positions whose keys and values there is memory for.
-        prefix_tokens: Tokens of beginnings that are remembered for later texts, where running ones leave room.
-        schedule: When texts join: "step" between any two forwards, "batch" when all that ran before have ended.
-        batch_wait_ms: With --schedule batch, how long a batch that is not full waits for more.
+        prefix_tokens: Tokens of prompt prefixes that are cached for later texts, where running ones leave room.
         timeout_seconds: From a request's arrival to its last token.
         drain_seconds: How long running requests may take once the server is asked to stop.
         max_body_bytes: Size of a request.
@@ -92,8 +88,7 @@ def serve(
         api_key=api_key if api_key is not None else os.environ.get("DCDM_API_KEY") or None,
         max_tokens=max_tokens, max_prompt_tokens=max_prompt_tokens, max_forwards=max_forwards,
         max_texts=max_texts, max_queued=max_queued, max_batch=max_batch, max_batch_tokens=max_batch_tokens,
-        prefix_tokens=prefix_tokens, schedule=schedule, batch_wait_ms=batch_wait_ms,
-        timeout_seconds=timeout_seconds, max_body_bytes=max_body_bytes,
+        prefix_tokens=prefix_tokens, timeout_seconds=timeout_seconds, max_body_bytes=max_body_bytes,
         log_prompts=log_prompts,
     )  # fmt: skip
     if settings.api_key is None and not is_loopback(host):

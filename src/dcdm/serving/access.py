@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcdm.serving.monitoring import Metrics, log_event, logger
-from dcdm.serving.schemas import Refusal
+from dcdm.serving.schemas import APIError
 from dcdm.serving.settings import Settings
 from dcdm.serving.streaming import Json
 
@@ -97,8 +97,8 @@ class Gate:
             self._admit(scope)
             if scope["method"] == "POST":
                 receive = await self._body(scope, receive)
-        except Refusal as refusal:
-            answer = Json(refusal.body(), refusal.status, {**refusal.headers, "Connection": "close"})
+        except APIError as error:
+            answer = Json(error.body(), error.status, {**error.headers, "Connection": "close"})
             await answer(scope, receive, send)
             return
         begun = False
@@ -117,28 +117,28 @@ class Gate:
             if begun:
                 raise
             notes["code"] = "failed"
-            defect = Refusal(500, "the server has a defect; its log says where", code="failed")
+            defect = APIError(500, "the server has a defect; its log says where", code="failed")
             await Json(defect.body(), defect.status)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see other requests in it
-            raise Refusal(
+            raise APIError(
                 400, "give Content-Length or Transfer-Encoding, not both: they may disagree on where a body ends",
                 code="ambiguous_length",
             )  # fmt: skip
         if scope["path"] in OPEN and scope["method"] != "POST":
             return
         if self.open_requests > self.settings.max_connections:
-            raise Refusal(503, "too many requests are open", code="busy", headers={"Retry-After": "1"})
+            raise APIError(503, "too many requests are open", code="busy", headers={"Retry-After": "1"})
         if self.settings.api_key is None:
             if not names_loopback(headers.get("host", "")):
-                raise Refusal(
+                raise APIError(
                     403, "without an API key only localhost, 127.0.0.1 and [::1] are answered; start the server "
                     "with --api-key to reach it by another name", code="host_not_allowed",
                 )  # fmt: skip
         elif not _has_key(headers.get("authorization", ""), self.settings.api_key):
-            raise Refusal(
+            raise APIError(
                 401, "give the API key as 'Authorization: Bearer KEY', or as the password of HTTP Basic",
                 code="invalid_api_key", headers={"WWW-Authenticate": 'Basic realm="dcdm", charset="UTF-8"'},
             )  # fmt: skip
@@ -146,7 +146,7 @@ class Gate:
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, within its limits, to be received once more."""
         headers, most = Headers(scope=scope), self.settings.max_body_bytes
-        too_large = Refusal(413, f"the body is larger than {most} bytes, the limit here", code="body_too_large")
+        too_large = APIError(413, f"the body is larger than {most} bytes, the limit here", code="body_too_large")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > most:
             raise too_large
@@ -162,12 +162,12 @@ class Gate:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise Refusal(
+            raise APIError(
                 408, f"the body took longer than {self.settings.body_seconds:g} seconds", code="body_timeout"
             ) from None
         # only now: a connection that is closed over an unread body is reset, and the caller may lose the answer
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+            raise APIError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
         given = False
 
         async def again() -> Message:

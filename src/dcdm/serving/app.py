@@ -23,13 +23,13 @@ from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prep
 from dcdm.serving.models import Entry, Models
 from dcdm.serving.monitoring import Metrics
 from dcdm.serving.schemas import (
+    APIError,
     ChatRequest,
     CompletionRequest,
     DenoiseRequest,
     ErrorBody,
     Generating,
-    Refusal,
-    refused_body,
+    invalid_body,
 )
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
@@ -38,7 +38,7 @@ from dcdm.serving.workers import Workers
 from dcdm.viewing.page import asset as report_asset
 from dcdm.viewing.page import palette_style
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
     401: {"model": ErrorBody, "description": "No key, or a wrong one."},
     403: {"model": ErrorBody, "description": "A host name that is not answered without a key."},
@@ -54,7 +54,7 @@ STATUS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Yes.", "content": OBJECT}, 503: {"description": "No.", "content": OBJECT}
 }  # fmt: skip
 CARD: dict[int | str, dict[str, Any]] = {
-    **REFUSALS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}
+    **ERRORS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}
 }  # fmt: skip
 EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 EVENTS: dict[str, Any] = {
@@ -62,7 +62,7 @@ EVENTS: dict[str, Any] = {
     "description": "Server-sent events.",
 }
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    **REFUSALS,
+    **ERRORS,
     200: {
         "description": "OpenAI's object; with `stream`, server-sent events of its chunks.",
         "content": {**OBJECT, **EVENTS["content"]},
@@ -118,14 +118,14 @@ def create_app_for(several: Sequence[Served]) -> FastAPI:
 
 
 def _errors(app: FastAPI) -> None:
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
+    @app.exception_handler(APIError)
+    async def refused(request: Request, error: APIError) -> Response:
         request.state.notes["code"] = error.code
         return Json(error.body(), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await refused(request, refused_body(error))
+        return await refused(request, invalid_body(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -134,7 +134,7 @@ def _errors(app: FastAPI) -> None:
             f"{request.method} {request.url.path}: {error.detail}" if error.status_code >= 404 else error.detail
         )
         return await refused(
-            request, Refusal(error.status_code, message, code=code, headers=dict(error.headers or {}))
+            request, APIError(error.status_code, message, code=code, headers=dict(error.headers or {}))
         )
 
     @app.exception_handler(ClientDisconnect)
@@ -217,11 +217,11 @@ def _generation(app: FastAPI) -> None:
     async def answer(request: Request, body: Generating, prepare: Callable[[Entry], PreparedRequest]) -> Response:
         entry = models.get(body.model)
         prepared = await workers_for(body)(prepare, entry)
-        ticket = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))
-        answer = Answer(entry.served, prepared, ticket, request.state.notes)
+        queued = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))
+        answer = Answer(entry.served, prepared, queued, request.state.notes)
         if prepared.stream:
-            return EventStream(answer.stream(), ticket)
-        with ticket:
+            return EventStream(answer.stream(), queued)
+        with queued:
             return Json(await while_connected(request, answer.whole()))
 
     @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
@@ -232,16 +232,16 @@ def _generation(app: FastAPI) -> None:
     async def chatting(request: Request, body: ChatRequest) -> Response:
         return await answer(request, body, lambda entry: prepare_chat(entry.served, entry.template, body))
 
-    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**REFUSALS, 200: EVENTS})
+    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**ERRORS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         entry = models.get(body.model)
         row = await workers_for(body)(denoise.prepare_denoising, entry.served, body)
-        ticket = entry.scheduler.submit([row], caller_of(request))
-        return EventStream(denoise.stream(entry.served, ticket, request.state.notes), ticket)
+        queued = entry.scheduler.submit([row], caller_of(request))
+        return EventStream(denoise.stream(entry.served, queued, request.state.notes), queued)
 
 
 def caller_of(request: Request, user: str | None = None) -> str:
-    """Among whom the model is shared: addresses, and the users that one address names."""
+    """Fair-queue key: the caller's address, and the user that it names."""
     return f"{request.client.host if request.client else ''} {user or ''}"
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
 from dcdm.data.chats import ChatBusy, ChatError, ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.config import DecodingConfig
-from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import ChatRequest, CompletionRequest, Generating, Refusal, bad_request, queue_full
+from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
+from dcdm.serving.schemas import APIError, ChatRequest, CompletionRequest, Generating, bad_request, queue_full
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
@@ -54,8 +52,6 @@ class PreparedRequest:
     include_usage: bool
     prompts: list[str] = field(default_factory=list)
     """For the log, if the operator wants them there."""
-    best: int | None = None
-    """Texts to keep of each prompt, the likeliest; None keeps all."""
 
 
 def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRequest:
@@ -66,8 +62,6 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
-    if request.drafts is None and (request.best_of or 1) > (request.n or 1):
-        decoding = replace(decoding, drafts=0)  # likelihoods decide, and drafts of several lanes have none
     eos_id = served.eos_id(request.stop_at_eos is not False, decoding, request.response_format)
     whole = served.whole_lines(decoding, request.response_format)
 
@@ -89,37 +83,14 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, begins=begins, **reading_of(request))
         return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
 
-    n = texts_of(served, request, len(given), request.best_of)
+    n = texts_of(served, request, len(given))
     rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
     for each in rows:
         each.alternatives = request.logprobs or 0
     echoes = [text for _, text in given for _ in range(n)] if request.echo else [""] * len(rows)
     form = Texts(served.tokenizer, echoes, request.logprobs is not None)
     tokens = sum(len(ids) + len(behind or ()) for ids, _ in given)
-    kept = check_best_of(request, decoding)
-    return PreparedRequest(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given], kept)
-
-
-def check_best_of(request: CompletionRequest, decoding: DecodingConfig) -> int | None:
-    """How many texts of each prompt to keep; None if all."""
-    n, best_of = request.n or 1, request.best_of or request.n or 1
-    if best_of == n:
-        return None
-    if best_of < n:
-        raise bad_request(f"best_of={best_of} must be at least n={n}", "best_of")
-    if request.stream:
-        raise bad_request("best_of cannot be streamed: the best is known when all are written", "best_of")
-    if decoding.drafts and decoding.lanes != 1 and request.response_format is None:
-        raise bad_request(
-            "best_of needs likelihoods, and with drafts that of several lanes is a sum over paces; set drafts=0",
-            "best_of",
-        )
-    if commit_policy(decoding.commit).random:
-        raise bad_request(
-            f"best_of needs likelihoods, and commit={decoding.commit!r} fills in a random order, of which there is "
-            "none; choose another commit", "best_of",
-        )  # fmt: skip
-    return n
+    return PreparedRequest(rows, form, tokens, seed, *streaming_of(request), [text for _, text in given])
 
 
 def _refuse_what_is_not_there(served: Served, request: CompletionRequest) -> None:
@@ -149,7 +120,7 @@ def template_of(served: Served) -> ChatTemplate | None:
 def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
     if template is None:
-        raise Refusal(
+        raise APIError(
             404, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
         )
     if request.top_logprobs is not None and not request.logprobs:
@@ -201,12 +172,13 @@ def reading_of(request: Generating) -> dict[str, Any]:
     return {"stops": request.stops(), "provisional": bool(request.provisional)}
 
 
-def texts_of(served: Served, request: Generating, prompts: int, best_of: int | None = None) -> int:
+def texts_of(served: Served, request: Generating, prompts: int) -> int:
     """Texts of each prompt, if all of them together are not too many."""
-    n, most = max(request.n or 1, best_of or 1), served.settings.max_texts
+    n, most = request.n or 1, served.settings.max_texts
     if n * prompts > most:
-        name = "best_of" if n > (request.n or 1) else "n" if n > 1 else "prompt"
-        raise bad_request(f"{n * prompts} texts in one request are more than {most}, the limit here", name)
+        raise bad_request(
+            f"{n * prompts} texts in one request are more than {most}, the limit here", "n" if n > 1 else "prompt"
+        )
     return n
 
 
@@ -301,11 +273,11 @@ def provisional_of(piece: Piece) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """Turns a ticket's messages into an answer; the notes are what the log will say."""
+    """Turns a queued request's messages into an answer; the notes are what the log will say."""
 
     served: Served
     prepared: PreparedRequest
-    ticket: Ticket
+    queued: QueuedRequest
     notes: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -318,7 +290,7 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         form, texts = self.prepared.form, [Piece("") for _ in self.prepared.rows]
-        with self.ticket:
+        with self.queued:
             async for row, piece in self._pieces():
                 joined = texts[row.number]
                 joined.text += piece.text
@@ -329,22 +301,9 @@ class Answer:
                 joined.finish = piece.finish
         return {
             **self.head, "object": form.object,
-            "choices": [
-                {**form.whole(number, texts[number]), "index": index} for index, number in enumerate(self._kept())
-            ],
+            "choices": [form.whole(number, text) for number, text in enumerate(texts)],
             **self._sums(),
         }  # fmt: skip
-
-    def _kept(self) -> list[int]:
-        """The rows that are answered with: of each prompt the likeliest, if not all."""
-        rows, best = self.prepared.rows, self.prepared.best
-        if best is None:
-            return list(range(len(rows)))
-        size = len(rows) // len(self.prepared.prompts)
-        kept: list[int] = []
-        for first in range(0, len(rows), size):
-            kept += sorted(range(first, first + size), key=lambda row: -rows[row].reader.score)[:best]
-        return kept
 
     async def stream(self) -> AsyncIterator[str]:
         form, prepared = self.prepared.form, self.prepared
@@ -354,7 +313,7 @@ class Answer:
             data = {**self.head, "object": form.chunk_object, "choices": choices, **usage, **more}
             return f"data: {encode(data)}\n\n"
 
-        with self.ticket:
+        with self.queued:
             for row in prepared.rows:
                 if (opening := form.opening(row.number)) is not None:
                     yield chunk([opening])
@@ -363,14 +322,14 @@ class Answer:
                     yield chunk([form.part(row.number, piece)])
                 if prepared.include_usage:
                     yield chunk([], **self._sums())
-            except Refusal as refusal:
-                self.notes["code"] = refusal.code
-                yield f"data: {encode(refusal.body())}\n\n"
+            except APIError as error:
+                self.notes["code"] = error.code
+                yield f"data: {encode(error.body())}\n\n"
             yield "data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncIterator[tuple[TextRow, Piece]]:
         texts = [""] * len(self.prepared.rows)
-        async for row, message in self.ticket.messages():
+        async for row, message in self.queued.messages():
             piece: Piece = message.message if isinstance(message, Last) else message
             if isinstance(message, Last):
                 for name, value in own_costs(message.ended.costs).items():

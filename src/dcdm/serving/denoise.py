@@ -15,8 +15,8 @@ from dcdm.decoding.config import DecodingConfig, Revise
 from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.session import Ended, Event
 from dcdm.model.routing import lane_partition
-from dcdm.serving.scheduler import Last, TextRow, Ticket
-from dcdm.serving.schemas import DenoiseRequest, Refusal, bad_request
+from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
+from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import own_costs, token_text
@@ -88,7 +88,6 @@ class EventReporter:
     """Makes the stream's objects of a row's events."""
 
     satisfied = False
-    score = 0.0
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None, *, begins: bool
@@ -149,13 +148,13 @@ def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:
     return {"position": position, "token": token, "text": token_text(tokenizer, token), "given": True}
 
 
-async def stream(served: Served, ticket: Ticket, notes: dict[str, Any]) -> AsyncIterator[str]:
+async def stream(served: Served, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
     """The events of a row; the notes are what the log will say."""
-    notes |= {"texts": 1, "prompt_tokens": len(ticket.rows[0].prompt)}
-    with ticket:
-        yield _sse("start", start(served, ticket.rows[0], f"dn-{uuid4().hex}"))
+    notes |= {"texts": 1, "prompt_tokens": len(queued.rows[0].prompt)}
+    with queued:
+        yield _sse("start", start(served, queued.rows[0], f"dn-{uuid4().hex}"))
         try:
-            async for _, message in ticket.messages():
+            async for _, message in queued.messages():
                 if isinstance(message, Last):
                     costs = message.ended.costs
                     notes |= {"completion_tokens": costs["new_tokens"], "forwards": costs["forwards"]}
@@ -164,9 +163,9 @@ async def stream(served: Served, ticket: Ticket, notes: dict[str, Any]) -> Async
                     yield _sse("done", message.message)
                 else:
                     yield _sse("commit", message)
-        except Refusal as refusal:
-            notes["code"] = refusal.code
-            yield _sse("error", refusal.body())
+        except APIError as error:
+            notes["code"] = error.code
+            yield _sse("error", error.body())
 
 
 def _sse(name: str, data: Any) -> str:

@@ -46,8 +46,8 @@ class FairQueue(Generic[T]):
         self._items.append(_Item(tag, self._number, item, caller, cost))
         self._items.sort(key=lambda entry: entry[:2])
 
-    def take(self, wanted: Callable[[T], bool], in_order: bool = True) -> list[T]:
-        """Remove the items that are `wanted`, asked in turn; if `in_order`, only up to the first that is not."""
+    def take(self, wanted: Callable[[T], bool]) -> list[T]:
+        """Remove the items that are `wanted`, asked in turn, up to the first that is not."""
         taken: list[T] = []
         rest: list[_Item[T]] = []
         callers = len({entry.caller for entry in self._items})
@@ -55,11 +55,9 @@ class FairQueue(Generic[T]):
             if wanted(entry.item):
                 taken.append(entry.item)
                 self._now = max(self._now, entry.tag) + entry.cost / callers
-            elif in_order:
-                rest += self._items[at:]
-                break
             else:
-                rest.append(entry)
+                rest = self._items[at:]
+                break
         self._items = rest
         # those who are not ahead, or all if nobody waits, start from now when they come again
         ahead = {caller: until for caller, until in self._served_until.items() if until > self._now}

@@ -11,7 +11,7 @@ from dcdm.data.chats import ChatTemplate
 from dcdm.serving.completions import template_of
 from dcdm.serving.monitoring import Metrics, ModelMetrics
 from dcdm.serving.scheduler import Scheduler
-from dcdm.serving.schemas import Refusal
+from dcdm.serving.schemas import APIError
 from dcdm.serving.served import Served
 
 
@@ -45,7 +45,7 @@ class Models:
             return self.first
         if name not in self.entries:
             served = ", ".join(map(repr, self.entries))
-            raise Refusal(
+            raise APIError(
                 404,
                 f"the model {name!r} is not served here; this is {served}",
                 code="model_not_found",

@@ -1,8 +1,8 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
 Texts join and leave between two forwards: whoever waits is taken in as soon as there is room, whatever the others
-are doing. Requests come from the event loop's thread as a `Ticket` of rows. Messages about them go back into the
-ticket's queue, in the order in which things happen.
+are doing. Requests come from the event loop's thread as a `QueuedRequest` of rows. Messages about them go back into
+its queue, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dcdm.decoding.prefixes import PrefixStore
 from dcdm.decoding.session import Decoding, Ended, Event, Revision, Text
 from dcdm.serving.fairness import FairQueue
 from dcdm.serving.monitoring import ModelMetrics, logger
-from dcdm.serving.schemas import Refusal, closing, queue_full, too_long, too_many_forwards
+from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_many_forwards
 from dcdm.serving.served import Served
 
 
@@ -29,10 +29,6 @@ class Reader(Protocol):
 
     satisfied: bool
     """Nothing more is needed; asked between forwards."""
-
-    @property
-    def score(self) -> float:
-        """How likely the text is, to compare it with others."""
 
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
@@ -64,10 +60,6 @@ class TextRow:
     """Its caller has been told something of it."""
     ended: Ended | None = None
 
-    def same_decoder(self, other: TextRow) -> bool:
-        """Whether both can be computed in one batch."""
-        return self.decoding == other.decoding and self.eos_id == other.eos_id
-
 
 @dataclass(frozen=True)
 class Last:
@@ -78,7 +70,7 @@ class Last:
     seconds: float
 
 
-class Ticket:
+class QueuedRequest:
     """The rows of one request. Leaving its context before they have ended stops them between two forwards."""
 
     def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int, kind: str) -> None:
@@ -91,14 +83,14 @@ class Ticket:
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[tuple[TextRow, Any]] = asyncio.Queue()
 
-    def __enter__(self) -> Ticket:
+    def __enter__(self) -> QueuedRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.given_up = True
 
     async def messages(self) -> AsyncIterator[tuple[TextRow, Any]]:
-        """Rows and what their readers say, until all have ended; raises a `Refusal` if that cannot be."""
+        """Rows and what their readers say, until all have ended; raises an `APIError` if that cannot be."""
         left = len(self.rows)
         while left:
             try:
@@ -106,7 +98,7 @@ class Ticket:
                     row, message = await self._messages.get()
             except TimeoutError:
                 raise too_long(self.seconds) from None
-            if isinstance(message, Refusal):
+            if isinstance(message, APIError):
                 raise message
             left -= isinstance(message, Last)
             yield row, message
@@ -131,7 +123,7 @@ class Ticket:
             row.heard = True
             self.tell(row, message)
 
-    def end(self, row: TextRow, ended: Ended) -> Last | Refusal:
+    def end(self, row: TextRow, ended: Ended) -> Last | APIError:
         """Note that a row has ended; what is to be told of it."""
         row.ended = ended
         if ended.finished != "cancelled" or row.reader.satisfied:
@@ -146,7 +138,7 @@ class Ticket:
 class _Job:
     """A text on its way through the scheduler."""
 
-    ticket: Ticket
+    queued: QueuedRequest
     row: TextRow
     size: int
     """Positions of its canvas."""
@@ -156,7 +148,7 @@ class Scheduler:
     """The queue before a model, and the thread that empties it.
 
     Keys and values have room for `max_batch_tokens` positions. The texts that run come first: as many rows as there
-    are, each as long as the longest. What is left of it remembers beginnings for later texts.
+    are, each as long as the longest. What is left of it caches prompt prefixes for later texts.
     """
 
     def __init__(self, served: Served, metrics: ModelMetrics) -> None:
@@ -180,30 +172,30 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, rows: Sequence[TextRow], caller: str = "") -> Ticket:
+    def submit(self, rows: Sequence[TextRow], caller: str = "") -> QueuedRequest:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
         kind = self.served.model.config.kind
-        ticket = Ticket(rows, self.settings.timeout_seconds, self.settings.max_forwards, kind)
+        queued = QueuedRequest(rows, self.settings.timeout_seconds, self.settings.max_forwards, kind)
         with self._changed:
             if self.draining or self._closed:
                 raise closing()
             self._forget_given_up()
             if len(self._waiting) + len(rows) > self.settings.max_queued:
                 raise queue_full()
-            for row in ticket.rows:
+            for row in queued.rows:
                 length = 1 + len(row.prompt) + row.new_tokens
-                self._waiting.add(_Job(ticket, row, min(self.served.window, length)), caller, length)
+                self._waiting.add(_Job(queued, row, min(self.served.window, length)), caller, length)
             self._changed.notify_all()
-        self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in ticket.rows))
-        return ticket
+        self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in queued.rows))
+        return queued
 
     def refuse_all(self) -> None:
         """Give up what waits and what is being computed; its callers are told."""
         with self._changed:
             self.draining = True
-            for ticket in {job.ticket for job in (*self._waiting, *self._jobs)}:
-                ticket.tell(ticket.rows[0], closing())
-                ticket.given_up = True
+            for queued in {job.queued for job in (*self._waiting, *self._jobs)}:
+                queued.tell(queued.rows[0], closing())
+                queued.given_up = True
             self._waiting.drop(lambda _: True)
 
     def close(self, seconds: float = 10.0) -> None:
@@ -224,7 +216,7 @@ class Scheduler:
                 self.metrics.failures.inc()
                 self._decoding = Decoding(self.served.model, self.prefixes)
                 for job in self._jobs:
-                    job.ticket.tell(job.row, Refusal(500, "the model failed on this request", code="failed"))
+                    job.queued.tell(job.row, APIError(500, "the model failed on this request", code="failed"))
                 self._jobs = []
             else:
                 self.metrics.batch.observe(count)
@@ -235,37 +227,24 @@ class Scheduler:
         with self._changed:
             while not self._closed:
                 self._forget_given_up()
-                if self._waiting and (self.settings.schedule == "step" or not self._jobs):
-                    self._wait_for_more()
-                    self._join(self._waiting.take(self._fitting(), in_order=self.settings.schedule == "step"))
+                if self._waiting:
+                    self._join(self._waiting.take(self._fitting()))
                 if self._jobs:
                     return True
                 self._changed.wait_for(lambda: self._closed or self._waiting)
         return False
 
-    def _wait_for_more(self) -> None:
-        """A batch that is computed to its end waits for those who come a moment later."""
-        settings = self.settings
-        if settings.schedule == "batch" and settings.max_batch > 1:
-            self._changed.wait_for(
-                lambda: self._closed or len(self._waiting) >= settings.max_batch, settings.batch_wait_ms / 1e3
-            )
-            self._forget_given_up()
-
     def _fitting(self) -> Callable[[_Job], bool]:
         """Whether a text still fits beside those that run and those that were taken before it."""
         settings = self.settings
         count, longest = len(self._jobs), max((job.size for job in self._jobs), default=0)
-        first: TextRow | None = None
 
         def fits(job: _Job) -> bool:
-            nonlocal count, longest, first
+            nonlocal count, longest
             size = max(longest, job.size)
             if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
                 return False
-            if settings.schedule == "batch" and first is not None and not job.row.same_decoder(first):
-                return False
-            count, longest, first = count + 1, size, first or job.row
+            count, longest = count + 1, size
             return True
 
         return fits
@@ -278,18 +257,18 @@ class Scheduler:
         self.prefixes.shrink(self.prefixes.limit)
         for job in jobs:
             job.row.began = now
-            self.metrics.waited.observe(now - job.ticket.arrived)
+            self.metrics.waited.observe(now - job.queued.arrived)
             self._decoding.add(self._text(job))
         self.metrics.running.set(len(self._jobs))
 
     def _text(self, job: _Job) -> Text:
-        ticket, row, window = job.ticket, job.row, self.served.window
+        queued, row, window = job.queued, job.row, self.served.window
 
         def event(event: Event) -> None:
             heard = row.heard
-            ticket.event(row, event)
+            queued.event(row, event)
             if row.heard and not heard:
-                self.metrics.first.observe(time.monotonic() - ticket.arrived)
+                self.metrics.first.observe(time.monotonic() - queued.arrived)
 
         def forward() -> None:
             row.forwards += 1
@@ -297,23 +276,23 @@ class Scheduler:
         return (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
             row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
-            cancel=lambda: ticket.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
+            cancel=lambda: queued.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
             on_forward=forward,
         )  # fmt: skip
 
     def _end(self, job: _Job, ended: Ended) -> None:
-        ticket, row = job.ticket, job.row
-        message = ticket.end(row, ended)
+        queued, row = job.queued, job.row
+        message = queued.end(row, ended)
         if not row.heard and isinstance(message, Last):
-            self.metrics.first.observe(time.monotonic() - ticket.arrived)
+            self.metrics.first.observe(time.monotonic() - queued.arrived)
         self._jobs = [other for other in self._jobs if other is not job]
         self.metrics.running.set(len(self._jobs))
         self.metrics.new_tokens.inc(ended.costs["new_tokens"])
         self.metrics.forwards.inc(ended.costs["forwards"])
         self.metrics.prefix_tokens.inc(ended.costs["prefix"])
         self.metrics.ended("stop" if row.reader.satisfied else ended.finished)
-        ticket.tell(row, message)  # last: whoever has an answer finds it counted
+        queued.tell(row, message)  # last: whoever has an answer finds it counted
 
     def _forget_given_up(self) -> None:
-        if dropped := self._waiting.drop(lambda job: job.ticket.given_up):
+        if dropped := self._waiting.drop(lambda job: job.queued.given_up):
             self.metrics.ended("given up", dropped)

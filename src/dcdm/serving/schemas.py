@@ -1,4 +1,4 @@
-"""What requests hold, and refusals in the form that OpenAI's clients read.
+"""What requests hold, and errors in the form that OpenAI's clients read.
 
 Requests are checked strictly: no number for a text, no text for a number, nothing unknown.
 """
@@ -140,12 +140,6 @@ class CompletionRequest(Generating):
         None, ge=0, le=5,
         description="Each token's log-probability at its commit, and those of so many most probable ones.",
     )  # fmt: skip
-    best_of: int | None = Field(
-        None,
-        ge=1,
-        le=128,
-        description="Texts to write, of which the n with the highest log-probability per token are kept.",
-    )
 
 
 class TextPart(Body):
@@ -216,7 +210,7 @@ class DenoiseRequest(Body):
     delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------
 
 
 class ErrorObject(BaseModel):
@@ -230,7 +224,7 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """An answer that is not a success: its status, and what the error object holds."""
 
     def __init__(
@@ -253,21 +247,21 @@ def _type(status: int) -> str:
     return named.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> Refusal:
-    return Refusal(400, message, code=code, param=param)
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> APIError:
+    return APIError(400, message, code=code, param=param)
 
 
-def refused_setting(error: ConfigError) -> Refusal:
-    """A refused setting; the package's messages begin with its name."""
+def invalid_setting(error: ConfigError) -> APIError:
+    """A wrong setting; the package's messages begin with its name."""
     named = re.match(r"([a-z_]+)[=:]", str(error))
     return bad_request(str(error), named[1] if named else None)
 
 
-def refused_body(error: RequestValidationError) -> Refusal:
+def invalid_body(error: RequestValidationError) -> APIError:
     """What is wrong and where; never what was sent."""
     faults = error.errors()
     if any(each["type"] == "json_invalid" for each in faults):
-        return Refusal(400, "the body is not JSON", code="invalid_json")
+        return APIError(400, "the body is not JSON", code="invalid_json")
     places: dict[str, list[str]] = {}
     for each in faults:
         place = [str(part) for part in each["loc"] if part != "body"]
@@ -275,30 +269,33 @@ def refused_body(error: RequestValidationError) -> Refusal:
     name, problems = next(iter(places.items()))
     if any(each["type"] == "extra_forbidden" for each in faults):
         unknown = [str(each["loc"][-1])[:100] for each in faults if each["type"] == "extra_forbidden"]
-        return Refusal(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
+        return APIError(400, f"unknown field {', '.join(unknown[:5])}", code="unknown_field", param=unknown[0])
     sentence = "; or ".join(dict.fromkeys(problem.removeprefix("Value error, ") for problem in problems[:4]))
-    return Refusal(400, f"{name}: {sentence}", code="invalid_value", param=None if name == "body" else name)
+    return APIError(400, f"{name}: {sentence}", code="invalid_value", param=None if name == "body" else name)
 
 
-def queue_full() -> Refusal:
-    return Refusal(
+def queue_full() -> APIError:
+    return APIError(
         429, "too many requests are waiting; try again later", code="queue_full", headers={"Retry-After": "1"}
     )
 
 
-def closing() -> Refusal:
-    return Refusal(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+def closing() -> APIError:
+    return APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
-def too_long(seconds: float) -> Refusal:
+def too_long(seconds: float) -> APIError:
     """Asking for the same again would take as long: clients are told not to."""
-    return Refusal(
-        408, f"the request took longer than {seconds:g} seconds; ask for fewer tokens, or again when less is asked",
-        code="timeout", headers={"x-should-retry": "false"},
-    )  # fmt: skip
+    return APIError(
+        408,
+        f"the request took longer than {seconds:g} seconds; ask for fewer tokens, or retry when the server is less "
+        "busy",
+        code="timeout",
+        headers={"x-should-retry": "false"},
+    )
 
 
-def too_many_forwards(most: int, kind: str) -> Refusal:
+def too_many_forwards(most: int, kind: str) -> APIError:
     """With what a caller of a model of this kind can do about it."""
     ways = {"ar": ("max_tokens", ""), "lanes": ("lanes", ", or for more lanes")}
     param, more = ways.get(kind, ("commit", ", or for a commit that fills more at once"))

@@ -21,7 +21,7 @@ from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import check_routing, described, fitting_routings
 from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
-from dcdm.serving.schemas import FORMAT, Refusal, ResponseFormat, bad_request, queue_full, refused_setting
+from dcdm.serving.schemas import FORMAT, APIError, ResponseFormat, bad_request, invalid_setting, queue_full
 from dcdm.serving.settings import Settings
 from dcdm.viewing.exercises import exercises_for
 
@@ -53,7 +53,7 @@ class Served:
         self, *, delimiters: Sequence[str] = ("\n",), delimiter_threshold: float = 0.3,
         **options: Unpack[DecodingOptions],
     ) -> DecodingConfig:  # fmt: skip
-        """The decoder with every "auto" resolved, or a refusal by name."""
+        """The decoder with every "auto" resolved, or a error by name."""
         config = self.model.config
         try:
             decoding = DecodingConfig.of(**options)
@@ -63,7 +63,7 @@ class Served:
                 decoding = replace(decoding, adablock=adablock)
             return decoding.resolve(config)
         except ConfigError as error:
-            raise refused_setting(error) from error
+            raise invalid_setting(error) from error
 
     def guides(self, wanted: ResponseFormat | None, ids: list[int], new_tokens: int, eos_id: int) -> list[Guide]:
         """What a text must match; refused before anything is computed if none can."""
@@ -133,7 +133,7 @@ class Served:
         try:
             wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
         except ConfigError as error:
-            raise refused_setting(ConfigError(str(error).replace("max_new_tokens", length))) from error
+            raise invalid_setting(ConfigError(str(error).replace("max_new_tokens", length))) from error
         room = self.settings.max_tokens - blanks
         if new_tokens is None and not blanks:
             return min(wanted, room)
@@ -233,7 +233,7 @@ class Constraints:
         return made
 
 
-def _too_much(message: str, param: str) -> Refusal:
+def _too_much(message: str, param: str) -> APIError:
     return bad_request(message, param, "context_length_exceeded")
 
 

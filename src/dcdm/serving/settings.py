@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 
 from dcdm.config import ConfigError
 
-SCHEDULES = ("step", "batch")
-MAY_BE_ZERO = ("batch_wait_ms", "prefix_tokens")
+MAY_BE_ZERO = ("prefix_tokens",)
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,9 @@ class Settings:
     """Texts that are computed together; 1 computes one at a time."""
     max_batch_tokens: int = 16_384
     """Positions whose keys and values there is room for: of the texts that are computed together, each as long as
-    the longest, and in what they leave of beginnings."""
+    the longest, and in what they leave of prompt prefixes."""
     prefix_tokens: int = 4096
-    """Tokens of beginnings that are remembered for later texts, as far as running ones leave room; 0 for none."""
-    schedule: str = "step"
-    """When texts join: "step" between any two forwards, "batch" when all that ran before have ended."""
-    batch_wait_ms: float = 5.0
-    """How long a batch that is not full waits for more, with schedule "batch"."""
+    """Tokens of prompt prefixes that are cached for later texts, as far as running ones leave room; 0 for none."""
     timeout_seconds: float = 120.0
     """From a request's arrival to its last token."""
     max_connections: int = 1024
@@ -52,8 +47,6 @@ class Settings:
     """Write prompts and completions into the log."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={self.schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, str | bool | None):

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dcdm.serving.scheduler import Ticket
+from dcdm.serving.scheduler import QueuedRequest
 
 GRACE_SECONDS = 10.0
 """How long after its deadline a stream may still be read."""
@@ -33,26 +33,26 @@ class Json(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a ticket, which is given up as soon as the caller is gone.
+    """Server-sent events of a queued request, which is given up as soon as the caller is gone.
 
     A caller who stays and does not read holds up the sending, and with it whatever would look at the deadline.
     """
 
-    def __init__(self, source: AsyncIterator[str], ticket: Ticket) -> None:
+    def __init__(self, source: AsyncIterator[str], queued: QueuedRequest) -> None:
         super().__init__(source, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
-        self.ticket = ticket
+        self.queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self.stream_response(send))
         try:
-            await _first(sending, receive, self.ticket.deadline - time.monotonic() + GRACE_SECONDS)
+            await _first(sending, receive, self.queued.deadline - time.monotonic() + GRACE_SECONDS)
         except TimeoutError:
             if abort := scope["state"].get("abort"):  # of our own server; closing would wait until all is read
                 abort()
         except (OSError, ClientDisconnect):
             pass
         finally:
-            self.ticket.given_up = True
+            self.queued.given_up = True
             await _close(sending)
 
 

@@ -82,7 +82,6 @@ class Writer:
         self._waiting: dict[int, tuple[int, float, Alternatives]] = {}
         self._tokens: list[int] = []
         self._log_p: list[float] = []
-        self._end_log_p: list[float] = []
         self._alternatives: list[Alternatives] = []
         self._offsets: list[int] = []
         self._ended = False
@@ -129,18 +128,12 @@ class Writer:
         piece.ahead, piece.reading = news, self._sent_tokens
         return piece
 
-    @property
-    def score(self) -> float:
-        """The mean log-probability of the text's tokens, an EOS included."""
-        log_p = self._log_p + self._end_log_p
-        return sum(log_p) / max(1, len(log_p))
-
     def _add(self, token: int, log_p: float, alternatives: Alternatives) -> None:
         if self.last is not None and self.first + len(self._tokens) > self.last:
             self._ended = True
             return
         if token == self.eos_id:
-            self._end_log_p, self._ended = [log_p], True
+            self._ended = True
             return
         at = self.first + len(self._tokens)
         if self._lanes.get(at) != self._lanes.get(at - 1) and self._tokens:

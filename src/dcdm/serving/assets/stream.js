@@ -19,12 +19,12 @@ async function ask(address, options = {}) {
     if (reason.name === "AbortError") throw reason;
     throw new Problem(GONE, { again: true });
   }
-  if (!answer.ok) throw await refusal(answer);
+  if (!answer.ok) throw await problemOf(answer);
   return answer;
 }
 
-/** The server's refusal as a Problem. */
-async function refusal(answer) {
+/** The server's error as a Problem. */
+async function problemOf(answer) {
   const body = await answer.json().catch(() => null);
   const error = body?.error ?? {};
   const message = error.message ?? `The server answered ${answer.status} without saying why.`;
