@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -28,8 +29,25 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def write_tensors(path: Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file to the disk, readable by those who may read other files here; raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    path.chmod(mode)  # safetensors writes aside, as 0600, and renames
+    sync_folder(path)
+
+
 def sync_folder(path: Path) -> None:
-    """Make the renames inside a folder survive a loss of power."""
+    """Make the renames inside a folder, or what a file holds, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

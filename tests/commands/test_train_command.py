@@ -28,8 +28,7 @@ from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import leaks, verify
 from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import load_weights
-from dcdm.training.checkpoint_folder import read_manifest
+from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
 from dcdm.training.run import describe, run_training
 from dcdm.training.validation import evaluate

@@ -13,7 +13,7 @@ from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import ParallelError, Precision, World, choose_device, precision
-from dcdm.training.checkpoint import load_weights, newest_whole
+from dcdm.training.checkpoint_folder import load_weights, newest_whole
 from dcdm.training.loop import Hooks, StepReport, train, train_windows
 from dcdm.training.run import run_training
 from dcdm.training.settings import TrainConfig, resolve

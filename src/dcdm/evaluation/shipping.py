@@ -39,8 +39,8 @@ from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset, presets
 from dcdm.shipped import CARD, EARLIER, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings
+from dcdm.training.fingerprints import SETTINGS
 from dcdm.training.metrics import read_rows
-from dcdm.training.vouching import SETTINGS
 
 LICENCE = "PSF-2.0"
 SOURCE = "Python's standard library"

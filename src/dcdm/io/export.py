@@ -23,9 +23,9 @@ from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import load_weights
+from dcdm.training.checkpoint_folder import load_weights
+from dcdm.training.fingerprints import SETTINGS
 from dcdm.training.metrics import read_rows
-from dcdm.training.vouching import SETTINGS
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
 

@@ -22,10 +22,17 @@ from dcdm.model import lora
 from dcdm.model.transformer import OWN_PARTS, Model, build, state_shapes
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import UnusableCheckpoint, load_weights, newest_whole, read_record, verify
-from dcdm.training.checkpoint_folder import MANIFEST, read_manifest
-from dcdm.training.checkpoint_state import stored_shapes
-from dcdm.training.vouching import CHECKPOINTS, SETTINGS, TOKENIZER, other_tokenizer, settings_problems
+from dcdm.training.checkpoint_folder import (
+    MANIFEST,
+    UnusableCheckpoint,
+    check_whole,
+    load_weights,
+    newest_whole,
+    read_manifest,
+    read_state,
+    stored_shapes,
+)
+from dcdm.training.fingerprints import CHECKPOINTS, SETTINGS, TOKENIZER, other_tokenizer, settings_problems
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +147,10 @@ def find_model(
     run = path if (path / SETTINGS).exists() else path.absolute().parent.parent
     if not (run / SETTINGS).exists():
         raise ConfigError(f"{path} is neither a run folder, nor a checkpoint in one, nor an exported folder")
-    checkpoint = _newest(run) if path == run else _whole(path)
-    config, record = run_settings.read(run / SETTINGS), read_record(checkpoint)
+    checkpoint = _newest(run) if path == run else path
+    if path != run:
+        check_whole(path)
+    config, record = run_settings.read(run / SETTINGS), read_state(checkpoint)[0]
     tokenizer = Tokenizer.load(run / TOKENIZER)
     if problems := settings_problems(record, config, run) + other_tokenizer(record, tokenizer, run):
         raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
@@ -188,14 +197,8 @@ def _newest(run: Path) -> Path:
     if newest is None:
         raise ConfigError(f"{run} has no checkpoint yet; train further with dcdm train --run {run}")
     for path, reason in skipped:
-        log.warning("%s is passed over: %s", path, reason)
+        log.warning("%s: skipped: %s", path, reason)
     return newest
-
-
-def _whole(checkpoint: Path) -> Path:
-    if problems := verify(checkpoint):
-        raise UnusableCheckpoint(f"{checkpoint} is not a whole checkpoint: {'; '.join(problems)}")
-    return checkpoint
 
 
 def _exported(folder: Path) -> ModelSource:

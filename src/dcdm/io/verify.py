@@ -17,9 +17,8 @@ from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import newest_whole, read_record
-from dcdm.training.checkpoint import verify as verify_checkpoint
-from dcdm.training.vouching import (
+from dcdm.training.checkpoint_folder import newest_whole, read_state, verify_checkpoint
+from dcdm.training.fingerprints import (
     CHECKPOINTS,
     SETTINGS,
     data_problems,
@@ -80,7 +79,7 @@ def _run_checks(path: Path) -> Iterator[Check]:
     yield Check("manifest", wrong)
     if wrong:
         return
-    record = read_record(checkpoint)
+    record = read_state(checkpoint)[0]
     yield Check("settings", _settings(record, run))
     yield Check("tokenizer", tokenizer_problems(record, run))
     if (problems := data_problems(record, run)) is not None:

@@ -49,10 +49,10 @@ def measure(
     from dcdm.io.load import load_model
     from dcdm.keys import Key
     from dcdm.likelihood.estimators import score
+    from dcdm.training.fingerprints import SETTINGS
     from dcdm.training.metrics import read_rows
     from dcdm.training.run import open_data
     from dcdm.training.settings import read
-    from dcdm.training.vouching import SETTINGS
 
     config, (model, tokenizer) = read(folder / SETTINGS), load_model(folder)
     data = open_data(config, World())

@@ -1,60 +1,73 @@
-"""Checkpoints that survive being killed at any moment, and resume bit for bit.
+"""Saving while a run trains, and resuming it bit for bit.
 
-A save copies the state to memory, lets training continue, and works in a thread: every rank writes its shards aside
-and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or not there.
+A save copies the state to memory, lets training continue, and works in a thread: every rank writes the shards it
+holds aside and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or
+not there; `checkpoint_folder.py` says what is in one. Tensors have these names:
 
-Tensors go through PyTorch's distributed checkpoint, which can spread them over another number of ranks when they
-are read; where each of them lies is kept as JSON (`checkpoint_metadata.py`). Nothing is read before the manifest
-holds.
+    model.<parameter or buffer>    optimizer.<parameter>.<slot>    tensors.<set>.<name>
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from dcdm.config import ConfigError
 from dcdm.distributed import World, broadcast_object, gather_objects
-from dcdm.files import UnreadableFile, listed_file, read_json_object
-from dcdm.training import checkpoint_folder as manifests
-from dcdm.training import checkpoint_state
+from dcdm.files import file_digest, write_tensors, write_whole
 from dcdm.training.checkpoint_folder import (
+    DTYPES,
+    SHARDS,
+    STATE,
     CheckpointError,
     CheckpointFolder,
-    FileRecord,
+    Index,
     Manifest,
     UnusableCheckpoint,
-    verify,
+    altered_files,
+    read_index,
+    read_manifest,
+    read_state,
+    read_tensors,
+    stray_files,
+    versions,
+    write_manifest,
 )
-from dcdm.training.checkpoint_metadata import METADATA, PlainWriter
-from dcdm.training.checkpoint_state import TrainState, load_weights
-
-__all__ = [
-    "CheckpointError",
-    "Checkpointer",
-    "Resumed",
-    "TrainState",
-    "UnusableCheckpoint",
-    "load_record",
-    "load_weights",
-    "newest_whole",
-    "read_record",
-    "verify",
-]
+from dcdm.training.fsdp import own_shard
 
 T = TypeVar("T")
+Groups = list[dict[str, Any]]
 Phase = Literal["staged", "written", "hashed", "sealed", "renamed", "dropping", "pruned"]
-STATE = "state.json"
+
+# a run without torch.distributed is the ordinary case here, not worth a warning at each save
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds. Tensors are filled in place on resume; the record comes back in `Resumed`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """More named sets of tensors: averaged weights, for example, as {"ema": {...}}."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """JSON, the same on all ranks: schedule, data position, settings."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Resumed:
     record: dict[str, Any]
     metrics: dict[str, float | None]
     skipped: list[tuple[Path, str]]
-    """Newer checkpoints that were passed over, and why."""
+    """Newer checkpoints that were skipped, and why."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,8 @@ class _Failure:
 class Checkpointer:
     """The checkpoints of one run. Every method, and the constructor, must be called by all ranks together.
 
-    `keep_last` and `keep_best` checkpoints stay, the best by `metric` (of those given to `save`), whose good end
-    `mode` names. `on_phase` is told how far a save has come, mostly from the thread that saves.
+    `keep_last` and `keep_best` checkpoints stay, the best by the smallest `metric` of those given to `save`.
+    `on_phase` is told how far a save has come, mostly from the thread that saves.
     """
 
     def __init__(
@@ -88,25 +101,21 @@ class Checkpointer:
         keep_last: int = 3,
         keep_best: int = 1,
         metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
         on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last={keep_last} must be at least 1: a run needs a checkpoint to resume from")
         if keep_best < 0:
             raise ConfigError(f"keep_best={keep_best} must be 0 or more")
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode={mode!r} must be 'min' or 'max'")
         self.world = world or World()
-        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self.keep_last, self.keep_best, self.metric = keep_last, keep_best, metric
         self.on_phase = on_phase
         self._checkpoints = CheckpointFolder(folder)
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._latest: int | None = None
         self._damaged: set[Path] = set()
-        self.leftovers: list[str] = self._on_main(self._opened, f"cannot use {folder} for checkpoints")
-        """What a killed run had left half done; it has been tidied up."""
+        self._on_main(self._open, f"cannot use {folder} for checkpoints")
 
     @property
     def folder(self) -> Path:
@@ -130,9 +139,9 @@ class Checkpointer:
         if self.world.is_main:
             self._checkpoints.leave_no_trace()
 
-    def _opened(self) -> list[str]:
+    def _open(self) -> None:
         try:
-            return self._checkpoints.open()
+            self._checkpoints.open()
         except OSError as error:
             raise UnusableCheckpoint(_advice(error)) from error
 
@@ -150,21 +159,16 @@ class Checkpointer:
         self.wait()
         if step == self._latest:
             return
-        tensors, groups = checkpoint_state.collect(state)
-        shared = _json({"record": state.record, "optimizer": groups}, "record")
-        figures = manifests.finite(dict(metrics or {}))
-        if self.world.is_main:
-            self._checkpoints.discard(step)
-        written = dcp.async_save(
-            tensors,
-            storage_writer=PlainWriter(self._checkpoints.partial(step)),
-            process_group=self.world.background,
-            no_dist=self.world.size == 1,
-        )
-        assert isinstance(written, Future)
+        tensors, groups = collect(state)
+        try:
+            shared = json.dumps({"record": state.record, "optimizer": groups})
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"record cannot be written as JSON: {error}") from error
+        figures = {name: float(x) if math.isfinite(x) else None for name, x in (metrics or {}).items()}
+        shards, places = _copied(tensors, self.world)
         self.on_phase("staged")
         self._thread = threading.Thread(
-            target=self._finish, args=(step, written, shared, figures), name=f"checkpoint of step {step}"
+            target=self._save, args=(step, shards, places, shared, figures), name=f"checkpoint of step {step}"
         )
         self._thread.start()
         if wait:
@@ -179,74 +183,61 @@ class Checkpointer:
             message, self._failure = self._failure, None
             raise CheckpointError(message)
 
-    def _finish(self, step: int, written: Future[Any], shared: str, metrics: dict[str, float | None]) -> None:
+    def _save(
+        self, step: int, shards: dict[str, Tensor], places: str, shared: str, metrics: dict[str, float | None]
+    ) -> None:
         """What the thread does once the copy is made. All ranks come to the same end."""
         doing = f"cannot save the checkpoint of step {step} in {self.folder}"
         try:
-            mine = _attempt(doing, lambda: self._write_rest(step, written, shared))
+            self._on_main(lambda: self._checkpoints.begin(step), doing, background=True)
+            mine = _attempt(doing, lambda: self._write(step, shards, places, shared))
             everyone = gather_objects(mine, self.world, background=True)
-            outcome: Path | _Failure | None = None
-            if self.world.is_main:
-                failed = [result for result in everyone if isinstance(result, _Failure)]
-                records = [entry for result in everyone if isinstance(result, list) for entry in result]
-                outcome = failed[0] if failed else _attempt(doing, lambda: self._seal(step, records, metrics))
-                if isinstance(outcome, _Failure):
-                    self._checkpoints.discard(step)
-                elif isinstance(
-                    failure := _attempt("cannot drop old checkpoints", lambda: self._prune(step)), _Failure
-                ):
-                    warnings.warn(failure.message, stacklevel=2)  # the new one is whole all the same
-            outcome = broadcast_object(outcome, self.world, background=True)
-        except Exception as error:  # another rank is gone
-            outcome = _Failure(f"{doing}: lost contact to the other processes ({error})")
-        if isinstance(outcome, _Failure):
-            self._failure = outcome.message
-        else:
+            self._on_main(lambda: self._publish(step, everyone, metrics), doing, background=True)
             self._latest = step
+        except CheckpointError as error:
+            self._failure = str(error)
+        except Exception as error:  # another rank is gone
+            self._failure = f"{doing}: lost contact to the other processes ({error})"
 
-    def _write_rest(self, step: int, written: Future[Any], shared: str) -> list[FileRecord]:
-        """This rank's other files, and the digests of all of its files."""
-        written.result()
-        self.on_phase("written")
-        partial, rank = self._checkpoints.partial(step), self.world.rank
-        mine = list(partial.glob(f"__{rank}_*"))
+    def _write(self, step: int, shards: dict[str, Tensor], places: str, shared: str) -> dict[str, str]:
+        """This rank's files, and the SHA-256 of each."""
+        partial, names = self._checkpoints.partial(step), [f"rank-{self.world.rank:05d}.safetensors"]
+        write_tensors(partial / names[0], shards, {SHARDS: places})
         if self.world.is_main:
-            manifests.write_text(partial / STATE, shared)
-            mine += [partial / STATE, partial / METADATA]
-        records = [manifests.record(path) for path in mine]
+            write_whole(partial / STATE, shared.encode())
+            names.append(STATE)
+        self.on_phase("written")
+        digests = {name: file_digest(partial / name) for name in names}
         self.on_phase("hashed")
-        return records
+        return digests
 
-    def _seal(self, step: int, records: list[FileRecord], metrics: dict[str, float | None]) -> Path:
-        """Manifest and rename."""
-        partial = self._checkpoints.partial(step)
-        records = sorted(records, key=lambda entry: entry.name)
-        present = sorted(path.name for path in partial.iterdir())
-        if present != [entry.name for entry in records]:
-            raise CheckpointError(
-                f"rank 0 sees {len(present)} files where {len(records)} were written; "
-                "the folder must be one that all machines share"
-            )
-        manifests.write_manifest(
-            partial, Manifest(step, metrics, self.world.size, tuple(records), manifests.versions())
-        )
-        self.on_phase("sealed")
-        final = self._checkpoints.commit(step)
+    def _publish(
+        self, step: int, everyone: list[dict[str, str] | _Failure], metrics: dict[str, float | None]
+    ) -> None:
+        """Manifest, rename, and away with what is old; on rank 0."""
+        partial, files = self._checkpoints.partial(step), {}
+        try:
+            for result in everyone:
+                if isinstance(result, _Failure):
+                    raise _Told(result.message)
+                files |= result
+            if {path.name for path in partial.iterdir()} != files.keys():
+                raise CheckpointError("rank 0 does not see the files of all; the folder must be one they share")
+            write_manifest(partial, Manifest(step, metrics, files, versions()))
+            self.on_phase("sealed")
+            newest = self._checkpoints.commit(step)
+        except BaseException:
+            self._checkpoints.discard(step)
+            raise
         self.on_phase("renamed")
-        return final
-
-    def _prune(self, step: int) -> None:
-        newest = self._checkpoints.path(step)
         self._damaged.discard(newest)
-        self._checkpoints.prune(
-            newest,
-            keep_last=self.keep_last,
-            keep_best=self.keep_best,
-            metric=self.metric,
-            mode=self.mode,
-            damaged=self._damaged,
-            on_drop=lambda: self.on_phase("dropping"),
-        )
+        try:
+            self._checkpoints.prune(
+                newest, keep_last=self.keep_last, keep_best=self.keep_best, metric=self.metric,
+                damaged=self._damaged, on_drop=lambda: self.on_phase("dropping"),
+            )  # fmt: skip
+        except OSError as error:  # the new one is whole all the same
+            warnings.warn(f"cannot drop old checkpoints: {_advice(error)}", stacklevel=2)
         self.on_phase("pruned")
 
     # --- resuming -------------------------------------------------------------------------------------------------
@@ -264,12 +255,14 @@ class Checkpointer:
         skipped: list[tuple[Path, str]] = []
         for path in self._on_main(self._checkpoints.checkpoints, f"cannot look into {self.folder}"):
             manifest, problems = self._verify_together(path)
-            if manifest is not None and not problems:
-                self._damaged = {bad for bad, _ in skipped}
-                resumed = self._load(path, manifest, state, skipped, accept)
-                self._latest = resumed.step
-                return resumed
-            skipped.append((path, "; ".join(problems)))
+            if manifest is None or problems:
+                skipped.append((path, "; ".join(problems)))
+                continue
+            record, groups = read_state(path)
+            accept(record)
+            fill(path, state, groups)
+            self._damaged, self._latest = {bad for bad, _ in skipped}, manifest.step
+            return Resumed(manifest.step, path, record, manifest.metrics, skipped)
         if skipped:
             reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
             raise UnusableCheckpoint(
@@ -278,108 +271,154 @@ class Checkpointer:
         return None
 
     def _verify_together(self, path: Path) -> tuple[Manifest | None, list[str]]:
-        """`verify`, the files divided among the ranks."""
+        """`verify_checkpoint`, the files divided among the ranks."""
         manifest, problems = None, []
         if self.world.is_main:
             try:
-                manifest = manifests.read_manifest(path)
-                problems = manifests.stray_files(path, manifest)
+                manifest = read_manifest(path)
+                problems = stray_files(path, manifest)
             except CheckpointError as error:
                 problems = [str(error).removeprefix(f"{path}: ")]
         manifest, problems = broadcast_object((manifest, problems), self.world)
         if manifest is None:
             return None, problems
-        mine = manifests.altered_files(path, manifest.files[self.world.rank :: self.world.size])
+        mine = altered_files(path, list(manifest.files.items())[self.world.rank :: self.world.size])
         return manifest, problems + [problem for part in gather_objects(mine, self.world) for problem in part]
 
-    def _load(
-        self, path: Path, manifest: Manifest, state: TrainState, skipped: list[tuple[Path, str]],
-        accept: Callable[[dict[str, Any]], None],
-    ) -> Resumed:  # fmt: skip
-        record, groups = _read_shared(path)
-        accept(record)
-        checkpoint_state.fill(path, state, groups, self.world.control)
-        return Resumed(manifest.step, path, record, manifest.metrics, skipped)
-
-    def _on_main(self, action: Callable[[], T], doing: str) -> T:
+    def _on_main(self, action: Callable[[], T], doing: str, *, background: bool = False) -> T:
         """Rank 0's result on all ranks; its failure too."""
         result = _attempt(doing, action) if self.world.is_main else None
-        result = broadcast_object(result, self.world)
+        result = broadcast_object(result, self.world, background=background)
         if isinstance(result, _Failure):
             raise result.kind(result.message)
         return result  # type: ignore[return-value]
 
 
-def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint in `folder` that is whole, and newer ones that are not, with the reason; reads only."""
-    skipped: list[tuple[Path, str]] = []
-    for path in CheckpointFolder(folder).checkpoints():
-        problems = verify(path)
-        if not problems:
-            return path, skipped
-        skipped.append((path, "; ".join(problems)))
-    return None, skipped
+# --- the state of a run -------------------------------------------------------------------------------------------
 
 
-def load_record(path: str | Path) -> dict[str, Any]:
-    """The `record` that was saved with the checkpoint at `path`; see `load_weights` for its tensors."""
-    if problems := verify(path):
-        raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
-    return read_record(Path(path))
+def collect(state: TrainState) -> tuple[dict[str, Tensor], Groups | None]:
+    """All tensors by name, and the optimizer's settings: None for an optimizer that has not made a step.
+
+    Asked for the state of such an optimizer, PyTorch would make a step with zero gradients, and count it.
+    """
+    if state.optimizer is None or not state.optimizer.state:
+        return _named(state, {}), None
+    slots = get_optimizer_state_dict(state.model, state.optimizer)
+    groups = [
+        {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in slots["param_groups"]
+    ]
+    return _named(state, slots["state"]), groups
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """`load_record` of a checkpoint that has been verified."""
-    return _read_shared(path)[0]
+def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
+    """Read a checkpoint that has been verified into `state`, each rank what it holds of it."""
+    optimizer = state.optimizer
+    slots: dict[str, Any] = {"state": {}}
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+        if groups is None:
+            optimizer.state.clear()
+        else:  # makes the slots, to be filled in place
+            slots = get_optimizer_state_dict(state.model, optimizer)
+            _restore_settings(path, slots["param_groups"], groups)
+    wanted = _named(state, slots["state"])
+    _check_fit(path, wanted, ignored="optimizer." if optimizer is None else None)
+    with torch.no_grad():
+        read_tensors(path, {name: own_shard(tensor) for name, tensor in wanted.items()})
+    if optimizer is not None and groups is not None:
+        set_optimizer_state_dict(state.model, optimizer, slots)
 
 
-def _read_shared(path: Path) -> tuple[dict[str, Any], checkpoint_state.Groups | None]:
-    """The record and the optimizer's settings of a verified checkpoint."""
-    try:
-        shared = read_json_object(listed_file(path, STATE))
-        if not isinstance(shared["record"], dict):
-            raise UnreadableFile("its record is no JSON object")
-        return shared["record"], shared["optimizer"]
-    except (UnreadableFile, KeyError) as error:
-        raise UnusableCheckpoint(f"cannot read {path / STATE}: {error}") from error
+def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    named: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(state.model).items()}
+    for parameter, entries in slots.items():
+        named |= {f"optimizer.{parameter}.{slot}": value for slot, value in entries.items()}
+    for part, tensors in state.tensors.items():
+        named |= {f"tensors.{part}.{name}": value for name, value in tensors.items()}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}; a checkpoint holds tensors of numbers, and JSON in its record"
+            )
+    return named
 
 
-def _json(content: dict[str, Any], name: str) -> str:
-    try:
-        return json.dumps(content)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
+@torch.no_grad()
+def _copied(tensors: dict[str, Tensor], world: World) -> tuple[dict[str, Tensor], str]:
+    """Copies in main memory of what this rank writes, and as JSON where each lies in the whole tensor.
+
+    What all ranks hold alike is written by the first.
+    """
+    shards: dict[str, Tensor] = {}
+    places: dict[str, tuple[list[int], Index]] = {}
+    for name, tensor in tensors.items():
+        own, start = own_shard(tensor)
+        if world.is_main or (own.shape != tensor.shape and own.numel()):
+            shards[name] = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            places[name] = list(tensor.shape), start
+    return shards, json.dumps(places, sort_keys=True)
+
+
+def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
+    if [group["params"] for group in groups] != [group["params"] for group in saved]:
+        raise UnusableCheckpoint(f"{path} was written with other optimizer groups; resume with the settings it had")
+    for group, old in zip(groups, saved, strict=True):
+        for name, value in old.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def _check_fit(path: Path, wanted: dict[str, Tensor], ignored: str | None) -> None:
+    """Refuse a checkpoint whose tensors have other names, shapes or types than those of the run."""
+    stored = {
+        name: (entry.shape, entry.dtype)
+        for name, entry in read_index(path).items()
+        if ignored is None or not name.startswith(ignored)
+    }
+    asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
+    if stored == asked:
+        return
+    differing = sorted(name for name in stored.keys() | asked.keys() if stored.get(name) != asked.get(name))
+    first = differing[0]
+    raise UnusableCheckpoint(
+        f"{path} does not fit this run: {first} is {_kind(stored.get(first))} there and "
+        f"{_kind(asked.get(first))} here ({len(differing)} such tensors); resume with the settings it was made "
+        "with or choose another folder"
+    )
+
+
+def _kind(entry: tuple[Index, torch.dtype] | None) -> str:
+    return "absent" if entry is None else f"{str(entry[1]).removeprefix('torch.')} {list(entry[0])}"
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
+class _Told(CheckpointError):
+    """A failure of another rank, whose message is complete."""
+
+
 def _attempt(doing: str, action: Callable[[], T]) -> T | _Failure:
     try:
         return action()
+    except _Told as error:
+        return _Failure(str(error))
     except UnusableCheckpoint as error:
         return _Failure(f"{doing}: {error}", UnusableCheckpoint)
-    except (Exception, CheckpointException) as error:  # the second is not an Exception
+    except Exception as error:
         return _Failure(f"{doing}: {_advice(error)}; earlier checkpoints are untouched")
 
 
-def _advice(error: BaseException) -> str:
-    cause = _root(error)
-    number = cause.errno if isinstance(cause, OSError) else None
+def _advice(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"no space left ({cause}). Free some, keep fewer checkpoints or choose another folder"
+        return f"no space left ({error}). Free some, keep fewer checkpoints or choose another folder"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"it cannot be written ({cause}). Make it writable or choose another folder"
+        return f"it cannot be written ({error}). Make it writable or choose another folder"
     if number in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
-        return f"there is no such folder, and it cannot be made ({cause}). Choose another folder"
-    return str(cause) or type(cause).__name__
-
-
-def _root(error: BaseException) -> BaseException:
-    """The first cause: an OSError, where there is one behind what PyTorch raises."""
-    if isinstance(error, CheckpointException):
-        return _root(next(iter(error.failures.values()))[0])
-    seen = error
-    while not isinstance(seen, OSError) and (behind := seen.__cause__ or seen.__context__) is not None:
-        seen = behind
-    return seen if isinstance(seen, OSError) else error
+        return f"there is no such folder, and it cannot be made ({error}). Choose another folder"
+    return str(error) or type(error).__name__

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcdm.distributed import World
 from dcdm.model.transformer import Model
@@ -168,6 +169,14 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor of a shard, on every rank; any other tensor as it is. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a tensor, not copied, and the index at which it begins; all of one that is whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.detach().to_local(), tuple(start)
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

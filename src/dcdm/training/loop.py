@@ -71,7 +71,7 @@ class Hooks:
     on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, figures: None
     should_stop: Callable[[], bool] = lambda: False
     record: dict[str, Any] = field(default_factory=dict)
-    """Kept in every checkpoint: settings, and what vouches for tokenizer and data."""
+    """Kept in every checkpoint: settings, and fingerprints of tokenizer and data."""
 
 
 def train(

@@ -31,14 +31,9 @@ from dcdm.model.transformer import Model, build
 from dcdm.progress import ConsoleProgress
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import Checkpointer, CheckpointError, load_record, newest_whole
-from dcdm.training.fsdp import unsharded
-from dcdm.training.loop import Hooks, NotFinite, train
-from dcdm.training.metrics import Recorder, wandb_package
-from dcdm.training.optimizers import kept_bytes
-from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
-from dcdm.training.validation import MAIN, evaluate
-from dcdm.training.vouching import (
+from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.checkpoint_folder import CheckpointError, load_record, newest_whole
+from dcdm.training.fingerprints import (
     CHECKPOINTS,
     HASHED,
     SETTINGS,
@@ -51,6 +46,12 @@ from dcdm.training.vouching import (
     remember_hashes,
     tokenizer_problems,
 )
+from dcdm.training.fsdp import unsharded
+from dcdm.training.loop import Hooks, NotFinite, train
+from dcdm.training.metrics import Recorder, wandb_package
+from dcdm.training.optimizers import kept_bytes
+from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
+from dcdm.training.validation import MAIN, evaluate
 
 T = TypeVar("T")
 
@@ -238,7 +239,7 @@ def _train(
             recorder = stack.enter_context(Recorder(folder, config, console, world))
             hooks.on_step, hooks.on_evaluation = recorder.on_step, recorder.on_evaluation
             hooks.on_resume = _begin(recorder, console, folder, config, data.tokenizer, hashed)
-            hooks.on_skipped = lambda path, reason: console.print(f"{path}: passed over, for {reason}")
+            hooks.on_skipped = lambda path, reason: console.print(f"{path}: skipped: {reason}")
         hooks.on_resume = _unless_lost(lost_init, hooks.on_resume)
 
         def assess(model: Model, step: int) -> Mapping[str, float]:

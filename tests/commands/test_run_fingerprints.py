@@ -1,4 +1,4 @@
-"""What a run folder holds is vouched for: settings, tokenizer, data. Locks, damaged checkpoints, bad places."""
+"""A run folder refuses other settings, tokenizers and data than its own. Locks, damaged checkpoints, bad places."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import verify
-from dcdm.training.checkpoint import CheckpointError, load_record, newest_whole
-from dcdm.training.checkpoint_folder import CheckpointFolder
+from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, load_record, newest_whole
 from dcdm.training.run import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -208,21 +207,6 @@ def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkey
     assert data.compare(stamps) == stamps
 
 
-def test_an_older_checkpoint_without_fingerprints_resumes_as_before(place):
-    from dcdm.training import checkpoint_folder as manifests
-
-    folder = place / "checkpoints" / "step-00000002"
-    state = json.loads((folder / "state.json").read_text())
-    del state["record"]["tokenizer"], state["record"]["shards"]
-    (folder / "state.json").write_text(json.dumps(state))
-    manifest = manifests.read_manifest(folder)
-    files = tuple(manifests.record(folder / entry.name) for entry in manifest.files)
-    manifests.write_manifest(folder, manifests.Manifest(**{**vars(manifest), "files": files}))
-    (place / "data_hashed.json").unlink()
-    assert problems(place) == {}
-    assert run(None, place) == 0
-
-
 # --- the lock -----------------------------------------------------------------------------------------------------
 
 
@@ -256,9 +240,9 @@ def test_a_start_that_waited_for_another_s_end_keeps_to_the_other_s_settings(pla
     (place / "checkpoints").rename(place / ".checkpoints")
     open_folder = CheckpointFolder.open
 
-    def after_another(self, patience: float = 5.0) -> list[str]:  # the other run is there once the lock is free
+    def after_another(self, patience: float = 5.0) -> None:  # the other run is there once the lock is free
         (place / ".aside").rename(place / "settings.yaml")
-        return open_folder(self, patience)
+        open_folder(self, patience)
 
     monkeypatch.setattr(CheckpointFolder, "open", after_another)
     with pytest.raises(ConfigError, match=r"started with other settings.*train\.seed"):
@@ -285,17 +269,17 @@ def test_a_skipped_checkpoint_is_announced_with_its_name_and_reason(finished, pl
     flip(place / "checkpoints" / "step-00000004" / "state.json", 9)
     assert run(None, place) == 0
     said = capsys.readouterr().err
-    assert "step-00000004: passed over, for state.json is damaged" in said
+    assert "step-00000004: skipped: state.json is damaged" in said
     assert "resuming from step 2" in said
 
 
 def test_sample_names_the_damaged_file_of_a_run(place, capsys):
-    flip(place / "checkpoints" / "step-00000002" / "__0_0.distcp", 99)
+    flip(place / "checkpoints" / "step-00000002" / "rank-00000.safetensors", 99)
     with pytest.raises(SystemExit) as ending:
         main(["sample", str(place), "--prompt", "def"])
     said = capsys.readouterr().err
     assert ending.value.code == 2
-    assert "step-00000002: __0_0.distcp is damaged" in said
+    assert "step-00000002: rank-00000.safetensors is damaged" in said
     assert "train further" not in said
 
 

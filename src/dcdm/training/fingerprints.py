@@ -1,8 +1,8 @@
-"""What vouches for a run besides its checkpoints' own checksums: settings, tokenizer and data.
+"""Fingerprints of a run: the settings, tokenizer and data that its checkpoints belong to.
 
 A checkpoint's record holds the settings it was trained with and fingerprints of the tokenizer and of the shards. A
-run is resumed, verified and loaded only with what they say. Shards are hashed before training, and remembered in
-the run folder by size, times and inode.
+run is resumed, verified and loaded only with these. Shards are hashed before training, and remembered in the run
+folder by size, times and inode.
 """
 
 from __future__ import annotations
@@ -18,49 +18,38 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.distributed import Precision
 from dcdm.files import UnreadableFile, read_json_object, write_whole
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import UnusableCheckpoint
+from dcdm.training.checkpoint_folder import UnusableCheckpoint
 from dcdm.training.settings import RunConfig
 
 CHECKPOINTS, SETTINGS, TOKENIZER = "checkpoints", "settings.yaml", "tokenizer"
 HASHED = "data_hashed.json"
-COMPUTED_IN = "computed_in"
 Hashed = dict[str, Any]
-"""Where the prepared data stand, and size, times, inode and SHA-256 of their files."""
+"""Where the prepared data are, and size, times, inode and SHA-256 of their files."""
 
 
 def record_of(config: RunConfig, data: PreparedData, types: Precision) -> dict[str, Any]:
     """What every checkpoint of the run remembers."""
     return {
-        COMPUTED_IN: types.name,
+        "computed_in": types.name,
         "settings": run_settings.to_dict(config),
         "tokenizer": data.tokenizer.fingerprint,
         "shards": data.content_fingerprint,
     }
 
 
-def recorded_settings(record: Mapping[str, Any], checkpoint: Path) -> RunConfig | None:
-    """The settings that a checkpoint was trained with; None if it says nothing of them."""
-    if not (values := record.get("settings")):
-        return None
-    try:
-        return run_settings.from_dict(values)
-    except (ConfigError, TypeError, AttributeError) as error:
-        raise UnusableCheckpoint(f"{checkpoint}: its settings are wrong: {error}") from error
-
-
 def check_record(
     record: Mapping[str, Any], config: RunConfig, data: PreparedData, types: Precision, folder: Path
 ) -> None:
     """Refuse to resume from a checkpoint that was trained otherwise."""
-    if _differs(record, COMPUTED_IN, types.name):
+    if (before := record.get("computed_in")) != types.name:
         raise ConfigError(
-            f"{folder} was computed in {record[COMPUTED_IN]}, and train.dtype={config.train.dtype} is {types.name} "
-            f"on this device; resume it with --dtype {record[COMPUTED_IN]}"
+            f"{folder} was computed in {before}, and train.dtype={config.train.dtype} is {types.name} on this "
+            f"device; resume it with --dtype {before}"
         )
     problems = settings_problems(record, config, folder)
-    if _differs(record, "tokenizer", data.tokenizer.fingerprint):
+    if record.get("tokenizer") != data.tokenizer.fingerprint:
         problems.append(f"the tokenizer in {data.folder} is not the one it was trained with")
-    if _differs(record, "shards", data.content_fingerprint):
+    if record.get("shards") != data.content_fingerprint:
         problems.append(f"the shards in {data.folder} are not those it was trained on")
     if problems:
         raise ConfigError(
@@ -68,10 +57,18 @@ def check_record(
         )
 
 
+def recorded_settings(record: Mapping[str, Any], checkpoint: Path) -> RunConfig:
+    """The settings that a checkpoint was trained with."""
+    try:
+        return run_settings.from_dict(record["settings"])
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        raise UnusableCheckpoint(f"{checkpoint}: its settings are wrong: {error}") from error
+
+
 def settings_problems(record: Mapping[str, Any], config: RunConfig, folder: Path) -> list[str]:
     """How settings differ from those that a checkpoint's record holds."""
     trained = recorded_settings(record, folder)
-    if trained is None or not (names := run_settings.differences(trained, config)):
+    if not (names := run_settings.differences(trained, config)):
         return []
     return [
         f"{folder / SETTINGS} is not what its checkpoint was trained with "
@@ -88,14 +85,9 @@ def tokenizer_problems(record: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def other_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer, folder: Path) -> list[str]:
-    if not _differs(record, "tokenizer", tokenizer.fingerprint):
+    if record.get("tokenizer") == tokenizer.fingerprint:
         return []
     return [f"{folder / TOKENIZER / 'tokenizer.json'} is not the tokenizer that its checkpoint was trained with"]
-
-
-def _differs(record: Mapping[str, Any], name: str, now: str) -> bool:
-    """Whether the record says otherwise; older checkpoints say nothing."""
-    return name in record and record[name] != now
 
 
 # --- the shards ---------------------------------------------------------------------------------------------------
@@ -123,9 +115,8 @@ def data_problems(record: Mapping[str, Any], folder: Path) -> list[str] | None:
         data = PreparedData.open(place, verify=True)
     except DataError as error:
         return [str(error)]
-    if _differs(record, "shards", data.content_fingerprint):
-        return [f"{place} does not hold the shards that the checkpoint was trained on"]
-    return []
+    same = record.get("shards") == data.content_fingerprint
+    return [] if same else [f"{place} does not hold the shards that the checkpoint was trained on"]
 
 
 def _hashed(folder: Path) -> Hashed:
