@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dcdm
-from dcdm.cli import COMMANDS, Group, all_commands, flags_of
+from dcdm.cli import COMMANDS, GROUPS, flags_of
 from test_docs import PAGES, ROOT, blocks
 
 SRC = ROOT / "src" / "dcdm"
@@ -39,17 +39,14 @@ def wrong_names(line: str) -> list[str]:
         words = shlex.split(call[1])
     except ValueError:  # a quotation that goes on elsewhere
         words = call[1].split()
-    known = dict(all_commands())
-    name = words[0]
-    if isinstance(COMMANDS.get(name), Group):
-        if len(words) == 1:
-            return []
-        name = f"{name} {words[1]}"
-    if name not in known:
+    if words in ([group] for group in GROUPS):
+        return []
+    name = " ".join(words[: 2 if words[0] in GROUPS else 1])
+    if name not in COMMANDS:
         return [f"dcdm {name}"]
     given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
     return [
-        f"dcdm {name} {flag}" for flag in sorted(given - flags_of(known[name].run) - {"--debug", "--run-folder"})
+        f"dcdm {name} {flag}" for flag in sorted(given - flags_of(COMMANDS[name].run) - {"--debug", "--run-folder"})
     ]
 
 

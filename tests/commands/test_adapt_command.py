@@ -107,14 +107,14 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
         (["--lanes", "1,x"], "--lanes 1,x"),
         (["--window", "1"], "data.window=1"),
         (["--window", "999"], "data.window=999"),
-        (["--to", "bdlm", "--block-size", "0"], "--block-size 0"),
+        (["--to", "bdlm", "--block-size", "0"], "block_size=0"),
         (["--lora", "0"], "--lora 0"),
         (["--to", "bdlm", "--drafts", "2"], "--drafts 2 has no effect on --to bdlm"),
         (["--block-size", "8"], "--block-size 8 has no effect on --to lanes"),
         (["--steps", "0"], "--steps 0"),
     ):
         assert adapt("runs/none", *words) == 2
-        assert message in capsys.readouterr().err.replace("--window ", "data.window=")
+        assert message in capsys.readouterr().err
     assert not Path("runs/none").exists()
     with pytest.raises(SystemExit) as left:
         main(["adapt", "smollm2", "--run", "runs/none"])

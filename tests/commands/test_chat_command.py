@@ -130,7 +130,7 @@ def test_wrong_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(tmp_path / "plain")], "has no chat template; use `dcdm sample"),
         ([str(base), "--length", "255"], "--length 255 leaves no room"),
         ([str(base), "--length", "0"], "--length 0"),
-        ([str(base), "--lanes", "4"], "--lanes 4 does not fit a ar model"),
+        ([str(base), "--lanes", "4"], "lanes=4 does not fit a model of kind ar"),
     ):
         with pytest.raises(SystemExit) as left:
             said("Hi\n", *arguments)

@@ -414,7 +414,7 @@ def test_the_harness_scores_and_generates_with_one_lane_unless_told():
         exact = dcdm.score(network, torch.tensor([row]), "exact", prompt=prompt, lanes=lanes)
         assert error == 0
         assert nats == pytest.approx(-exact.nats.item(), rel=1e-5)
-    with pytest.raises(ConfigError, match="lanes=2 does not fit a mdlm model"):
+    with pytest.raises(ConfigError, match="lanes=2 does not fit a model of kind mdlm"):
         HarnessModel((tiny.model("mdlm", tokenizer.vocab_size - 3).float(), tokenizer), lanes=2)
 
 
@@ -453,7 +453,7 @@ def test_decoders_that_do_not_fit_are_refused():
         dcdm.generate(model("lanes"), [[1]], max_new_tokens=4, commit="position")
     with pytest.raises(ConfigError, match="lanes=0 must be at least 1"):
         dcdm.generate(model("lanes"), [[1]], max_new_tokens=4, lanes=0)
-    with pytest.raises(ConfigError, match="lanes=2 does not fit a bdlm model"):
+    with pytest.raises(ConfigError, match="lanes=2 does not fit a model of kind bdlm"):
         dcdm.generate(model("bdlm"), [[1]], max_new_tokens=4, lanes=2)
     with pytest.raises(ValueError, match="estimator 'bound' does not fit"):
         dcdm.score(model("lanes"), tiny.tokens(1, 5), "bound")

@@ -68,7 +68,7 @@ def test_a_view_has_the_decoders_lanes_and_each_forward_writes_one_token_of_each
 def test_the_default_number_is_the_models_and_others_have_none():
     assert seen(None).num_lanes == 4
     window, _ = window_of(TEXT, byte_tokenizer(), 128)
-    with pytest.raises(ConfigError, match="lanes=2 does not fit a bdlm model"):
+    with pytest.raises(ConfigError, match="lanes=2 does not fit a model of kind bdlm"):
         view(tiny.model("bdlm", 257), window, lanes=2)
     with pytest.raises(ConfigError, match="lanes=0 must be at least 1"):
         seen(0)
@@ -328,7 +328,7 @@ def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit):
         main(["chunks", str(other), "x = 1", "--lanes", "2"])
-    assert "--lanes 2 does not fit a dcdm model" in capsys.readouterr().err
+    assert "lanes=2 does not fit a model of kind dcdm" in capsys.readouterr().err
 
 
 def test_a_live_stream_ends_with_the_text_without_what_stood_behind_its_end():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from dcdm.commands.options import DeviceOption, ModelArgument, NamesOfTypes, at_least_one, whole_numbers
-from dcdm.commands.train import OPTION_OF as TRAIN_OPTION_OF
 from dcdm.commands.train import SETTING_OF, assignments, start_run
 from dcdm.config import ConfigError, Dtype, ModelConfig
 
@@ -29,7 +28,6 @@ EXAMPLES = (
     "dcdm adapt base --run runs/blocks --data train.txt --to bdlm --block-size 4",
     "dcdm adapt base --run runs/tuned --data train.txt --to ar",
 )
-OPTION_OF = {**TRAIN_OPTION_OF, "data.window": "window", "train.lora": "lora", "model.lanes": "lanes"}
 DEFAULTS: dict[str, Any] = {
     "train.warmup_steps": 20, "evaluate_first": True, "evaluate_sequences": 16, "evaluate_every": 100,
     "checkpoint_every": 50, "keep_last": 1, "keep_best": 0,

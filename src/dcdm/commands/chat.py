@@ -30,7 +30,6 @@ EXAMPLES = (
     "dcdm chat runs/lanes --lanes 4 --temperature 0.3",
     'echo What is the capital of France? | dcdm chat runs/lanes --system "Answer briefly." --length 32',
 )
-OPTION_OF = {"max_new_tokens": "length"}
 FORGET = "/new"
 """What a user writes to begin anew."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 DEBUG: ContextVar[bool] = ContextVar("DEBUG", default=False)
 """Whether --debug was given: what developers want to know is shown then."""
-TEXTS = ("--prompt", "--system")
-"""Options whose values are texts, which may begin like an option."""
 
 # --- options -----------------------------------------------------------------------------------------------------
 

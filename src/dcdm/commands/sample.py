@@ -36,7 +36,6 @@ EXAMPLES = (
     'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
     "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
 )
-OPTION_OF = {"max_new_tokens": "length"}
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
 """What the default model continues when nothing is asked."""
 EXAMPLE_LENGTH = 144
@@ -83,7 +82,7 @@ def sample(
     input, without its last line break. `dcdm sample` alone continues an example with the default model.
 
     Args:
-        prompt: The text to continue; several are completed in one batch.
+        prompt: The text to continue (--prompt=-x if it begins with a dash); several are completed in one batch.
         file: A text file that is the prompt.
         jsonl: A file with one JSON object per line, each a prompt.
         field: The name of the prompt in those objects.

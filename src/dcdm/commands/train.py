@@ -32,7 +32,6 @@ SETTING_OF = {
     "dtype": "train.dtype",
 }  # fmt: skip
 """The setting of each option."""
-OPTION_OF = {setting: option for option, setting in SETTING_OF.items()}
 FAMILIES = {
     "debug presets": "mdlm-debug", "small presets": "lanes-small", "0.1B": "mdlm-0.1b", "others": "mdlm-1.7b"
 }  # fmt: skip

@@ -160,7 +160,7 @@ def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
     """The number of lanes that None means for a model, or a refusal of what does not fit."""
     if config.kind != "lanes":
         if lanes is not None:
-            raise ConfigError(f"lanes={lanes} does not fit a {config.kind} model; leave it out")
+            raise ConfigError(f"lanes={lanes} does not fit a model of kind {config.kind}; leave it out")
         return None
     if lanes is None:
         return default_lanes(config)
