@@ -23,7 +23,7 @@ from dcdm.config import ConfigError
 from dcdm.data.sources import STDLIB
 from dcdm.evaluation import shipping
 from dcdm.io.load import WEIGHTS, find_model, wrong_sums
-from dcdm.shipped import CARD, CHUNKS, EARLIER, HOME, LANES, START, TRAINING, Card, card_of, folder_of
+from dcdm.shipped import CARD, CHUNKS, HOME, LANES, START, TRAINING, Card, card_of, folder_of
 
 ROOT = Path(__file__).parent.parent
 MODELS = shipped.names()
@@ -80,7 +80,7 @@ def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
 
 
 def same_files(card: Card) -> bool:
-    source, *_ = shipping.run_settings.read(HOME / card.name / TRAINING).data.sources
+    (source,) = shipping.run_settings.read(HOME / card.name / TRAINING).data.sources
     return shipping.held_out_files(source) == card.held_out["files"]
 
 
@@ -180,7 +180,7 @@ def test_sample_without_a_model_is_careful_and_with_its_name_as_it_was(capsys):
     asked = ["--prompt", "def main(", "--length", "16", "--json"]
     main(["sample", *asked])
     careful = json.loads(capsys.readouterr().out)["completion"]
-    main(["sample", LANES, *asked, "--temperature", "0.7"])
+    main(["sample", LANES, *asked, "--temperature", "0.5"])
     assert json.loads(capsys.readouterr().out)["completion"] == careful
     model, tokenizer = dcdm.load(LANES)
     main(["sample", LANES, *asked])
@@ -292,17 +292,6 @@ def test_a_card_tells_how_to_make_the_start_weights_and_what_drafts_save(made):
     assert set(pairs) == {(lanes, drafts) for lanes in (1, 2, 4, 8, 16) for drafts in (None, 3)}
     assert pairs[1, 3].nats_per_token == pytest.approx(pairs[1, None].nats_per_token, rel=1e-3)
     assert pairs[1, 3].forwards_per_window < pairs[1, None].forwards_per_window == 31
-    settings = shipping.replace(shipping.run_settings.read(run / "settings.yaml"), init=str(folder))
-    third = shipping.training_files(settings, "mine")
-    assert "init: runs/mine-earlier-start" in third[START]
-    assert third[EARLIER] == (folder / START).read_text()
-    assert shipping.again_by(settings, "mine", [2]).split(" && ") == [
-        f"dcdm train --config src/dcdm/shipped/mine/{EARLIER} --run runs/mine-earlier-first",
-        "dcdm export runs/mine-earlier-first runs/mine-earlier-start --dtype bf16",
-        f"dcdm train --config src/dcdm/shipped/mine/{START} --run runs/mine-first",
-        "dcdm export runs/mine-first runs/mine-start --dtype bf16",
-        f"dcdm train --config src/dcdm/shipped/mine/{TRAINING} --run runs/mine",
-    ]
     (before / CARD).unlink()
     with pytest.raises(ConfigError, match="has no card"):
         shipping.ship(run.parent / "further", "mine", "Mine.", into=run.parent / "third")

@@ -67,23 +67,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class WholeLines:
-    """Lanes and blanks that need not be full: what is left of them is `end`, which is not part of the text."""
-
-    breaks: tuple[int, ...]
-    """Tokens that begin a line; a lane ends before one of them."""
-    end: int
-    """EOS."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.breaks, list | tuple) or not self.breaks:
-            raise ConfigError(f"whole_lines.breaks={self.breaks!r} must list the tokens that begin a line")
-        object.__setattr__(self, "breaks", tuple(self.breaks))
-        for name, value in (("breaks", min(self.breaks)), ("end", self.end)):
-            _at_least(f"whole_lines.{name}", value, 0)
-
-
-@dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's change of RoPE's frequencies, by which its models read beyond `original_length` positions.
 
@@ -153,8 +136,6 @@ class ModelConfig:
     """How often training draws each of `lanes`, relative to the others; None: all alike."""
     drafts: int = 0
     """How many tokens of each lane a head guesses ahead, for decoding that verifies them; 0: there is no head."""
-    whole_lines: WholeLines | None = None
-    """How lanes that hold whole lines begin and end; set from the tokenizer where `objective.whole_lines` is."""
     attention_bias: bool = False
     """Whether queries, keys and values have a bias."""
     qk_norm: bool = True
@@ -165,7 +146,7 @@ class ModelConfig:
     that did not have these tokens."""
 
     def __post_init__(self) -> None:
-        for name, made in (("moe", MoEConfig), ("rope_scaling", RopeScaling), ("whole_lines", WholeLines)):
+        for name, made in (("moe", MoEConfig), ("rope_scaling", RopeScaling)):
             if isinstance(value := getattr(self, name), dict):
                 object.__setattr__(self, name, _made(name, made, value))
             elif not isinstance(value, made | None):
@@ -188,7 +169,7 @@ class ModelConfig:
 
     def _check_lanes(self) -> None:
         if self.kind != "lanes":
-            for name in ("lanes", "lane_weights", "drafts", "whole_lines"):
+            for name in ("lanes", "lane_weights", "drafts"):
                 if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name}={getattr(self, name)} belongs to kind 'lanes', not {self.kind!r}")
             if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
@@ -331,15 +312,6 @@ class ModelConfig:
         return self.predict == "left"
 
     @property
-    def text_length(self) -> int:
-        """Positions of a window of text to measure on; lanes of whole lines need room for what fills them up."""
-        return self.context_length if self.whole_lines is None else self.context_length * 3 // 4
-
-    def fills_up(self, lanes: int | None) -> bool:
-        """Whether so many lanes need not be full: then EOS ends a lane, not the text."""
-        return self.whole_lines is not None and lanes is not None and lanes > 1
-
-    @property
     def has_chunking(self) -> bool:
         """Whether the network has a chunking attention layer."""
         return self.num_chunks is not None
@@ -365,8 +337,7 @@ class ModelConfig:
         values = asdict(self)
         if self.predict == "mask":
             del values["predict"], values["lanes"]
-        later = ("attention_bias", "qk_norm", "rope_scaling", "hide_specials")
-        for name in ("lane_weights", "drafts", "whole_lines", *later):
+        for name in ("lane_weights", "drafts", "attention_bias", "qk_norm", "rope_scaling", "hide_specials"):
             if getattr(self, name) == getattr(ModelConfig, name):
                 del values[name]
         return values
@@ -402,9 +373,6 @@ class ObjectiveConfig:
     """Share of training windows with a random visible prefix or random visible spans."""
     blank_share: float = 0.0
     """Share of training windows that are visible but for a few short blanks, as in filling code in."""
-    whole_lines: bool = False
-    """Lanes are trained on whole lines and blanks with room to spare: EOS fills what is left of either, and is
-    dropped from what the model writes."""
     grow_steps: int = 0
     """Steps over which the task grows, in equal stages: lanes from the fewest to all of the model's list, BDLM's
     blocks by doubling from (nearly) single tokens to block_size. 0: the whole task from the first step."""
@@ -439,7 +407,7 @@ class ObjectiveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
         values = asdict(self)
-        for name in ("grow_steps", "t_shape", "blank_share", "whole_lines"):
+        for name in ("grow_steps", "t_shape", "blank_share"):
             if values[name] == getattr(ObjectiveConfig, name):
                 del values[name]
         return values
@@ -451,8 +419,6 @@ class ObjectiveConfig:
             raise ConfigError(
                 f"blank_share={self.blank_share} has no effect on AR, which fills no blanks; leave it out"
             )
-        if self.whole_lines and config.kind != "lanes":
-            raise ConfigError(f"whole_lines belongs to kind 'lanes', not {config.kind!r}; leave it out")
         if config.kind == "ar" or config.predicts_from_left:
             model = "AR" if config.kind == "ar" else "a model that predicts from the left"
             for name in ("t_min", "t_max", "t_shape", "noise_draws", "complementary_draws"):

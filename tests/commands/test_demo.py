@@ -170,7 +170,7 @@ def test_both_orders_fill_the_same_blanks_and_the_likelihood_is_that_of_the_orig
     assert len(ahead) == bool(model.config.drafts)
     for text in ahead:
         assert text.nats == ar.nats
-        assert text.forwards <= ar.forwards - number  # blanks of a token or two leave little to guess
+        assert text.forwards < ar.forwards
         assert sum(map(len, text.filling.steps)) == ar.forwards
     ids, blank = exercise.original(tokenizer)
     assert with_blanks(tokenizer, exercise.prompt(tokenizer)) == [

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 import dcdm
 import tiny
 from browser import Page, artefacts, chromium
-from dcdm.config import WholeLines
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from live import NAME, events, live
 
@@ -243,63 +241,3 @@ def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):
         assert f"24 tokens in {forwards} forwards" in page.text("status")
         assert page.complaints() == []
         assert "--drafts 2" in page.text("code")
-
-
-@pytest.fixture(scope="module")
-def lines():
-    tokenizer = byte_tokenizer()
-    whole = WholeLines(tokenizer.line_breaks(), tokenizer.eos_id)
-    size = tokenizer.vocab_size - 3
-    network = tiny.model("mdlm", size, kind="lanes", lanes=(1, 2), whole_lines=whole, drafts=2, scale=1.0).float()
-    with torch.no_grad():
-        network.embed_tokens.weight[tokenizer.eos_id] *= 120  # EOS is likely everywhere
-    with live(model=(network, tokenizer), timeout_seconds=60) as server:
-        yield server
-
-
-@pytest.mark.parametrize("likely", ["\n", "\n\n", "<|eos|>"])
-def test_a_stream_of_whole_lines_tells_no_line_that_is_dropped(likely):
-    tokenizer = byte_tokenizer()
-    whole = WholeLines(tokenizer.line_breaks(), tokenizer.eos_id)
-    network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), whole_lines=whole, scale=1.0).float()
-    with torch.no_grad():
-        network.embed_tokens.weight[10 if "\n" in likely else tokenizer.eos_id] *= 60 * len(likely)
-    with live(model=(network, tokenizer), timeout_seconds=60) as server:
-        for seed in range(4):
-            body = {"prompt": "ab", "max_tokens": 40, "seed": seed, "lanes": 4, "stream": True}
-            served = server.app.state.served
-            alike = dcdm.generate(
-                served.model, ["ab"], tokenizer=tokenizer, seed=seed, max_new_tokens=40, lanes=4, index=[0]
-            )
-            stream = server.post("/v1/completions", body).text.splitlines()
-            sent = [json.loads(line.removeprefix("data: ")) for line in stream if line.startswith("data: {")]
-            assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == alike.texts[0]
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_what_fills_up_lanes_of_whole_lines_is_neither_told_nor_counted(lines, drafts):
-    body = {"model": NAME, "prompt": "ab", "max_tokens": 24, "seed": 0, "lanes": 2, "drafts": drafts}
-    done = lines.post("/v1/completions", body)
-    assert done.status_code == 200, done.text
-    alike = expected(lines, "ab", max_new_tokens=24, lanes=2, drafts=drafts)
-    assert alike.filler == byte_tokenizer().eos_id
-    assert alike.filler in alike.tokens[0]
-    (choice,) = done.json()["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (alike.texts[0], "length")
-    written = done.json()["usage"]["completion_tokens"]
-    assert written == int(alike.statistics.new_tokens) == len(alike.completions[0]) < 24
-    stream = lines.post("/v1/completions", body | {"stream": True}).text.splitlines()
-    sent = [json.loads(line.removeprefix("data: ")) for line in stream if line.startswith("data: {")]
-    assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == choice["text"]
-
-
-def test_the_playground_shows_nothing_where_a_lane_is_only_filled_up(lines, tmp_path):
-    assert lines.get("/v1/models").json()["data"][0]["dcdm"]["special_tokens"][str(byte_tokenizer().eos_id)] == ""
-    with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(lines.url, prompt="ab", length="24", a_lanes="2", a_drafts="0")
-        page.generate()
-        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
-        assert page.complaints() == []
-        assert "EOS" not in page.js("document.querySelector('main').innerText")
-        assert f"#{byte_tokenizer().eos_id}" not in page.js("document.querySelector('main').innerText")

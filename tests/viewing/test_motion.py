@@ -31,14 +31,6 @@ ONE = Filling(TWO.tokens, [0, 0, 0, 1, 2, 3], [[3], [4], [5]], [0, 0, 0, 1, 1, 1
 TEXTS = [Written("2 lanes", TWO, 0.1, 1.5), Written("AR’s order", ONE, 0.2)]
 
 
-def test_what_only_fills_up_a_lane_is_neither_shown_nor_counted():
-    filled = Filling(["<|bos|>", "a", "", "b"], [0, 1, 2, 1], [[1, 3], [2]], [0, 1, 1, 2])
-    assert [cell.text for cell in cells(filled.tokens, filled.came)] == ["a", "b"]
-    assert filling_text(filled, 2, coloured=False).plain == "ab"
-    bound = Written("2 lanes", filled, 0.1, 1.5, exact=False).sentence
-    assert bound == "2 tokens in 2 forwards, 0.10 s; −log p of the original: at most 1.50 nats per token"
-
-
 def test_tokens_stand_where_they_stand_in_the_text():
     assert "".join(cell.text for cell in cells(TWO.tokens, TWO.came)) == "a<b:  x = &↵"
     places = {cell.position: (cell.line, cell.column) for cell in cells(TWO.tokens, TWO.came)}
@@ -92,10 +84,8 @@ def test_sample_draws_it_for_lanes_and_for_chunks(tmp_path, capsys):
         place = tmp_path / f"{name}.svg"
         main(["sample", name, "--prompt", "def f([[6]]):", "--picture", str(place)])
         root = ElementTree.parse(place).getroot()
-        told = re.match(rf"{name}: (\d) tokens in", root.findtext(f"{SVG}title"))
-        assert told is not None
-        assert int(told[1]) <= 6 if name == "python-lanes" else told[1] == "6"  # the one need not fill a blank
-        assert sum(len(group.findtext(f"{SVG}text")) > 0 for group in root.iter(f"{SVG}g")) >= int(told[1])
+        assert sum(len(group.findtext(f"{SVG}text")) > 0 for group in root.iter(f"{SVG}g")) >= 6
+        assert f"{name}: 6 tokens in" in root.findtext(f"{SVG}title")
 
 
 # --- in a terminal -----------------------------------------------------------------------------------------------

@@ -118,10 +118,7 @@ class Conversation:
         from dcdm.serving.writing import Piece, Writer
 
         turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])
-        config = self.model.config
-        whole = config.whole_lines if config.fills_up(self.decoding.resolve(config).lanes) else None
-        eos_id = self.tokenizer.eos_id if whole is None else -1
-        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=eos_id, whole=whole)
+        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
         text: list[str] = []
 
         def say(piece: Piece | None) -> None:

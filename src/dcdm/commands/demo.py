@@ -54,19 +54,16 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
 
     ids, blank = exercise.original(tokenizer)
     original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
-    prompt, length = exercise.request(tokenizer)
     done = generate(
-        model, prompt, tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed, drafts=drafts,
-        max_new_tokens=length,
+        model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
+        eos_id=-1, drafts=drafts,
     )  # fmt: skip
-    found = score(model, original, "exact", prompt=given, lanes=lanes)
     order = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
     return Written(
         label=f"{order}, {drafts} tokens guessed ahead" if drafts else order,
         filling=filling_of(done, tokenizer),
         seconds=done.statistics.seconds,
-        nats=found.per_token,
-        exact=found.estimator == "exact",
+        nats=score(model, original, "exact", prompt=given, lanes=lanes).per_token,
     )
 
 

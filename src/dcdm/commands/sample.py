@@ -38,8 +38,8 @@ EXAMPLES = (
 )
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
 """What the default model continues when nothing is asked."""
-EXAMPLE_LENGTH = 144
-CAREFUL = 0.7
+EXAMPLE_LENGTH = 96
+CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
 PICTURES = (".png", ".svg", ".html")
@@ -95,7 +95,7 @@ def sample(
             default 4, or the nearest smaller number that the model was trained with.
         drafts: For models with a draft head: how many tokens of each lane are guessed ahead and verified (default:
             as many as it was trained with); 0 writes one token of each lane a forward.
-        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.7 where no model
+        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
             is named).
         top_k: Draw from the k most probable tokens.
         top_p: Draw from the most probable tokens that together reach this probability.

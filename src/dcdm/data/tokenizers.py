@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dcdm.config import NUM_SPECIALS, ConfigError, DataError
+from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.files import UnreadableFile, digest, read_json_object, read_limited, read_text, write_whole
 
 BOS_FOR = "bos_stands_for"
@@ -155,14 +155,6 @@ class Tokenizer:
         token is what it adds behind a letter.
         """
         return [b"" if i in self._special else self._piece(i) for i in map(int, ids)]
-
-    def line_breaks(self) -> tuple[int, ...]:
-        """The tokens that begin a line: their text starts with a line break."""
-        tokens = range(self.vocab_size)
-        found = tuple(t for t, piece in zip(tokens, self.pieces(tokens), strict=True) if piece.startswith(b"\n"))
-        if not found:
-            raise ConfigError("whole_lines needs tokens that begin with a line break, which this tokenizer lacks")
-        return found
 
     def name(self, token: int) -> str | None:
         """How a special token or EOS is called; None for ordinary ones."""

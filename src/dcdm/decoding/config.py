@@ -131,11 +131,6 @@ class DecodingConfig:
         drafts = resolve_drafts(config, self.drafts, cache)
         return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts)
 
-    def end_of(self, config: ModelConfig, eos_id: int | None) -> int | None:
-        """The token that ends a text: `eos_id`, unless lanes end with it; then −1, which is not a token."""
-        whole = config.whole_lines
-        return -1 if whole is not None and whole.end == eos_id and config.fills_up(self.lanes) else eos_id
-
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
         if self.revise is not None:

@@ -80,8 +80,6 @@ class Generation:
     texts: list[str] = field(default_factory=list)
     """The completions as text, if there was a tokenizer."""
 
-    filler: int | None = None
-    """What stands in `tokens` to fill up lanes and blanks, and is not part of the text."""
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @property
@@ -184,8 +182,6 @@ def generate(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
         )
     constraints = _constraints(tokenizer, regex, schema)
-    if not constraints:
-        eos_id = decoding.end_of(config, eos_id)
     history: list[Event] = []
 
     def record(event: Event) -> None:
@@ -217,7 +213,6 @@ def generate(
         [text.finished for text in texts],
         Statistics.of([text.costs for text in texts]),
         history,
-        filler=next((text.filler for text in texts if text.filler is not None), None),
     )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:

@@ -16,7 +16,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dcdm.config import WholeLines
 from dcdm.decoding.commits import View, commit_policy, mixed_commit
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Guide
@@ -26,7 +25,6 @@ from dcdm.decoding.predictors import MixedPredictor
 from dcdm.decoding.prefixes import PrefixStore, beginning_of
 from dcdm.decoding.routes import AdaBlock, MixedRouter, router_of
 from dcdm.decoding.sampling import Sampling
-from dcdm.diffusion.lines import kept_of
 from dcdm.keys import Key
 from dcdm.model.layout import stack_rows, widen
 from dcdm.model.transformer import Model, Sets
@@ -106,8 +104,6 @@ class Text:
         """Why it ended: "eos", "length", "stop" or "cancelled"; empty while it is being written."""
         self.costs = dict.fromkeys(COSTS, 0)
         self.number = 0
-        self.whole: WholeLines | None = None
-        """How lanes and blanks end, where an EOS fills them up without being text."""
         self.lanes: list[int] = []
         """Of each position of the window at hand, where the model writes in lanes."""
         self._key = Key(self.seed).fold("generate")
@@ -116,8 +112,7 @@ class Text:
         """The next window: what begins it, and MASKs."""
         self.context = self.tokens
         if self.number:
-            before = self._text(self.tokens[1:])
-            self.context = [bos_id, *before[max(0, len(before) - self.overlap) :]]
+            self.context = [bos_id, *self.tokens[max(1, len(self.tokens) - self.overlap) :]]
             self.costs["reencoded"] += len(self.context)
         self.size = min(self.left, self.window - len(self.context))
         self.offset = len(self.tokens) - len(self.context)
@@ -131,15 +126,14 @@ class Text:
     def accept(self, line: list[int], mask_id: int) -> None:
         """Take over what a window wrote."""
         start = len(self.context)
-        new = self._in_whole_lines(line[start : start + self.size], mask_id)
-        void = (mask_id, self.filler)
-        blanks = sum(a == mask_id and b not in void for a, b in zip(self.context, line, strict=False))
+        new = line[start : start + self.size]
+        blanks = sum(a == mask_id != b for a, b in zip(self.context, line, strict=False))
         before = line[:start] if self.context is self.tokens else self.tokens  # the first window may have blanks
         self.tokens = before + new
         self.left -= self.size
         ends = self.eos_id is not None and self.eos_id in new
         kept = new.index(self.eos_id) + 1 if ends else self.size  # type: ignore[arg-type]
-        self.costs["new_tokens"] += blanks + sum(token not in void for token in new[:kept])
+        self.costs["new_tokens"] += blanks + sum(token != mask_id for token in new[:kept])
         if not self.finished:  # not cancelled
             if ends:
                 self.tokens = self.tokens[: len(self.tokens) - self.size + kept]
@@ -177,28 +171,7 @@ class Text:
             ids = ids[:-1]
         if self.finished == "cancelled" and mask_id in ids:
             ids = ids[: ids.index(mask_id)]
-        return self._text(ids)
-
-    @property
-    def filler(self) -> int | None:
-        """What stands in lanes and blanks without being text."""
-        return None if self.whole is None else self.whole.end
-
-    def _in_whole_lines(self, new: list[int], mask_id: int) -> list[int]:
-        """What several lanes wrote behind the context, without lines for which a lane had no room."""
-        if self.whole is None or (self.decoding.lanes or 1) < 2 or mask_id in (*self.context, *new):
-            return new
-        kept: list[int] = []
-        for _, places in groupby(range(len(new)), lambda place: self.lanes[len(self.context) + place]):
-            lane = [new[place] for place in places]
-            behind = len(kept) + len(lane)
-            count = kept_of(lane, new[behind] if behind < len(new) else None, self.whole)
-            kept += lane[:count] + [self.whole.end] * (len(lane) - count)
-        return kept
-
-    def _text(self, ids: list[int]) -> list[int]:
-        """Of these tokens those that are text."""
-        return ids if self.filler is None else [token for token in ids if token != self.filler]
+        return ids
 
 
 class Revision(Text):
@@ -287,10 +260,6 @@ class Decoding:
 
     def add(self, text: Text) -> None:
         """A text that takes part from the next step on."""
-        whole = self.model.config.whole_lines
-        ends_text = whole is not None and text.eos_id == whole.end and self.model.config.mask_id not in text.prompt
-        if not ends_text and not text.guides:
-            text.whole = whole
         self._new.append(text)
 
     @property

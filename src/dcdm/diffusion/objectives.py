@@ -6,14 +6,13 @@ B batch   L positions   V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dcdm.config import LANE_LENGTH, ConfigError, ModelConfig, ObjectiveConfig
+from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion import noise
-from dcdm.diffusion.lines import lay_out_rows, shortest_lanes
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
@@ -101,7 +100,8 @@ def loss(
         states, targets = encoded.states[:, :-1][free], batch.tokens[:, 1:][free]
         weight = torch.ones_like(targets)
     elif model.config.predicts_from_left:
-        batch, free, prompt, lanes = laid_out(model, batch, key, settings, task)
+        free, prompt = visibility(model, batch, key, settings)
+        lanes = draw_lanes(task, key, _rows(batch)[0], free.sum(dim=-1).cpu())
         ids = _partition(model, task, batch, prompt, lanes)
         encoded = model.encode(batch.tokens, prompt=prompt, chunk_ids=ids)
         states, targets = encoded.states[free], batch.tokens[free]
@@ -120,41 +120,12 @@ def loss(
     return _with_balance(model, batch, key, settings, encoded, nll, tokens, global_batch)
 
 
-def laid_out(
-    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, task: ModelConfig
-) -> tuple[Batch, Tensor, Tensor, Tensor | None]:
-    """What a model that predicts from the left is trained on: the batch, in whole lines where the model writes so;
-    its free and its visible positions (B, L); the lanes (B,) of its rows, if it has any."""
-    free, visible = visibility(model, batch, key, settings)
-    rows = _rows(batch)[0]
-    num_free = free.sum(dim=-1).cpu()
-    if not settings.whole_lines:
-        return batch, free, visible, draw_lanes(task, key, rows, num_free)
-    if (whole := model.config.whole_lines) is None:
-        raise ConfigError("objective.whole_lines needs model.whole_lines: the tokens that begin a line, and EOS")
-    real = free | visible
-    lanes = draw_lanes(task, key, rows, num_free, shortest_lanes(free, real))
-    assert lanes is not None
-    tokens, free = lay_out_rows(batch.tokens, free, real, lanes, whole, key, rows)
-    return replace(batch, tokens=tokens), free, real & ~free, lanes
-
-
-def counted(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, step: int | None = None) -> Tensor:
-    """How many tokens of a batch `loss` predicts."""
-    if not settings.whole_lines:
-        free = visibility(model, batch, key, settings)[0]
-        return (free[:, 1:] if model.config.kind == "ar" else free).sum()
-    return laid_out(model, batch, key, settings, settings.task_at(model.config, step))[1].sum()
-
-
-def draw_lanes(
-    config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor, shortest: Tensor | int = LANE_LENGTH
-) -> Tensor | None:
-    """How many lanes each row is trained with, (B,): from the list, none shorter than `shortest` if possible."""
+def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) -> Tensor | None:
+    """How many lanes each row is trained with, (B,): from the list, none shorter than `LANE_LENGTH` if possible."""
     if config.lanes is None:
         return None
     choices = torch.tensor(sorted(config.lanes))
-    fits = (num_free[:, None] >= torch.as_tensor(shortest).view(-1, 1) * choices).sum(dim=-1).clamp(min=1)
+    fits = (num_free[:, None] >= LANE_LENGTH * choices).sum(dim=-1).clamp(min=1)
     drawn = key.fold("lanes").rows(rows, 1)[:, 0]
     if config.lane_weights is None:
         return choices[(drawn * fits).long()]

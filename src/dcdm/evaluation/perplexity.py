@@ -130,7 +130,7 @@ def measure_perplexity(
         mine.add(batch, scored, windows.corpus)
         advance(len(mine.rows), total)
     rows = sorted(row for part in gather_objects(mine.rows, world) for row in part)
-    return Tally(rows, max(gather_objects(mine.label, world)))
+    return Tally(rows)
 
 
 @dataclass
@@ -138,11 +138,8 @@ class Tally:
     """Of every window: its number, the variance of its score, its forwards, and its shares."""
 
     rows: list[tuple[int, float, float, list[Share]]] = field(default_factory=list)
-    label: str = ""
-    """What the scores are; the estimator's own where it is empty."""
 
     def add(self, batch: WindowBatch, scored: Score, corpus: Tokens) -> None:
-        self.label = scored.label
         columns = (batch.index.tolist(), scored.stderr.square().tolist(), scored.forwards.tolist())
         for row, (number, variance, forwards) in enumerate(zip(*columns, strict=True)):
             counted = batch.place[row] >= 0
@@ -164,7 +161,7 @@ class Tally:
             "tokens beyond the limit": windows.left_out(),
         }
         return Figures(
-            model, corpus.name, estimator, self.label or LABELS[estimator], mean, _exp(mean),
+            model, corpus.name, estimator, LABELS[estimator], mean, _exp(mean),
             nats / math.log(2) / size if size else None,
             known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
             known(mean_and_stderr(documents.values())[1]),
@@ -260,7 +257,7 @@ def evaluate(
                 say(f"{corpus.name}: tokenising")
                 tokens[key] = tokenise(corpus, source.tokenizer)
             windows = CorpusWindows(
-                tokens[key], source.tokenizer, window.length or source.config.text_length, window
+                tokens[key], source.tokenizer, window.length or source.config.context_length, window
             )
             for variant, (lanes, commit, wanted) in variants.items():
                 for estimator in wanted:
@@ -311,7 +308,7 @@ def _check(
     unfit: list[set[str]] = []
     for name, source in sources.items():
         check_vocabulary(name, source.config, source.tokenizer)
-        window.check(window.length or source.config.text_length, source.config.max_position)
+        window.check(window.length or source.config.context_length, source.config.max_position)
         fitting, others = chosen_estimators(source.config, estimators)
         for estimator in fitting:
             check_estimator(source.config, estimator, sampling.samples)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import sys
 import sysconfig
@@ -26,7 +25,7 @@ import torch
 from tyro.conf import Positional
 
 from dcdm.config import ConfigError, ModelConfig
-from dcdm.data.sources import STDLIB_SHARE, stdlib_files
+from dcdm.data.sources import STDLIB, STDLIB_SHARE, stdlib_files
 from dcdm.evaluation.corpora import Corpus
 from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate
 from dcdm.evaluation.windows import WindowSettings
@@ -37,21 +36,14 @@ from dcdm.likelihood.estimators import LABELS
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset, presets
-from dcdm.shipped import CARD, EARLIER, HOME, START, TRAINING, Card, Figure, folder_of
+from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.fingerprints import SETTINGS
 from dcdm.training.metrics import read_rows
 
 LICENCE = "PSF-2.0"
 SOURCE = "Python's standard library"
-PART = {
-    ("stdlib",): "",
-    ("stdlib-code",): " with its tests, without its tables of characters and its help texts",
-    ("stdlib-code", "stdlib-library"): (
-        ", twice, and its tests, once, without its tables of characters and its help texts"
-    ),
-}
-"""What of it the sources of a run hold."""
+PART = {"stdlib": "", "stdlib-code": " with its tests, without its tables of characters and its help texts"}
 WINDOWS = 256
 CHECKED = 24  # windows of the figure that tests make again
 DRAFTED = 32  # windows of figures with drafts
@@ -102,16 +94,18 @@ def _settings(run: Path) -> run_settings.RunConfig:
         raise ConfigError(f"{run} is not a run folder: it has no {SETTINGS}")
     settings = run_settings.read(run / SETTINGS)
     reading, sources = settings.data.reading, settings.data.sources
-    if tuple(sources) not in PART or settings.data.validation or reading.validation_share != STDLIB_SHARE:
-        known = " or ".join(map(" and ".join, PART))
+    known = len(sources) == 1 and sources[0] in STDLIB
+    if not known or settings.data.validation or reading.validation_share != STDLIB_SHARE:
         raise ConfigError(
-            f"{run} was not trained on {known} with its own held-out files (data.sources={sources}, "
+            f"{run} was not trained on {' or '.join(STDLIB)} with its own held-out files (data.sources={sources}, "
             f"validation_share={reading.validation_share}); a card could not say which text was never seen"
         )
     if settings.init is not None and _start(settings) is None:
         raise ConfigError(f"{run} started from {settings.init}, which has no card: nobody could train it again")
-    if (start := _start(settings)) is not None and (start / EARLIER).is_file():
-        raise ConfigError(f"{run} started from {start}, the third in a row; a folder keeps two starts only")
+    if (start := _start(settings)) is not None and Card.read(start).start is not None:
+        raise ConfigError(
+            f"{run} started from {start}, which had start weights itself; a card tells of one start only"
+        )
     if settings.init is not None and settings.data.tokenizer != settings.init:
         raise ConfigError(f"{run} has another tokenizer than its start weights; name their folder for both")
     return settings
@@ -136,23 +130,7 @@ def training_files(settings: run_settings.RunConfig, name: str) -> dict[str, str
         return {TRAINING: run_settings.as_yaml(settings)}
     place = f"runs/{name}-start"
     again = replace(settings, init=place, data=replace(settings.data, tokenizer=place))
-    before = _moved_back(Card.read(start).name, name, (start / TRAINING).read_text(encoding="utf-8"))
-    files = {TRAINING: run_settings.as_yaml(again), START: before}
-    if (start / START).is_file():
-        files[EARLIER] = (start / START).read_text(encoding="utf-8")
-    return files
-
-
-def _moved_back(before: str, name: str, text: str) -> str:
-    """Commands or settings of a model that another one started from, by the names of the other's folders."""
-    for old, new in (
-        (f"shipped/{before}/{START}", f"shipped/{name}/{EARLIER}"),
-        (f"shipped/{before}/{TRAINING}", f"shipped/{name}/{START}"),
-        (f"runs/{before}-(first|start)", rf"runs/{name}-earlier-\1"),
-        (f"runs/{before}(?![\\w-])", f"runs/{name}-first"),
-    ):
-        text = re.sub(old, new, text)
-    return text
+    return {TRAINING: run_settings.as_yaml(again), START: (start / TRAINING).read_text(encoding="utf-8")}
 
 
 def again_by(settings: run_settings.RunConfig, name: str, ends: Sequence[int]) -> str:
@@ -162,7 +140,8 @@ def again_by(settings: run_settings.RunConfig, name: str, ends: Sequence[int]) -
     if start is None:
         return own
     before = Card.read(start)
-    first = _moved_back(before.name, name, before.command)
+    first = before.command.replace(f"shipped/{before.name}/{TRAINING}", f"shipped/{name}/{START}")
+    first = first.replace(f"--run runs/{before.name}", f"--run runs/{name}-first")
     return f"{first} && dcdm export runs/{name}-first runs/{name}-start --dtype bf16 && {own}"
 
 
@@ -190,8 +169,8 @@ def measure(
 ) -> list[tuple[Figures, Figure]]:
     """The likelihoods of a model, in fp32: exact ones of its decoders, and its bound where it has one."""
     config = find_model(folder).config
-    # whole lines are what an exact figure of several lanes is measured on where the model writes so
-    estimators = tuple("exact" if name == "lines" else name for name in estimators) or _estimators(config)
+    if not estimators:
+        estimators = _estimators(config)
     rows = []
     for estimator in estimators:
         drafted = estimator == "drafted"  # a forward for every token, so fewer windows
@@ -214,13 +193,12 @@ def _estimators(config: ModelConfig) -> tuple[str, ...]:
 
 def _figure(row: Figures, lanes: int | None, drafts: int) -> Figure:
     forwards = None
-    lines = row.label == LABELS["lines"]
-    if lines or row.estimator in ("trajectory", "drafted"):
+    if row.estimator in ("trajectory", "drafted"):
         forwards = round(row.forwards / row.windows, 2)
     elif lanes is not None:
         forwards = float(-(-(row.window_length - 1) // lanes))
     return Figure(
-        "lines" if lines else row.estimator, lanes, _digits(row.nats_per_token), _digits(row.document_stderr),
+        row.estimator, lanes, _digits(row.nats_per_token), _digits(row.document_stderr),
         _digits(row.nats_per_token * row.tokens / row.bytes), forwards,
         drafts if row.estimator == "drafted" else None,
     )  # fmt: skip
@@ -237,9 +215,9 @@ def card_of(
     folder: Path, run: Path, settings: run_settings.RunConfig, name: str, says: str, windows: int = WINDOWS
 ) -> Card:
     """What there is to say of the exported model in `folder`, which came of this run."""
-    config, sources = find_model(folder).config, tuple(settings.data.sources)
+    config, (source,) = find_model(folder).config, settings.data.sources
     start = None if (place := _start(settings)) is None else Card.read(place)
-    files = held_out_files(sources[0])
+    files = held_out_files(source)
     corpus = held_out_corpus(list(files))
     measured = measure(folder, corpus, windows)
     whole = measured[0][0]
@@ -247,7 +225,7 @@ def card_of(
     (check, quick), *_ = sorted(
         measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator in ("bound", "drafted")
     )
-    train = sorted({path for source in sources for path in stdlib_files("train", source)})
+    train = stdlib_files("train", source)
     steps, rows = find_model(run).identity()["step"], list(read_rows(run / "metrics.jsonl"))
     if steps < settings.train.steps:
         print(f"{run} has done {steps} of its {settings.train.steps} steps; its card will say so", file=sys.stderr)
@@ -261,7 +239,7 @@ def card_of(
         seed=settings.train.seed, steps=steps,
         tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
         trained_on={
-            "source": SOURCE + PART[sources], "licence": LICENCE, "python": sys.version.split()[0],
+            "source": SOURCE + PART[source], "licence": LICENCE, "python": sys.version.split()[0],
             "files": len(train), "bytes": sum(path.stat().st_size for path in train),
             "sha256": digest([file_digest(path) for path in train]),
         },
@@ -274,10 +252,7 @@ def card_of(
         weights={
             "dtype": "bf16", "bytes": (folder / WEIGHTS).stat().st_size, "sha256": file_digest(folder / WEIGHTS)
         },
-        start=None if start is None else {
-            "steps": start.all_steps, "seed": start.seed,
-            "tokens": start.tokens + (0 if start.start is None else start.start["tokens"]),
-        },
+        start=None if start is None else {"steps": start.steps, "tokens": start.tokens, "seed": start.seed},
     )  # fmt: skip
 
 
@@ -298,8 +273,7 @@ def _command(name: str, ends: Sequence[int]) -> str:
 
 
 def _preset_like(config: ModelConfig) -> str | None:
-    """The preset of this shape, whatever its vocabulary, its context and what its lanes hold."""
-    config = replace(config, whole_lines=None)
+    """The preset of this shape, whatever its vocabulary and its context."""
     same = {"vocab_size": config.vocab_size, "context_length": config.context_length}
     for name in presets():
         if replace(preset(name), **same) == config:  # type: ignore[arg-type]

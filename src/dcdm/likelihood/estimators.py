@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -22,7 +22,6 @@ from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import AdaBlock, router_of
 from dcdm.decoding.sampling import Sampling
-from dcdm.diffusion.lines import lay_out_texts
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
 from dcdm.model.head import token_nll
@@ -37,7 +36,6 @@ LABELS: dict[str, str] = {
     "sequential": "upper bound (NELBO, sequential protocol)",
     "trajectory": "exact negative log-likelihood of the decoder",
     "drafted": "upper bound over the decoder's paces (exact with one lane)",
-    "lines": "upper bound (exact for the text as whole lines in lanes)",
 }
 DRAWN = ("bound", "surrogate", "sequential", "drafted")
 """Those that draw samples."""
@@ -54,8 +52,7 @@ class Score:
     tokens: Tensor
     """(B,) predicted tokens; BOS, prompt and padding do not count."""
     forwards: Tensor
-    """(B,) network passes of the decoder for `trajectory`, for lanes of whole lines and, on average, `drafted`; of
-    the estimate otherwise."""
+    """(B,) network passes of the decoder for `trajectory` and, on average, `drafted`; of the estimate otherwise."""
     by_position: Tensor
     """(B, L) float64: what each token adds to `nats`; 0 at BOS, prompt and padding."""
     estimator: str
@@ -144,14 +141,10 @@ def score(
     parts = []
     for at in range(0, len(tokens), batch_size):
         rows = slice(at, at + batch_size)
-        sets = model.sets(tokens[rows], None if prompt is None else prompt[rows])
-        if model.config.fills_up(decoder.lanes):
-            parts.append(run.in_whole_lines(name, tokens[rows], sets, index[rows]))
-        else:
-            parts.append(getattr(run, name)(tokens[rows], sets, index[rows]))
+        given = None if prompt is None else prompt[rows]
+        parts.append(getattr(run, name)(tokens[rows], model.sets(tokens[rows], given), index[rows]))
     by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
-    measured = "lines" if model.config.fills_up(decoder.lanes) and name != "drafted" else name
-    return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, measured, samples, seed)
+    return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
 
 
 def _check_texts(config: ModelConfig, tokens: Tensor, prompt: Tensor | None, batch_size: int) -> None:
@@ -215,22 +208,6 @@ class Scorer:
     key: Key
     decoder: DecodingConfig
     """The decoder whose likelihood `trajectory` is."""
-
-    def in_whole_lines(self, name: str, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        """An estimator on texts as lanes of whole lines hold them; what fills up lanes is counted, as cost."""
-        config, lanes = self.model.config, self.decoder.lanes
-        assert config.whole_lines is not None
-        assert lanes is not None
-        laid = lay_out_texts(
-            tokens, sets.free, sets.real, lanes, config.whole_lines, config.context_length, config.pad_id
-        )
-        part: _Part = getattr(self, name)(laid.tokens, self.model.sets(laid.tokens, laid.prompt), index)
-        by_position = torch.zeros(tokens.shape, dtype=torch.float64)
-        by_position.scatter_add_(1, laid.home.cpu(), part.by_position)
-        first = (sets.free & (sets.free.cumsum(dim=-1) == 1)).cpu()
-        by_position[first] += laid.nats[first.any(dim=-1)]
-        forwards = laid.forwards if name == "exact" else part.forwards
-        return replace(part, by_position=by_position, tokens=sets.free.sum(dim=-1).cpu(), forwards=forwards)
 
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
         if self.model.config.predicts_from_left:

@@ -62,17 +62,14 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
-    eos_id = served.eos_id(request.stop_at_eos is not False, decoding, request.response_format)
-    whole = served.whole_lines(decoding, request.response_format)
+    eos_id = served.eos_id(request.stop_at_eos is not False)
 
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
             length = served.check_lengths(ids, new_tokens)
             guides = served.guides(request.response_format, ids, length, eos_id)
             begins = not ids and not guides
-            writer = Writer(
-                served.tokenizer, 1 + len(ids), eos_id=eos_id, begins=begins, whole=whole, **reading_of(request)
-            )  # fmt: skip
+            writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, begins=begins, **reading_of(request))
             return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
@@ -139,14 +136,13 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     new_tokens = served.check_lengths(ids, getattr(request, length), "messages", length)
     decoding, seed = served.decoding(**request.decoding()), seed_of(request)
-    eos_id = served.eos_id(request.stop_at_eos is not False, decoding, request.response_format)
-    whole = served.whole_lines(decoding, request.response_format)
+    eos_id = served.eos_id(request.stop_at_eos is not False)
 
     check_stops(request)
     guides = served.guides(request.response_format, ids, new_tokens, eos_id)
 
     def row(index: int) -> TextRow:
-        writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, whole=whole, **reading_of(request))
+        writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
         return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer, guides=guides)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]

@@ -37,7 +37,7 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
         return _revision(served, request, decoding, ids)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
-    eos_id = served.eos_id(request.stop_at_eos, decoding, request.response_format)
+    eos_id = served.eos_id(request.stop_at_eos)
     guides = served.guides(request.response_format, ids, new_tokens, eos_id)
     begins = not ids and not guides
     reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order, begins=begins)
@@ -61,7 +61,7 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
     if len(ids) > served.settings.max_tokens:
         raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
     reader = EventReporter(served.tokenizer, "", False, begins=True)
-    return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos, decoding), reader)
+    return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
 def canvas_of(served: Served, prompt: list[int], new_tokens: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-from dcdm.config import ConfigError, WholeLines
+from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
@@ -80,16 +80,9 @@ class Served:
         except ConfigError as error:
             raise bad_request(str(error), FORMAT) from error
 
-    def whole_lines(self, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> WholeLines | None:
-        """How lanes end, where an EOS ends them: not in a text that must match something."""
-        guided = wanted is not None and wanted.expression() is not None
-        config = self.model.config
-        return config.whole_lines if config.fills_up(decoding.lanes) and not guided else None
-
-    def eos_id(self, stop_at_eos: bool, decoding: DecodingConfig, wanted: ResponseFormat | None = None) -> int:
+    def eos_id(self, stop_at_eos: bool) -> int:
         """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
-        ends_lanes = self.whole_lines(decoding, wanted) is not None
-        return self.tokenizer.eos_id if stop_at_eos and not ends_lanes else -1
+        return self.tokenizer.eos_id if stop_at_eos else -1
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
@@ -189,10 +182,7 @@ class Served:
                 "commits": [_commit(name) for name in commits],
                 "caches": fitting_caches(config),
                 "default_commit": default_commit(config),
-                "special_tokens": {
-                    str(self.tokenizer.bos_id): "BOS",
-                    str(self.tokenizer.eos_id): "" if self.model.config.whole_lines else "EOS",
-                },
+                "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
                 "examples": self.examples(),
                 "limits": {

@@ -10,10 +10,8 @@ import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcdm.config import WholeLines
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.session import Ended, Event
-from dcdm.diffusion.lines import kept_of
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
 Alternatives = list[tuple[int, float]]
@@ -68,12 +66,11 @@ class Writer:
 
     def __init__(
         self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
-        eos_id: int = -1, provisional: bool = False, begins: bool = False, whole: WholeLines | None = None,
+        eos_id: int = -1, provisional: bool = False, begins: bool = False,
     ) -> None:  # fmt: skip
         """The text stands at the positions from `first` on, to `last` if something given follows it.
 
-        With `provisional` pieces also say what is written ahead. If it `begins`, no prompt stands before it. With
-        `whole` several lanes write whole lines: a line is told once it is known to have had room.
+        With `provisional` pieces also say what is written ahead. If it `begins`, no prompt stands before it.
         """
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
@@ -91,24 +88,17 @@ class Writer:
         self._settled = 0  # tokens before it are text
         self._group = 0  # where the last part of that text begins
         self._ahead = _Ahead(tokenizer) if provisional else None
-        self._whole = whole
-        self._lanes: dict[int, tuple[int, int]] = {}  # position → window and lane, of texts in whole lines
-        self._lane_begins = 0  # where the lane that is being read begins, and its last line
-        self._line_begins = 0
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
         others = event.alternatives or [[]] * len(event.tokens)
         for position, *rest in zip(event.positions, event.tokens, event.log_p, others, strict=True):
             self._waiting[position] = tuple(rest)  # type: ignore[assignment]
-        if self._whole is not None:
-            self._lanes |= {at: (event.window, lane) for at, lane in zip(event.positions, event.lanes, strict=True)}
         while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
             self._add(*following)
         piece = self._piece(len(self._text) - self._held())
         return piece if self._ahead is None else self._with_ahead(piece, event, self._ahead)
 
     def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
-        self._end_lane(None)
         self._settle(whole=True)
         piece = self._piece(len(self._text), all_tokens=True) or Piece("")
         piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
@@ -135,32 +125,11 @@ class Writer:
         if token == self.eos_id:
             self._ended = True
             return
-        at = self.first + len(self._tokens)
-        if self._lanes.get(at) != self._lanes.get(at - 1) and self._tokens:
-            self._end_lane(token)
-        if self._whole is not None:
-            if self._whole.end in self._tokens[self._lane_begins :]:
-                token = self._whole.end  # nothing of a lane is text behind its end
-            elif token in self._whole.breaks:
-                self._line_begins = len(self._tokens)
         self._tokens.append(token)
         self._log_p.append(log_p)
         self._alternatives.append(alternatives)
         self._offsets.append(len(self._text))
         self._settle()
-
-    def _end_lane(self, follows: int | None) -> None:
-        """Drop a last line for which the lane that was read had no room; `follows` stands behind it."""
-        begin, count = self._lane_begins, len(self._tokens)
-        if self._whole is None:
-            return
-        kept = begin + kept_of(self._tokens[begin:], follows, self._whole)
-        if not self.satisfied and any(token != self._whole.end for token in self._tokens[kept:]):
-            self._tokens[kept:] = [self._whole.end] * (count - kept)
-            self._offsets[kept:] = [self._offsets[kept]] * (count - kept)
-            self._text, self._group, self._settled = "", 0, 0  # from the beginning, which was told as it is
-            self._settle()
-        self._lane_begins = self._line_begins = count
 
     def _settle(self, whole: bool = False) -> None:
         """Decode what came since the last whole character; the tokens before give it its context."""
@@ -184,12 +153,7 @@ class Writer:
         if self.satisfied:
             return 0
         lengths = (size for stop in self.stops for size in range(1, len(stop)) if self._text.endswith(stop[:size]))
-        line = len(self._text) - self._offsets[self._line_begins] if self._line_waits() else 0
-        return max(line, *lengths, 0)
-
-    def _line_waits(self) -> bool:
-        """Whether the line that is being read may yet turn out to have had no room."""
-        return self._whole is not None and self._lane_begins < self._line_begins < len(self._tokens)
+        return max(lengths, default=0)
 
     def _piece(self, upto: int, all_tokens: bool = False) -> Piece | None:
         if upto <= self._sent and not all_tokens:

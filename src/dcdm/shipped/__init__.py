@@ -2,8 +2,7 @@
 
 Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
 how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its start weights,
-where it did not begin from nothing, and `earlier.yaml` those of what these started from. Reading cards needs no
-PyTorch.
+where it did not begin from nothing. Reading cards needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dcdm.config import ConfigError, lanes_in_words
 from dcdm.files import UnreadableFile, read_json_object
 
 HOME = Path(__file__).parent
-CARD, TRAINING, START, EARLIER = "card.json", "training.yaml", "start.yaml", "earlier.yaml"
+CARD, TRAINING, START = "card.json", "training.yaml", "start.yaml"
 LANES, CHUNKS = "python-lanes", "python-chunks"
 """The models that commands take when none is named: the first, and where chunks are shown, the second."""
 

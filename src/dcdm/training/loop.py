@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
 from dcdm.data.loader import InMemory, Loader
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
 from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
@@ -160,7 +160,9 @@ def _gradients(
     def total(x: Tensor) -> Tensor:
         return sum_over_ranks(x, world)
 
-    tokens = total(torch.stack([counted(model, batch, key, objective, step + 1) for batch in micro]).sum())
+    free = [visibility(model, batch, key, objective)[0] for batch in micro]
+    counted = [f[:, 1:] if model.config.kind == "ar" else f for f in free]
+    tokens = total(torch.stack([f.sum() for f in counted]).sum())
     global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total, step + 1)
     model.zero_grad(set_to_none=True)
     parts: list[Loss] = []

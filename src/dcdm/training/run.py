@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from dcdm.config import ConfigError, WholeLines
+from dcdm.config import ConfigError
 from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
@@ -113,9 +113,7 @@ def _settle(preset: str | None, folder: Path, file: Path | None, changes: Mappin
         asked = run_settings.changed(before, changes)
     else:
         asked = run_settings.resolve(preset, file, changes)
-        told, known = asked.model, before.model  # by the tokenizer
-        told = replace(told, vocab_size=known.vocab_size, whole_lines=known.whole_lines)
-        asked = replace(asked, model=told)
+        asked = replace(asked, model=replace(asked.model, vocab_size=before.model.vocab_size))
     if wrong := run_settings.differences(before, asked):
         if wrong == ["train.steps"]:
             raise ConfigError(_other_steps(folder, before.train.steps, asked.train))
@@ -214,7 +212,7 @@ def _train(
     types = precision(config.train.dtype, world.device)
     config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
     train_set = data.dataset("train", config.window, config.data.overlong)
-    valid_set = data.dataset("validation", min(config.window, config.model.text_length), config.data.overlong)
+    valid_set = data.dataset("validation", config.window, config.data.overlong)
     batches = Loader(
         train_set, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
@@ -369,12 +367,11 @@ def _from_main(action: Callable[[], T], world: World) -> T:
 
 
 def _fit_vocabulary(config: RunConfig, tokenizer: Tokenizer, console: Console | None) -> RunConfig:
-    whole = config.model.whole_lines
-    if config.objective.whole_lines:
-        whole = WholeLines(tokenizer.line_breaks(), tokenizer.eos_id)
-    if console is not None and tokenizer.vocab_size != config.model.vocab_size:
+    if tokenizer.vocab_size == config.model.vocab_size:
+        return config
+    if console is not None:
         console.print(f"vocabulary: {tokenizer.vocab_size:,}, that of the tokenizer {config.data.tokenizer}")
-    return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size, whole_lines=whole))
+    return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
 
 
 def _keep_batch(error: NotFinite, folder: Path, world: World) -> None:

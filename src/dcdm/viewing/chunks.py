@@ -574,7 +574,7 @@ class Filling:
     """One row of a generation that fits into one window."""
 
     tokens: list[str]
-    """What each position shows, BOS first; nothing where it only fills up a lane or a blank."""
+    """What each position shows, BOS first."""
     chunks: list[int]
     """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
     steps: list[list[int]]
@@ -613,9 +613,7 @@ class Written:
     filling: Filling
     seconds: float
     nats: float | None = None
-    """−log p of what stood in the blanks before they were blanks, per token, under this decoder."""
-    exact: bool = True
-    """False where `nats` is an upper bound."""
+    """−log p of what stood in the blanks before they were blanks, per token, under this decoder: exact."""
 
     @property
     def forwards(self) -> int:
@@ -624,13 +622,9 @@ class Written:
     @property
     def sentence(self) -> str:
         """What it took, in figures."""
-        tokens = sum(bool(self.filling.tokens[at]) for step in self.filling.steps for at in step)
-        took = f"{tokens} tokens in {self.forwards} forwards, {self.seconds:.2f} s"
-        if self.nats is None:
-            return took
-        if self.exact:
-            return f"{took}; exact −log p of the original: {self.nats:.2f} nats per token"
-        return f"{took}; −log p of the original: at most {self.nats:.2f} nats per token"
+        tokens = sum(map(len, self.filling.steps))
+        exact = "" if self.nats is None else f"; exact −log p of the original: {self.nats:.2f} nats per token"
+        return f"{tokens} tokens in {self.forwards} forwards, {self.seconds:.2f} s{exact}"
 
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
@@ -643,9 +637,7 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
             if position < len(ids):  # what lies behind an EOS was cut off
                 chunks[position], lanes[position] = event.chunk, lane
     steps = [[p for p in event.positions if p < len(ids)] for event in events]
-    shown = labels(window_from(ids, tokenizer))
-    shown = ["" if token == generation.filler else text for token, text in zip(ids, shown, strict=True)]
-    return Filling(shown, chunks, steps, lanes if any(lanes) else []).by_forward
+    return Filling(labels(window_from(ids, tokenizer)), chunks, steps, lanes if any(lanes) else []).by_forward
 
 
 def as_filling(view: ChunkView) -> Filling:

@@ -44,13 +44,6 @@ class Exercise:
         """The text with blanks of as many tokens as stood there."""
         return "".join(f"[[{count}]]" if count else text for text, count in self.segments(tokenizer))
 
-    def request(self, tokenizer: Tokenizer) -> tuple[str, int]:
-        """The prompt, and how many tokens to write behind it: all, where nothing but the end is blanked out."""
-        segments = self.segments(tokenizer)
-        if len(segments) == 2 and segments[1][1]:
-            return segments[0][0], segments[1][1]
-        return self.prompt(tokenizer), 0
-
 
 CLASS = Exercise(
     "blanks",
@@ -68,13 +61,10 @@ SHORT_CLASS = Exercise(
 )
 FUNCTION = Exercise(
     "function",
-    "Complete a function, and write the next",
+    "Complete a function",
     'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
     "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
-    "    return [line.rstrip() for line in lines]\n\n\n"
-    'def write_lines(filename, lines, encoding="utf-8"):\n    """Write lines to a file."""\n'
-    '    with open(filename, "w", encoding=encoding) as file:\n        for line in lines:\n'
-    '            file.write(line)\n            file.write("\\n")\n    return len(lines)\n⟧',
+    "    return [line.rstrip() for line in lines]\n⟧",
 )
 SHORT_FUNCTION = Exercise(
     "function",

@@ -46,7 +46,7 @@ export class Canvas extends TokenCells {
     const { cells, special } = this.recording;
     const fill = (position) => {
       const { text, token } = cells[position];
-      this.write(position, text, token === null ? null : special[token] ?? (text === "" ? `#${token}` : null));
+      this.write(position, text, token === null ? null : special[token] || (text === "" ? `#${token}` : null));
     };
     while (this.places.length < cells.length) fill(this.places.length);
     positions.forEach(fill);
@@ -61,8 +61,7 @@ export class Canvas extends TokenCells {
       if (masked && cell.lane && this.colours === "lane") look.push("lane", this.colour(cell));
       if (cell.lane && at && cell.step === at) look.push("lane-head");
       if (fresh && at && cell.step === at) look.push("fresh");
-      const fills = cell.token !== null && this.recording.special[cell.token] === ""; // not text: the rest of a lane
-      if ((cell.void && at >= this.recording.steps.length) || (fills && !masked)) look.push("void");
+      if (cell.void && at >= this.recording.steps.length) look.push("void");
       const seen = !masked && !cell.given;
       this.paint(position, look, { forward: seen ? cell.forward : "", chunk: seen ? cell.chunk : "" });
     });
@@ -86,8 +85,7 @@ export class Canvas extends TokenCells {
   describe(position) {
     const { cells, steps, special } = this.recording;
     const cell = cells[position];
-    const fills = special[cell.token] === "" ? "Nothing: its lane or blank has room to spare" : null;
-    const name = cell.token === null ? "" : fills || special[cell.token] || JSON.stringify(cell.text);
+    const name = cell.token === null ? "" : special[cell.token] || JSON.stringify(cell.text);
     if (cell.given) return `${name} · position ${position} · given`;
     const lane = cell.lane ? [`lane ${cell.lane}`] : [];
     if (cell.step > this.at) return `${["Masked", `position ${position}`, ...lane].join(" · ")}${cell.void ? " · behind the end of the text" : ""}`;
