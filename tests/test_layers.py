@@ -29,7 +29,7 @@ ORDER = [
     ["viewing"],
     ["serving"],
     ["bench"],
-    ["reproduction"],
+    ["studies"],
     ["commands"],
     ["cli"],
     ["__main__"],

@@ -83,7 +83,7 @@ COMMANDS: dict[str, Command] = {
     "eval tasks": Command(eval_tasks.tasks, eval_tasks.EXAMPLES),
     "eval quality": Command(eval_quality.quality, eval_quality.EXAMPLES),
     "study": Command(study.study, study.EXAMPLES),
-    "reproduce": Command(reproduce.reproduce, reproduce.EXAMPLES, reproduce.details),
+    "reproduce": Command(reproduce.reproduce, reproduce.EXAMPLES),
 }
 """By the words that call them; those of two words are groups."""
 GROUPS = ("data", "eval")

@@ -12,9 +12,8 @@ from tyro.conf import Positional, arg
 from dcdm.commands.options import JsonOption, folders_exist, print_json
 
 if TYPE_CHECKING:
-    from dcdm.reproduction.intervals import Interval
-    from dcdm.reproduction.study import Study
-    from dcdm.reproduction.verdicts import Judged
+    from dcdm.studies.results import Judged
+    from dcdm.studies.study import Study
 
 EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -55,9 +54,9 @@ def study(
     """
     from dcdm.config import ConfigError
     from dcdm.likelihood.estimators import LABELS
-    from dcdm.reproduction.study import compare, main_figure, read_study, summary
-    from dcdm.reproduction.study_plots import draw_curves, draw_frontier
-    from dcdm.reproduction.verdicts import draw, judge
+    from dcdm.studies.plots import draw_curves, draw_frontier, draw_verdicts
+    from dcdm.studies.results import compare, judge, summary
+    from dcdm.studies.study import read_study
     from dcdm.viewing.tables import Table
 
     folders_exist(out=out, plot=plot, curves=curves, verdicts=verdicts)
@@ -73,19 +72,19 @@ def study(
         draw_curves(asked, figures, curves, only)
     judged = judge(asked, figures)
     if verdicts is not None:
-        draw(asked, judged, verdicts)
+        draw_verdicts(asked, judged, verdicts)
     if json:
         print_json(summary(asked, figures))
     elif rows:
         difference = "difference"
         if asked.against is not None:
-            difference = f"minus {asked.against}, {main_figure(asked, asked.against)}"
+            difference = f"minus {asked.against}, {asked.main_figure(asked.against)}"
         columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", difference)
         lines = [
             (asked.named(row.variant), row.figure,
              LABELS[row.estimator] if row.estimator == "surrogate" else row.estimator,
              None if row.forwards is None else f"{row.forwards:.1f}",
-             _interval(row.mean), row.mean.seeds, _interval(row.difference, "+"))
+             row.mean.shown(), row.mean.seeds, None if row.difference is None else row.difference.shown("+"))
             for row in rows
         ]  # fmt: skip
         Table(columns, lines, ("variant", "figure", "is")).print()
@@ -106,7 +105,8 @@ def carry_on(
     """Make the runs that are missing; whether all are there now, and the figures of those that are."""
     from dcdm.config import ConfigError
     from dcdm.files import write_whole
-    from dcdm.reproduction.study import carry_out, collected, stored_figures, summary
+    from dcdm.studies.results import summary
+    from dcdm.studies.runner import carry_out, collected, stored_figures
 
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} must be at least 1")
@@ -123,7 +123,7 @@ def print_verdicts(judged: Sequence[Judged]) -> None:
     from dcdm.viewing.tables import Table
 
     compared = [
-        (claim.name if number == 0 else "", part.name, _interval(part.difference, "+"), part.verdict)
+        (claim.name if number == 0 else "", part.name, part.difference and part.difference.shown("+"), part.verdict)
         for claim in judged
         for number, part in enumerate(claim.parts)
     ]
@@ -135,13 +135,6 @@ def print_verdicts(judged: Sequence[Judged]) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _interval(value: Interval | None, sign: str = "") -> str | None:
-    if value is None:
-        return None
-    half = "" if value.half is None else f" ± {value.half:.3f}"
-    return f"{value.mean:{sign}.3f}{half}"
 
 
 def _as_text(value: object) -> bytes:

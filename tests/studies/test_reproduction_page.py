@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dcdm.reproduction.intervals import Interval
-from dcdm.reproduction.measuring import FREQUENCIES
-from dcdm.reproduction.study import compare, main_figure, read_study, stored_figures
-from dcdm.reproduction.verdicts import judge
+from dcdm.studies.measuring import UNIGRAM
+from dcdm.studies.results import Interval, compare, judge
+from dcdm.studies.runner import stored_figures
+from dcdm.studies.study import read_study
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ("claims", "surrogate")
@@ -22,7 +22,7 @@ STUDIES = ("claims", "surrogate")
 def spelled(value: Interval | None, sign: str) -> set[str]:
     if value is None or value.half is None:
         return set()
-    return {f"{value.mean:{sign}.3f} ± {value.half:.3f}".replace("-", "−")}
+    return {value.shown(sign).replace("-", "−")}
 
 
 def table(page: str, name: str) -> list[list[str]]:
@@ -85,7 +85,7 @@ def test_the_table_of_the_outside_scorer_is_that_of_its_results(page):
 def test_the_table_of_rates_has_the_runs_that_rates_were_chosen_by(page, results):
     study, figures = results["claims"]
     wanted = [
-        f"{figures[run.name][main_figure(study, run.variant)]['nats_per_token']:.3f}"
+        f"{figures[run.name][study.main_figure(run.variant)]['nats_per_token']:.3f}"
         for run in study.runs()
         if "-rate-" in run.variant
     ]
@@ -98,8 +98,8 @@ def test_every_run_of_the_studies_is_in_the_results(results):
         assert not [run.name for run in study.runs() if run.name not in figures]
 
 
-def test_every_seed_of_every_variant_left_the_frequencies_of_single_tokens(results):
+def test_every_seed_of_every_variant_beats_the_unigram_baseline(results):
     study, figures = results["claims"]
     for run in study.runs():
-        main = next(figure for figure in figures[run.name].values() if FREQUENCIES in figure)
-        assert main["nats_per_token"] < main[FREQUENCIES] - 0.3, run.name
+        main = next(figure for figure in figures[run.name].values() if UNIGRAM in figure)
+        assert main["nats_per_token"] < main[UNIGRAM] - 0.3, run.name

@@ -1,4 +1,4 @@
-"""Pictures of a study: exact figures against forwards, and curves of training."""
+"""Pictures of a study: exact figures against forward passes, curves of training, and verdicts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dcdm.reproduction.intervals import Interval
-from dcdm.reproduction.measuring import curve_of
-from dcdm.reproduction.study import Row, Study
+from dcdm.studies.results import CONFIRMED, CONTRADICTED, UNDECIDED, Compared, Interval, Judged, Row, curve_of
+from dcdm.studies.study import Study
 
 MARKERS = "sovD^P<X>*hpd"
+COLOURS = {CONFIRMED: "tab:green", CONTRADICTED: "tab:red", UNDECIDED: "tab:gray"}
 
 
 def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
@@ -53,21 +53,15 @@ def _decoder(figure: str) -> str:
 
 
 def training_curve(study: Study, variant: str, figures: Mapping[str, dict[str, Any]]) -> list[tuple[float, float]]:
-    """Steps, or minutes where the study knows all of them, and the valid figure of held-out text, mean over seeds.
-
-    Over minutes, a variant with start weights begins where the training of those ended.
-    """
+    """Steps, or minutes where the study knows them, and the valid figure of held-out text, mean over seeds."""
     finished = [run.name for run in study.runs() if run.variant == variant and run.name in figures]
     seen: dict[int, list[float]] = {}
     for run in finished:
         for step, nll in curve_of(figures[run]):
             seen.setdefault(step, []).append(nll)
     complete = {step: fmean(values) for step, values in sorted(seen.items()) if len(values) == len(finished)}
-    if not study.over_minutes:
-        return list(complete.items())
-    unit = (study.minutes_of(variant) or 0.0) / max(complete, default=1)
-    before = sum(study.minutes_of(name) or 0.0 for name in study.ancestors(variant))
-    return [(before + unit * step, nll) for step, nll in complete.items()]
+    unit = 1 if study.minutes is None else study.minutes / max(complete, default=1)
+    return [(unit * step, nll) for step, nll in complete.items()]
 
 
 def draw_curves(
@@ -84,8 +78,46 @@ def draw_curves(
                 *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.2,
                 label=study.named(variant),
             )  # fmt: skip
-    across = "minutes" if study.over_minutes else "steps"
+    across = "steps" if study.minutes is None else "minutes"
     axes.set(xlabel=across, ylabel="nats per token of held-out text (exact or bound)")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
+
+
+def draw_verdicts(study: Study, judged: Sequence[Judged], path: Path) -> None:
+    """All comparisons with their intervals below the claim they belong to, in the colour of their verdict."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    rows: list[Judged | Compared] = []
+    for claim in judged:
+        rows += [claim, *claim.parts]
+    figure = Figure(figsize=(8.5, 1.2 + 0.2 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7.5)
+    for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
+        if isinstance(row, Judged):
+            axes.axhline(at - 0.5, color="0.85", linewidth=0.8)
+            label.set(color=COLOURS[row.verdict], weight="bold")
+        elif row.difference is not None:
+            axes.errorbar(
+                row.difference.mean, at, xerr=row.difference.half or 0.0, marker="o", markersize=4, capsize=3,
+                color=COLOURS[row.verdict],
+            )  # fmt: skip
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("symlog", linthresh=0.2)
+    ticks = (-2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7.5)
+    axes.minorticks_off()
+    axes.set_xlabel("left of zero favours the claim: nats per token, or MaxVio", fontsize=8)
+    axes.set_title(f"{study.name}: 95 % intervals over paired seeds", fontsize=9, loc="left")
+    handles = [Line2D([], [], marker="o", color=colour, label=verdict) for verdict, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def _label(row: Judged | Compared) -> str:
+    return f"{row.says}: {row.verdict}" if isinstance(row, Judged) else row.name.replace(" < ", "  −  ")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dcdm.reproduction.intervals import interval
+from dcdm.studies.results import interval
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/training.md").read_text().partition("## What makes small diffusion models learn")[2]

@@ -7,10 +7,8 @@ import yaml
 
 import corpora
 from dcdm.cli import main
-from dcdm.commands.reproduce import details
-from dcdm.config import ConfigError
-from dcdm.reproduction.experiments import EXPERIMENTS, chosen_experiments, variants_of
-from dcdm.reproduction.study import Study, read_study, sides
+from dcdm.commands.reproduce import reproduce
+from dcdm.studies.study import Study, read_study
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,19 +19,19 @@ def claims() -> Study:
 
 
 def test_every_claim_and_every_variant_of_the_study_belongs_to_an_experiment(claims: Study) -> None:
-    decided = [claim for one in EXPERIMENTS.values() for claim in one.claims]
+    decided = [claim for one in claims.experiments.values() for claim in one.claims]
     assert sorted(decided) == sorted(claims.claims)
-    assert {name for one in EXPERIMENTS.values() for name in variants_of(claims, one)} == set(claims.variants)
+    assert set(claims.variants_in(claims.experiments)) == set(claims.variants)
 
 
 def test_every_comparison_has_three_seeds_at_least(claims: Study) -> None:
     texts = [text for claim in claims.claims.values() for text in claim.below]
-    compared = {name for text in texts for name, _ in sides(claims, text)}
+    compared = {name for text in texts for name, _ in claims.sides(text)}
     assert min(len(claims.seeds_of(name)) for name in compared) >= 3
 
 
 def test_a_rate_is_chosen_by_seeds_that_no_other_figure_uses(claims: Study) -> None:
-    rates = variants_of(claims, EXPERIMENTS["learning-rate"])
+    rates = claims.variants_in(["learning-rate"])
     tuning = {seed for name in rates for seed in claims.seeds_of(name)}
     assert not tuning & {seed for name in claims.variants if name not in rates for seed in claims.seeds_of(name)}
 
@@ -45,33 +43,38 @@ def test_nothing_of_the_comparison_rests_on_noise_that_a_preset_chooses(claims: 
         assert exact or {"objective.t_shape", "objective.t_min"} & settings.keys(), name
 
 
-def test_the_paper_scale_spells_out_commands_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_paper_scale_spells_out_commands_and_costs(
+    claims: Study, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     main(["reproduce", "all", "--scale", "paper"])
     shown = capsys.readouterr().out
-    assert shown.count("GPU-hours") == len(EXPERIMENTS)
+    assert shown.count("GPU-hours") == len(claims.experiments)
     assert "torchrun --standalone --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 " in shown
+    assert "dcdm eval ppl runs/ar-0.1b runs/mdlm-0.1b " in shown
+    assert "--init runs/bdlm-1.7b " in shown
     for rate in ("0.00015", "0.0006"):
         assert shown.count(f"train.learning_rate={rate}\n") == 3
 
 
 def test_the_list_and_the_help_name_every_experiment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    claims: Study, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     main(["reproduce", "--list"])
     shown = capsys.readouterr().out
-    assert all(name in shown and f" {name}," in details() for name in EXPERIMENTS)
+    told = " ".join((reproduce.__doc__ or "").split())
+    assert all(name in shown and f" {name}," in told for name in claims.experiments)
 
 
 def test_mistakes_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="no experiment is called figures"):
-        chosen_experiments(["figures"])
     monkeypatch.chdir(tmp_path)
     here = ["--study", str(ROOT / "studies/claims.yaml"), "--out", "claims.json"]
     for words, message in (
         ([], "name an experiment"),
+        (["figures", "--study", str(ROOT / "studies/claims.yaml")], "no experiment is called figures"),
         (["moe"], "studies/claims.yaml: there is no such file"),
         (["downstream", "--study", str(ROOT / "studies/claims.yaml")], "nothing of it runs at CPU scale"),
         (
@@ -105,7 +108,8 @@ def test_an_experiment_is_carried_out_judged_and_not_repeated(
     content["variants"] = {name: content["variants"][name] for name in ("paper", "paper-point")}
     content["variants"]["paper-point"]["settings"]["model.chunk_dim"] = 1
     content["against"] = "paper"
-    content["claims"] = {name: content["claims"][name] for name in ("subspace", "balance")}
+    for part, names in (("claims", ("subspace", "balance")), ("experiments", ("point-vs-subspace",))):
+        content[part] = {name: content[part][name] for name in names}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
     command = ["reproduce", "point-vs-subspace", "--study", "small.yaml", "--out", "out.json", "--work", "work"]
     main(command)

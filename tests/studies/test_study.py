@@ -13,17 +13,10 @@ import corpora
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.reproduction import measuring, study, study_plots, verdicts
-from dcdm.reproduction.study import (
-    StudyClaim,
-    StudyRun,
-    carry_out,
-    check_claims,
-    collected,
-    compare,
-    read_study,
-    summary,
-)
+from dcdm.studies import measuring, plots, results, runner
+from dcdm.studies.results import compare, summary
+from dcdm.studies.runner import carry_out, collected
+from dcdm.studies.study import Claim, Run, Study, Variant, check_claims, read_study
 from dcdm.training.settings import made
 
 SMALL = {
@@ -36,13 +29,7 @@ SMALL = {
 def definition(**changes) -> dict:
     variants = {
         "ar": {"preset": "ar-debug"},
-        "lanes": {
-            "preset": "lanes-debug-drafts",
-            "lanes": [1, 4],
-            "drafts": [2],
-            "init": "ar",
-            "minutes": 1,
-        },
+        "lanes": {"preset": "lanes-debug-drafts", "lanes": [1, 4], "drafts": [2], "init": "ar"},
         "mdlm": {"preset": "mdlm-debug", "commits": ["steps:4", "adablock steps:4"]},
     }
     plain = {"seeds": [0], "settings": SMALL, "windows": 3, "samples": 1, "against": "ar", "minutes": 2}
@@ -70,7 +57,7 @@ def finished(tmp_path_factory):
     return asked, folder / "work"
 
 
-def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
+def test_a_study_trains_initial_weights_first_and_measures_every_run(finished):
     asked, work = finished
     rows = {(row.variant, row.figure): row for row in compare(asked, collected(asked, work))}
     numbers = ("1 lanes", "4 lanes", "1 lanes, 2 drafts", "4 lanes, 2 drafts")
@@ -97,7 +84,7 @@ def test_a_study_trains_start_weights_first_and_measures_every_run(finished):
 
 def test_lanes_can_be_what_others_are_compared_with(finished):
     asked, work = finished
-    turned = study.Study(**{**vars(asked), "against": "lanes"})
+    turned = replace(asked, against="lanes")
     rows = {(row.variant, row.figure): row for row in compare(turned, collected(turned, work))}
     base = rows["lanes", "4 lanes"]
     assert base.difference is None
@@ -105,9 +92,9 @@ def test_lanes_can_be_what_others_are_compared_with(finished):
     assert len(others) == 8
     for row in others.values():
         assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
-    few = study.StudyVariant("lanes-debug", lanes=(2, 8))
-    without_default = study.Study("few", {"few": few}, settings=asked.settings)
-    assert study.main_figure(without_default, "few") == "2 lanes"
+    few = Variant("lanes-debug", lanes=(2, 8))
+    without_default = Study("few", {"few": few}, settings=asked.settings)
+    assert without_default.main_figure("few") == "2 lanes"
 
 
 def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys):
@@ -133,33 +120,24 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
 
 def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
-    study_plots.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
+    plots.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
     assert (
         drawn.count('id="LineCollection') == 10
     )  # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
 
 
-def test_curves_run_over_minutes_and_begin_where_start_weights_end(finished, tmp_path):
+def test_curves_run_over_steps_or_over_minutes_where_the_study_knows_them(finished, tmp_path):
     asked, work = finished
     figures = summary(asked, collected(asked, work))["runs"]  # as a file of results has them
-    assert [x for x, _ in study_plots.training_curve(asked, "mdlm", figures)] == [1, 2]
-    assert [x for x, _ in study_plots.training_curve(asked, "lanes", figures)] == [2.5, 3]
     ends = [json.loads(line) for line in (work / "ar-s0" / "metrics.jsonl").read_text().splitlines()]
     (end,) = (row["evaluation"]["valid_nll"] for row in ends if "evaluation" in row and row["step"] == 2)
-    assert study_plots.training_curve(asked, "ar", figures)[-1] == (2, pytest.approx(end, abs=1e-5))
-    study_plots.draw_curves(asked, figures, tmp_path / "curves.svg")
-    assert "minutes" in (tmp_path / "curves.svg").read_text()
-
-
-def test_curves_share_one_unit(finished, tmp_path):
-    asked, figures = finished[0], collected(*finished)
-    lasting = {name: replace(variant, minutes=6.0) for name, variant in asked.variants.items()}
-    of_variants = study.Study(**{**vars(asked), "minutes": None, "variants": lasting})
-    of_one = study.Study(**{**vars(asked), "minutes": None})
-    for changed, unit, points in ((of_variants, "minutes", [9, 12]), (of_one, "steps", [1, 2])):
-        assert [x for x, _ in study_plots.training_curve(changed, "lanes", figures)] == points
-        study_plots.draw_curves(changed, figures, tmp_path / "curves.svg")
+    for minutes, unit, points in ((6.0, "minutes", [3, 6]), (None, "steps", [1, 2])):
+        changed = replace(asked, minutes=minutes)
+        curve = plots.training_curve(changed, "ar", figures)
+        assert [x for x, _ in curve] == points
+        assert curve[-1][1] == pytest.approx(end, abs=1e-5)
+        plots.draw_curves(changed, figures, tmp_path / "curves.svg")
         assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
 
 
@@ -176,15 +154,15 @@ def test_a_stop_that_comes_while_a_run_starts_reaches_it(tmp_path, monkeypatch):
         def wait(self):
             return 1
 
-    monkeypatch.setattr(study.subprocess, "Popen", StoppedMeanwhile)
+    monkeypatch.setattr(runner.subprocess, "Popen", StoppedMeanwhile)
     run = read_study(write(tmp_path, definition())).runs()[0]
-    assert not study._train_and_measure(run, tmp_path, set(), stopped)
+    assert not runner._train_and_measure(run, tmp_path, set(), stopped)
     assert signals == [signal.SIGINT]
 
 
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     asked, work = finished
-    monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr(runner, "_train_and_measure", lambda *_: pytest.fail("started again"))
     assert carry_out(asked, work, 1)
     assert "nats" not in summary(asked, collected(asked, work))["runs"]["ar-s0"]["valid"]
 
@@ -192,14 +170,14 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
 def test_other_windows_and_other_settings_are_other_figures(finished):
     asked, work = finished
     for changes in ({"windows": 2}, {"settings": {**asked.settings, "train.steps": 3}}):
-        other = study.Study(**{**vars(asked), **changes})
-        assert study.figures_of(StudyRun(other, "ar", 0), work) is None
-        assert study.figures_of(StudyRun(other, "lanes", 0), work) is None
+        other = replace(asked, **changes)
+        assert runner.figures_of(Run(other, "ar", 0), work) is None
+        assert runner.figures_of(Run(other, "lanes", 0), work) is None
 
 
 def test_parents_come_first_and_no_child_starts_without_their_weights(finished, tmp_path, monkeypatch):
     asked, _ = finished
-    turned = study.Study(**{**vars(asked), "variants": dict(reversed(asked.variants.items()))})
+    turned = replace(asked, variants=dict(reversed(asked.variants.items())))
     assert [run.name for run in turned.runs()] == ["mdlm-s0", "ar-s0", "lanes-s0"]
     started, said = [], []
 
@@ -209,7 +187,7 @@ def test_parents_come_first_and_no_child_starts_without_their_weights(finished, 
             raise OSError("the disk is full")
         return False
 
-    monkeypatch.setattr(study, "_train_and_measure", fails)
+    monkeypatch.setattr(runner, "_train_and_measure", fails)
     with pytest.raises(OSError, match="full"):
         carry_out(turned, tmp_path, 1, said.append)
     assert started == ["mdlm-s0", "ar-s0"]
@@ -241,7 +219,7 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
         ({"variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [3]}}}, "variants.ar.seeds"),
         (
             {"seeds": [0, 1], "variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [0]}}},
-            "variants.lanes: its start weights, ar, have no seeds",
+            "variants.lanes: its initial weights, ar, have no seeds",
         ),
         ({"settings": 3}, "settings=3"),
         ({"settings": {3: 3}}, "settings: 3"),
@@ -258,17 +236,10 @@ def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
         read_study(tmp_path / "nothing.yaml")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "studies").glob("*.yaml")), ids=lambda p: p.stem
-)
-def test_every_study_that_is_shipped_can_be_read(path):
-    assert read_study(path).about
-
-
 def test_a_part_of_a_study_can_be_carried_out(finished, tmp_path, monkeypatch, capsys):
     asked = replace(finished[0], seeds=(0, 1))
     begun: list[str] = []
-    monkeypatch.setattr(study, "_train_and_measure", lambda run, *more: not begun.append(run.name))
+    monkeypatch.setattr(runner, "_train_and_measure", lambda run, *more: not begun.append(run.name))
     assert carry_out(asked, tmp_path, 1, only=("mdlm", "ar"), seeds=(1,))
     assert begun == ["ar-s1", "mdlm-s1"]
     few = {**asked.variants, "mdlm": replace(asked.variants["mdlm"], seeds=(0,))}
@@ -284,10 +255,10 @@ def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, m
     out = tmp_path / "results.json"
     out.write_text(json.dumps(summary(asked, collected(asked, work))))
     begun: list[str] = []
-    monkeypatch.setattr(study, "_train_and_measure", lambda run, *more: not begun.append(run.name))
+    monkeypatch.setattr(runner, "_train_and_measure", lambda run, *more: not begun.append(run.name))
     more = replace(asked, seeds=(0, 1))
     elsewhere = tmp_path / "elsewhere"
-    known = study.stored_figures(more, out)
+    known = runner.stored_figures(more, out)
     carry_out(more, elsewhere, 1, known=known)
     assert begun == ["ar-s1", "mdlm-s1"]  # and none of seed 0; lanes wait for weights that are not made here
     begun.clear()
@@ -304,33 +275,49 @@ def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, m
     assert out.read_text() == kept
     out.write_text('{"runs": 3}')
     with pytest.raises(ConfigError, match="does not hold the results of a study"):
-        study.stored_figures(asked, out)
+        runner.stored_figures(asked, out)
 
 
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[2] / "studies").glob("*.yaml")), ids=lambda p: p.stem
 )
-def test_results_that_are_shipped_are_those_of_their_study(path):
+def test_every_study_that_is_shipped_can_be_read_and_its_results_are_its_own(path):
     stored = path.parents[1] / "results" / f"{path.stem}.json"
-    assert set(study.stored_figures(read_study(path), stored)) == set(json.loads(stored.read_text())["runs"])
+    assert read_study(path).about
+    assert set(runner.stored_figures(read_study(path), stored)) == set(json.loads(stored.read_text())["runs"])
 
 
-def test_texts_that_are_not_there_are_named_before_anything_starts(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=r"corpora: nowhere\.txt"):
-        carry_out(replace(finished[0], corpora={"x": "nowhere.txt"}), tmp_path, 1)
-
-
-def test_texts_that_cannot_be_read_are_named_before_anything_starts(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "_train_and_measure", lambda *_: pytest.fail("started"))
-    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
-    (tmp_path / "text.txt").write_text("a text")
-    for name, path, message in (
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("x", "nowhere.txt", r"corpora: .*nowhere\.txt"),
         ("x", "rows.jsonl", r"corpora\.x: "),
         ("my text", "text.txt", r"corpora\.my text: "),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            carry_out(replace(finished[0], corpora={name: str(tmp_path / path)}), tmp_path / "work", 1)
+    ],
+)
+def test_texts_that_cannot_be_read_are_named_before_anything_starts(
+    finished, tmp_path, monkeypatch, name, path, message
+):
+    monkeypatch.setattr(runner, "_train_and_measure", lambda *_: pytest.fail("started"))
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(ConfigError, match=message):
+        carry_out(replace(finished[0], corpora={name: str(tmp_path / path)}), tmp_path / "work", 1)
+
+
+def test_a_retired_variant_keeps_its_figures_and_is_not_trained(finished, tmp_path, monkeypatch):
+    asked, work = finished
+    begun: list[str] = []
+    monkeypatch.setattr(runner, "_train_and_measure", lambda run, *more: not begun.append(run.name))
+    gone = replace(asked.variants["mdlm"], settings={"model.gone": 1}, retired="model.gone was removed")
+    changed = replace(asked, variants={"ar": asked.variants["ar"], "mdlm": gone})
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps(summary(changed, {"mdlm-s0": collected(asked, work)["mdlm-s0"]})))
+    assert carry_out(changed, tmp_path, 1)
+    assert begun == ["ar-s0"]
+    assert {row.variant for row in compare(changed, collected(changed, tmp_path, out))} == {"mdlm"}
+    with pytest.raises(ConfigError, match=r"mdlm can no longer be trained: model\.gone was removed"):
+        carry_out(changed, tmp_path, 1, only=["mdlm"])
 
 
 def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tmp_path):
@@ -339,7 +326,7 @@ def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tm
     figures = json.loads((work / "ar-s0" / "figures.json").read_text())["figures"]
     figures["valid"]["text"] = {"": "another"}
     (tmp_path / "ar-s1").mkdir()
-    kept = {"measured_with": StudyRun(two, "ar", 1).measured_with(), "figures": figures}
+    kept = {"measured_with": Run(two, "ar", 1).measured_with(), "figures": figures}
     (tmp_path / "ar-s1" / "figures.json").write_text(json.dumps(kept))
     out = tmp_path / "results.json"
     out.write_text(json.dumps(summary(asked, collected(asked, work))))
@@ -350,7 +337,7 @@ def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tm
 def test_a_variant_may_be_measured_on_some_of_the_texts_only(finished):
     asked, work = finished
     few = replace(asked, variants={**asked.variants, "ar": replace(asked.variants["ar"], corpora=())})
-    assert StudyRun(few, "ar", 0).measured_with() != StudyRun(asked, "ar", 0).measured_with()
+    assert Run(few, "ar", 0).measured_with() != Run(asked, "ar", 0).measured_with()
     figures = collected(asked, work)
     figures["ar-s0"] = {name: part for name, part in figures["ar-s0"].items() if "other: " not in name}
     del figures["ar-s0"]["valid"]["text"]["other"]
@@ -358,28 +345,25 @@ def test_a_variant_may_be_measured_on_some_of_the_texts_only(finished):
     assert ("ar", "other: valid") not in rows
     assert rows["lanes", "1 lanes"].difference is not None  # on the text that both have
     with pytest.raises(ConfigError, match="ar has no figure 'other: valid'"):
-        check_claims(replace(few, claims={"x": StudyClaim("", ("ar other: valid < ar",))}))
+        check_claims(replace(few, claims={"x": Claim("", ("ar other: valid < ar",))}))
     with pytest.raises(ConfigError, match=r"variants\.ar\.corpora: \['none'\]"):
         replace(asked, variants={"ar": replace(asked.variants["ar"], corpora=("none",))})
 
 
-def test_a_run_whose_start_weights_were_made_anew_is_not_taken_for_new(finished, tmp_path):
+def test_a_run_whose_initial_weights_were_made_anew_is_not_taken_for_new(finished, tmp_path):
     asked, work = finished
     changed = replace(
         asked,
         variants={**asked.variants, "ar": replace(asked.variants["ar"], label="", settings={"train.clip": 2.0})},
     )
-    assert not study._train_and_measure(StudyRun(changed, "lanes", 0), work, set(), threading.Event())
-    assert "from other start weights; delete it" in study.log_of(StudyRun(asked, "lanes", 0), work).read_text()
-    assert study.figures_of(StudyRun(asked, "lanes", 0), work) is not None
+    assert not runner._train_and_measure(Run(changed, "lanes", 0), work, set(), threading.Event())
+    assert "from other initial weights; delete it" in runner.log_of(Run(asked, "lanes", 0), work).read_text()
+    assert runner.figures_of(Run(asked, "lanes", 0), work) is not None
 
 
 def test_nested_settings_are_those_by_dotted_names():
     nested, dotted = ({"train": {"steps": 5}, "model.moe": None}, {"train.steps": 5, "model.moe": None})
-    runs = [
-        StudyRun(study.Study("x", {"a": study.StudyVariant("ar-debug")}, settings=s), "a", 3)
-        for s in (nested, dotted)
-    ]
+    runs = [Run(Study("x", {"a": Variant("ar-debug")}, settings=s), "a", 3) for s in (nested, dotted)]
     assert runs[0].settings(Path()) == runs[1].settings(Path())
     assert runs[0].measured_with() == runs[1].measured_with()
     assert nested == {"train": {"steps": 5}, "model.moe": None}
@@ -403,22 +387,20 @@ def test_how_evenly_chunks_are_filled_stands_beside_their_figure(tmp_path, monke
     sizes = {name: value for name, value in SMALL.items() if name.startswith("model.")}
     changes = {"model.num_chunks": 4, "model.chunk_dim": 4, "train.steps": 1, "tensorboard": False}
     run = dcdm.train("dcdm-debug", tmp_path / "run", data=str(tmp_path / "text.txt"), settings={**sizes, **changes})
-    valid = measuring.measure(run, 3, 1, (), (), (), {})["valid"]
+    valid = measuring.measure(run, windows=3, samples=1)["valid"]
     assert 0 <= valid["max_violation"] <= 3
-    assert 2 < valid["frequencies"] < 4 < valid["nats_per_token"]
+    assert 2 < valid[measuring.UNIGRAM] < 4 < valid["nats_per_token"]
 
 
 # --- claims -------------------------------------------------------------------------------------------------------
 
 
-def claimed(*comparisons: str, **values: dict[int, float]) -> list[verdicts.Judged]:
+def claimed(*comparisons: str, **values: dict[int, float]) -> list[results.Judged]:
     """Verdicts on one claim, given the nats of each variant by seed."""
     named = {name: {"preset": "dcdm-debug"} for name in values}
     content = {"variants": named, "seeds": [0, 1, 2, 3], "claims": {"order": {"says": "so", "below": comparisons}}}
-    asked = made(
-        study.Study, {"name": "made up", "settings": {"train.steps": 10, "evaluate_every": 5}, **content}, ""
-    )
-    study.check_claims(asked)
+    asked = made(Study, {"name": "made up", "settings": {"train.steps": 10, "evaluate_every": 5}, **content}, "")
+    check_claims(asked)
     figures = {
         f"{name}-s{seed}": {
             "valid": {"nats_per_token": nats, "max_violation": -nats, "curve": [[5, nats], [10, 1.0]]},
@@ -427,7 +409,7 @@ def claimed(*comparisons: str, **values: dict[int, float]) -> list[verdicts.Judg
         for name, seeds in values.items()
         for seed, nats in seeds.items()
     }  # fmt: skip
-    return verdicts.judge(asked, figures)
+    return results.judge(asked, figures)
 
 
 LOW, HIGH = {0: 1.0, 1: 1.1, 2: 1.2}, {0: 2.0, 1: 2.1, 2: 2.3, 3: 9.0}
@@ -436,14 +418,14 @@ LOW, HIGH = {0: 1.0, 1: 1.1, 2: 1.2}, {0: 2.0, 1: 2.1, 2: 2.3, 3: 9.0}
 @pytest.mark.parametrize(
     ("comparison", "verdict"),
     [
-        ("one < two", verdicts.CONFIRMED),
-        ("two < one", verdicts.CONTRADICTED),
-        ("one < one", verdicts.UNDECIDED),
-        ("one surrogate < one", verdicts.CONFIRMED),
-        ("one MaxVio < two MaxVio", verdicts.CONTRADICTED),
-        ("one step 5 < two step 5", verdicts.CONFIRMED),
-        ("one step 10 < two step 10", verdicts.UNDECIDED),
-        ("one chunk < two chunk", verdicts.UNDECIDED),  # of no run yet
+        ("one < two", results.CONFIRMED),
+        ("two < one", results.CONTRADICTED),
+        ("one < one", results.UNDECIDED),
+        ("one surrogate < one", results.CONFIRMED),
+        ("one MaxVio < two MaxVio", results.CONTRADICTED),
+        ("one step 5 < two step 5", results.CONFIRMED),
+        ("one step 10 < two step 10", results.UNDECIDED),
+        ("one chunk < two chunk", results.UNDECIDED),  # of no run yet
     ],
 )
 def test_a_comparison_is_decided_over_the_seeds_that_both_sides_have(comparison, verdict):
@@ -455,12 +437,12 @@ def test_a_comparison_is_decided_over_the_seeds_that_both_sides_have(comparison,
 
 
 def test_one_seed_decides_nothing():
-    assert claimed("one < two", one={0: 1.0}, two=HIGH)[0].verdict == verdicts.UNDECIDED
+    assert claimed("one < two", one={0: 1.0}, two=HIGH)[0].verdict == results.UNDECIDED
 
 
 def test_a_claim_is_as_good_as_its_weakest_comparison():
-    assert claimed("one < two", "one < one", one=LOW, two=HIGH)[0].verdict == verdicts.UNDECIDED
-    assert claimed("one < two", "two < one", "one < one", one=LOW, two=HIGH)[0].verdict == verdicts.CONTRADICTED
+    assert claimed("one < two", "one < one", one=LOW, two=HIGH)[0].verdict == results.UNDECIDED
+    assert claimed("one < two", "two < one", "one < one", one=LOW, two=HIGH)[0].verdict == results.CONTRADICTED
 
 
 @pytest.mark.parametrize(
@@ -483,7 +465,7 @@ def test_verdicts_are_printed_and_drawn(finished, tmp_path, capsys):
     asked, work = finished
     claims = {"price": {"says": "lanes cost nothing", "below": ["lanes 1 lanes < ar", "mdlm < ar"]}}
     path = write(tmp_path, definition(settings=dict(asked.settings), corpora=dict(asked.corpora), claims=claims))
-    picture = tmp_path / "verdicts.svg"
+    picture = tmp_path / "results.svg"
     main(["study", str(path), "--work", str(work), "--report", "--verdicts", str(picture)])
     table = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert table[0].split() == ["claim", "holds", "if", "difference", "verdict"]
