@@ -76,7 +76,7 @@ def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
         decoders += [DecodingConfig("threshold:0.9", routing, cache="none") for routing in routings]
     if config.kind in ("bdlm", "mdlm"):
         adablock = adablock_of(config, tokenizer)
-        decoders.append(DecodingConfig("threshold:0.9", "adablock", adablock, cache="exact"))
+        decoders.append(DecodingConfig("threshold:0.9", "adablock", adablock=adablock, cache="exact"))
     if config.kind == "mdlm":
         decoders.append(DecodingConfig("threshold:0.9", "blocks:16", cache="exact"))
     return decoders

@@ -1,37 +1,44 @@
-"""The choices that make a decoder: one `DecodingConfig` for sampling, likelihoods, benchmarks and the server.
+"""The settings of a decoder: the only list of them.
 
-Prompt, length and seed are a text's own; everything else that decides how it is written stands here.
+Keywords of `dcdm.generate`, flags of the command line, the server's schema, arguments of the harness and the page's
+dials are made from the fields of `DecodingConfig`, their bounds and docstrings: a new setting is one field. Prompt,
+length and seed are a text's own and do not belong here.
+
+Importing this file does not load PyTorch: the command line needs the list to show its help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import TypedDict, Unpack
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dcdm.config import ConfigError, ModelConfig, whole_number
-from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.predictors import resolve_cache
-from dcdm.decoding.routes import AdaBlock, check_routing, described
-from dcdm.decoding.sampling import Sampling
-from dcdm.model.routing import default_lanes
 
+if TYPE_CHECKING:
+    from dcdm.data.tokenizers import Tokenizer
+    from dcdm.decoding.routes import AdaBlock
+    from dcdm.decoding.sampling import Sampling
 
-class DecodingOptions(TypedDict, total=False):
-    """The same choices as keywords, for `dcdm.generate`."""
-
-    routing: str
-    commit: str
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    cache: str
-    adablock: AdaBlock | None
-    lanes: int | None
-    drafts: int | None
-    revise: Revise | float | None
+ROUTINGS = {
+    "auto": "As this kind of model was trained.",
+    "paper-chunk": "Chunks are formed from the tokens filled so far, anew whenever one is full.",
+    "paper-step": "Chunks are formed anew after every forward pass.",
+    "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
+    "blocks": "Blocks of equal length, from left to right.",
+    "adablock": "A block ends where the model is sure that a line ends.",
+}
+CACHES = {
+    "auto": "The exact cache where there is one.",
+    "exact": "Finished chunks are computed once; the text is the same as without.",
+    "frozen": "Finished chunks keep the states they had: faster, an approximation.",
+    "none": "Everything that can be seen is computed with every forward pass.",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Revise:
     rounds: int = 1
     """How often: each round looks at what the one before it has written."""
     groups: int = 4
+    """How many groups of tokens are hidden in turn."""
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.threshold is None):
@@ -55,84 +63,125 @@ class Revise:
         for name, value in (("share", self.share), ("threshold", self.threshold)):
             if value is not None and not 0 < value <= 1:
                 raise ConfigError(f"revise: {name}={value} must lie in (0, 1]")
-        if self.rounds < 1 or self.groups < 1:
-            raise ConfigError(f"revise: rounds={self.rounds} and groups={self.groups} must be at least 1")
+        if not 1 <= self.rounds <= 64 or not 1 <= self.groups <= 64:
+            raise ConfigError(f"revise: rounds={self.rounds} and groups={self.groups} must lie between 1 and 64")
 
     @classmethod
-    def of(cls, given: Revise | float | None) -> Revise | None:
-        """As it is; a number is a share."""
+    def of(cls, given: Revise | float | Mapping[str, Any] | None) -> Revise | None:
+        """From a number, which is a share, or from the fields by name."""
+        if isinstance(given, Mapping):
+            if unknown := sorted(given.keys() - {one.name for one in fields(cls)}):
+                raise ConfigError(f"revise: {unknown[0]} is not known; give share or threshold, rounds, groups")
+            return cls(**given)
         return cls(share=given) if isinstance(given, int | float) else given
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How a text is written; docs/decoding.md explains each choice. Texts with equal ones can share a batch."""
+    """How a text is written; docs/decoding.md explains each choice. Texts with equal ones can share a batch.
+
+    Fields may have bounds; the command line takes a `rare` one by --set and gives it no flag.
+    """
 
     commit: str = "auto"
-    """Which positions of the active chunk a forward fills: "chunk", "position", "threshold:0.9", …"""
+    """Which positions of the active chunk a forward pass fills: chunk, position, steps:N, threshold:P, entropy:H,
+    factor:F, ancestral:N or first-hitting."""
     routing: str = "auto"
-    """Which chunk comes next; "auto" is the routing of the model's kind."""
-    adablock: AdaBlock | None = None
-    """Block ends, for routing "adablock"."""
-    sampling: Sampling = field(default_factory=Sampling)
+    """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, appendix-b,
+    blocks:N and adablock where they fit."""
+    temperature: float = field(default=1.0, metadata={"least": 0, "most": 100})
+    """0 takes the most probable token, 1 draws as the model says."""
+    top_p: float | None = field(default=None, metadata={"least": 0, "most": 1})
+    """Draw from the most probable tokens that together reach this probability."""
+    top_k: int | None = field(default=None, metadata={"least": 1, "most": 2**31 - 1, "rare": True})
+    """Draw from the k most probable tokens."""
+    lanes: int | None = field(default=None, metadata={"least": 1, "most": 4096})
+    """For models that write in lanes: how many, so many tokens a forward pass; 1 is AR's order. By default 4, or
+    the nearest smaller number that the model was trained with."""
+    drafts: int | None = field(default=None, metadata={"least": 0, "most": 64})
+    """For models with a draft head: how many tokens of each lane are drafted ahead and verified. By default as many
+    as it was trained with; 0 writes one token of each lane a forward pass."""
     cache: str = "auto"
-    """"exact", "none", or "frozen" (an approximation for the paper's routing)."""
-    lanes: int | None = None
-    """For models that write in lanes: how many, so many tokens a forward; None is the model's default."""
-    revise: Revise | None = None
-    """Prompts are drafts, of which the least sure tokens are written again."""
-    drafts: int | None = None
-    """For models with a draft head: how many tokens of each lane are guessed ahead; None is the model's number."""
+    """What is remembered between forward passes: exact where it is exact, none, or frozen, an approximation for the
+    paper's routing."""
+    delimiters: tuple[str, ...] = field(default=("\n",), metadata={"rare": True})
+    """For adablock: texts of one token each at which a block may end."""
+    delimiter_threshold: float = field(default=0.3, metadata={"least": 0, "most": 1, "rare": True})
+    """For adablock: the probability at which such a token ends a block."""
+    revise: Revise | None = field(default=None, metadata={"rare": True})
+    """The prompt is a draft, of which the least sure tokens are written again: this share of them, or those below a
+    threshold."""
+    adablock: AdaBlock | None = field(default=None, metadata={"derived": True})
+    """What `delimiters` and `delimiter_threshold` mean in tokens. `resolve` fills it in; callers without a
+    tokenizer may give it themselves."""
 
     @classmethod
-    def of(cls, **options: Unpack[DecodingOptions]) -> DecodingConfig:
-        """From flat keywords: temperature, top_k and top_p beside the fields."""
-        if unknown := sorted(options.keys() - DecodingOptions.__annotations__.keys()):
-            known = (*DecodingOptions.__annotations__, "max_new_tokens", "window", "seed")
+    def of(cls, **options: Any) -> DecodingConfig:
+        """From keywords as people write them: a number for `revise`, a list of `delimiters`, a `Sampling`."""
+        if (sampling := options.pop("sampling", None)) is not None:
+            options = asdict(sampling) | options
+        known = [one.name for one in fields(cls)]
+        if unknown := sorted(options.keys() - {*known}):
+            known += ["max_new_tokens", "window", "seed"]
             near = get_close_matches(unknown[0], known, 1, cutoff=0.5)
             raise ConfigError(
                 f"{unknown[0]} is not an option of decoding"
                 + (f"; do you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
             )
-        sampling = Sampling(options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"))
-        return cls(
-            options.get("commit", "auto"),
-            options.get("routing", "auto"),
-            options.get("adablock"),
-            sampling,
-            options.get("cache", "auto"),
-            options.get("lanes"),
-            Revise.of(options.get("revise")),
-            options.get("drafts"),
-        )
+        if "revise" in options:
+            options["revise"] = Revise.of(options["revise"])
+        if "delimiters" in options:
+            given = options["delimiters"]
+            options["delimiters"] = (given,) if isinstance(given, str) else tuple(given)
+        return cls(**options)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """The distribution that tokens are drawn from."""
+        from dcdm.decoding.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
         """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
+        from dcdm.decoding.commits import commit_policy
+        from dcdm.decoding.predictors import resolve_cache
+        from dcdm.decoding.routes import check_routing, described
+
         check_routing(config, self.routing)
         adablock = self.adablock
-        if adablock is not None and self.routing != "adablock":
-            raise ConfigError(f"adablock has no effect with routing={self.routing!r}; set routing='adablock'")
-        if self.routing == "adablock" and adablock is None:
+        if self.routing != "adablock":
+            for name in ("adablock", "delimiters", "delimiter_threshold"):
+                if getattr(self, name) != getattr(DecodingConfig, name):
+                    raise ConfigError(f"{name} has no effect with routing={self.routing!r}; set routing='adablock'")
+        elif adablock is None:
             if tokenizer is None:
                 raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
-            adablock = adablock_of(config, tokenizer)
+            adablock = adablock_of(config, tokenizer, self.delimiters, self.delimiter_threshold)
         commit = str(commit_policy(default_commit(config) if self.commit == "auto" else self.commit))
         if config.predicts_from_left and commit != "chunk":
             raise ConfigError(
                 f"commit={self.commit!r} fills part of a chunk, which a model that predicts from the left cannot; "
                 "use commit='chunk'" + (", and lanes to choose the speed" if config.kind == "lanes" else "")
             )
-        if self.revise is not None and (config.kind == "ar" or config.predicts_from_left):
+        if self.revise is not None and not _can_revise(config):
             raise ConfigError(
                 f"revise does not fit {described(config)}, which sees nothing behind a token; use MDLM, BDLM, DCDM"
             )
+        _ = self.sampling  # refuses what is not a distribution
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
         drafts = resolve_drafts(config, self.drafts, cache)
+        for one in settings():
+            value = getattr(self, one.name)
+            if isinstance(value, int | float) and one.most is not None and value > one.most:
+                raise ConfigError(f"{one.name}={value} must be at most {one.most:g}")
         return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts)
 
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
+        from dcdm.decoding.commits import commit_policy
+
         if self.revise is not None:
             raise ConfigError(
                 "revise writes tokens again, so the likelihood of its texts is a sum over all drafts; leave it out"
@@ -148,11 +197,68 @@ class DecodingConfig:
     @property
     def one_pass_per_chunk(self) -> bool:
         """Whether one training pass predicts everything that this decoder would."""
-        return self.commit == "chunk" and self.routing == "auto" and self.sampling == Sampling()
+        plain = (self.temperature, self.top_k, self.top_p) == (1, None, None)
+        return self.commit == "chunk" and self.routing == "auto" and plain
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of `DecodingConfig` as others show it."""
+
+    name: str
+    type: Any
+    default: Any
+    about: str
+    least: float | None = None
+    most: float | None = None
+    rare: bool = False
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every setting of a decoder in the order of the list, without what is derived from others."""
+    types = get_type_hints(DecodingConfig, localns={"AdaBlock": Any})  # which would load PyTorch
+    about = docstrings_of(DecodingConfig)
+    return tuple(
+        Setting(one.name, types[one.name], one.default, about[one.name], **one.metadata)
+        for one in fields(DecodingConfig)
+        if not one.metadata.get("derived")
+    )
+
+
+def fitting_settings(config: ModelConfig) -> list[Setting]:
+    """Those that mean something for a model."""
+    from dcdm.decoding.routes import fitting_routings
+
+    adaptive = "adablock" in fitting_routings(config)
+    fits = {
+        "lanes": config.kind == "lanes", "drafts": bool(config.drafts), "revise": _can_revise(config),
+        "delimiters": adaptive, "delimiter_threshold": adaptive,
+    }  # fmt: skip
+    return [one for one in settings() if fits.get(one.name, True)]
+
+
+def docstrings_of(kind: type) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass, each in one line."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        str(below.target.id): " ".join(str(text.value.value).split())
+        for below, text in pairwise(definition.body)
+        if isinstance(below, ast.AnnAssign) and isinstance(below.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }  # fmt: skip
+
+
+def _can_revise(config: ModelConfig) -> bool:
+    """Whether a token is predicted from what stands behind it, too."""
+    return config.kind != "ar" and not config.predicts_from_left
 
 
 def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
-    """The number of lanes that None means for a model, or a refusal of what does not fit."""
+    """The number of lanes that None means for a model, or a ConfigError where it does not fit."""
+    from dcdm.model.routing import default_lanes
+
     if config.kind != "lanes":
         if lanes is not None:
             raise ConfigError(f"lanes={lanes} does not fit a model of kind {config.kind}; leave it out")
@@ -165,11 +271,11 @@ def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
 
 
 def resolve_drafts(config: ModelConfig, drafts: int | None, cache: str) -> int:
-    """The number of tokens to guess ahead that None means, or a refusal of what does not fit."""
+    """The number of tokens to draft ahead that None means, or a ConfigError where it does not fit."""
     if drafts is None:
         return 0 if cache == "none" else config.drafts
     if whole_number("drafts", drafts) < 0:
-        raise ConfigError(f"drafts={drafts} must be at least 0; 0 guesses nothing ahead")
+        raise ConfigError(f"drafts={drafts} must be at least 0; 0 drafts nothing ahead")
     if drafts and not config.drafts:
         raise ConfigError(
             f"drafts={drafts} needs a model with a draft head; train one of kind lanes with model.drafts={drafts}, "
@@ -199,6 +305,8 @@ def adablock_of(
     config: ModelConfig, tokenizer: Tokenizer, delimiters: Sequence[str] = ("\n",), least: float = 0.3
 ) -> AdaBlock:
     """Blocks end at the tokens that these texts are, by default at line ends."""
+    from dcdm.decoding.routes import AdaBlock
+
     ids = []
     for text in delimiters:
         tokens = tokenizer.encode(text)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import DecodingConfig, DecodingOptions
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Constraint, guides_of
 from dcdm.decoding.prompts import read_prompts
 from dcdm.decoding.session import COSTS, Ended, Event, Revision, Text, write
@@ -139,7 +139,7 @@ def generate(
     batch_size: int = 16,
     regex: str | Sequence[str] | None = None,
     schema: Mapping[str, Any] | None = None,
-    **options: Unpack[DecodingOptions],
+    **options: Any,
 ) -> Generation:
     """Complete prompts, or fill their blanks.
 
@@ -149,10 +149,10 @@ def generate(
     has room for. Longer texts are written window by window, the last `overlap` tokens (default: half a window)
     being the prompt of the next one.
 
-    The decoder (docs/decoding.md) is chosen by keywords, `routing`, `commit`, `temperature`, `top_k`, `top_p`,
-    `cache`, `adablock`, `lanes` and `revise` (prompts are drafts then), or by a `DecodingConfig` as `decoding`. A
-    row's result follows from its prompt, its `seed` (one for all, or one for each) and its `index` (by default its
-    place) alone: neither the batch nor the padding changes it.
+    The decoder (docs/decoding.md) is chosen by keywords, which are the fields of `DecodingConfig` (`commit`,
+    `routing`, `temperature`, …), or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
+    its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
+    the padding changes it.
 
     A `regex` or a JSON `schema` is matched by what is written behind each prompt, or by each of its blanks (several
     expressions are for the blanks in turn), in whatever order they are filled.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,10 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import View, commit_policy
-from dcdm.decoding.config import DecodingConfig, Revise
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
-from dcdm.decoding.routes import AdaBlock, router_of
+from dcdm.decoding.routes import router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
@@ -99,39 +99,30 @@ def score(
     seed: int = 0,
     *,
     prompt: Tensor | None = None,
-    commit: str = "chunk",
-    routing: str = "auto",
-    adablock: AdaBlock | None = None,
-    sampling: Sampling | None = None,
-    cache: str = "auto",
-    lanes: int | None = None,
-    drafts: int | None = None,
-    revise: Revise | float | None = None,
     index: Tensor | None = None,
     batch_size: int = 16,
+    **options: Any,
 ) -> Score:
     """Score `tokens` (B, L), each row starting with BOS, PAD ignored, positions in `prompt` given.
 
     `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
-    drawing some (short chunks only). `commit`, `routing`, `sampling` and `cache` choose the decoder of
-    `trajectory` as in `dcdm.generate`: "chunk" is one forward per chunk. `lanes` is the number of lanes, for models
-    of that kind, and `drafts` how many tokens of each are guessed ahead for `drafted`, which walks `samples` paces;
-    all other estimators are about lanes that wait for each other.
+    drawing some (short chunks only). Further keywords are fields of `DecodingConfig` and choose the decoder of
+    `trajectory` as in `dcdm.generate`; `commit` is "chunk", one forward pass per chunk, unless it is given. `lanes`
+    is the number of lanes, for models of that kind, and `drafts` how many tokens of each are drafted ahead for
+    `drafted`, which walks `samples` acceptance patterns; all others are about lanes that wait for each other.
     `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a split over
     processes changes a score. `revise` is refused: what is written again has no likelihood.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)
-    if name == "drafted" and cache == "none":
+    decoder = DecodingConfig.of(**{"commit": "chunk"} | options)
+    if name == "drafted" and decoder.cache == "none":
         raise ConfigError("estimator='drafted' needs the cache; leave cache='none' out")
-    if name != "drafted" and drafts:
+    if name != "drafted" and decoder.drafts:
         raise ConfigError(
-            f"drafts={drafts}: estimator={name!r} is about lanes that wait for each other; take "
+            f"drafts={decoder.drafts}: estimator={name!r} is about lanes that wait for each other; take "
             "estimator='drafted', or leave drafts out"
         )
-    decoder = DecodingConfig(
-        commit, routing, adablock, sampling or Sampling(), cache, lanes, Revise.of(revise), drafts
-    )
     decoder = decoder.resolve(model.config)
     decoder.check_likelihood()
     _check_texts(model.config, tokens, prompt, batch_size)

@@ -29,6 +29,7 @@ from dcdm.serving.schemas import (
     DenoiseRequest,
     ErrorBody,
     Generating,
+    OpenAIRequest,
     invalid_body,
 )
 from dcdm.serving.served import Served
@@ -208,13 +209,15 @@ def _generation(app: FastAPI) -> None:
     most = models.first.served.settings.max_queued
     compiling, rendering = Workers(THREADS, most), Workers(THREADS, most)
 
-    def workers_for(body: Generating | DenoiseRequest) -> Callable[..., Awaitable[Any]]:
+    def workers_for(body: Generating) -> Callable[..., Awaitable[Any]]:
         """Who prepares a request: automata and chats may take seconds, the rest does not."""
         if body.response_format is not None and body.response_format.type != "text":
             return compiling.run
         return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
 
-    async def answer(request: Request, body: Generating, prepare: Callable[[Entry], PreparedRequest]) -> Response:
+    async def answer(
+        request: Request, body: OpenAIRequest, prepare: Callable[[Entry], PreparedRequest]
+    ) -> Response:
         entry = models.get(body.model)
         prepared = await workers_for(body)(prepare, entry)
         queued = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))

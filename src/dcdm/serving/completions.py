@@ -14,8 +14,9 @@ from uuid import uuid4
 
 from dcdm.data.chats import ChatBusy, ChatError, ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.config import DecodingConfig
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
-from dcdm.serving.schemas import APIError, ChatRequest, CompletionRequest, Generating, bad_request, queue_full
+from dcdm.serving.schemas import APIError, ChatRequest, CompletionRequest, OpenAIRequest, bad_request, queue_full
 from dcdm.serving.served import Served
 from dcdm.serving.streaming import encode
 from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
@@ -61,7 +62,7 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     given = _prompts(served, request)
     new_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
-    decoding, seed = served.decoding(**request.decoding()), seed_of(request)
+    decoding, seed = decoder_of(served, request), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
     def row(index: int, ids: list[int]) -> TextRow:
@@ -135,7 +136,7 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     new_tokens = served.check_lengths(ids, getattr(request, length), "messages", length)
-    decoding, seed = served.decoding(**request.decoding()), seed_of(request)
+    decoding, seed = decoder_of(served, request), seed_of(request)
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
     check_stops(request)
@@ -152,23 +153,32 @@ def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatReq
     return PreparedRequest(rows, form, len(ids), seed, *streaming_of(request), [text])
 
 
-def check_stops(request: Generating) -> None:
+def decoder_of(served: Served, request: OpenAIRequest) -> DecodingConfig:
+    decoding = served.decoding(request)
+    if decoding.revise is not None:
+        raise bad_request(
+            "revise replaces tokens of a whole draft, which is not a completion; use /v1/denoise", "revise"
+        )
+    return decoding
+
+
+def check_stops(request: OpenAIRequest) -> None:
     if request.stops() and request.response_format is not None and request.response_format.type != "text":
         raise bad_request("stop would cut what response_format completes; give one of them", "stop")
 
 
-def seed_of(request: Generating) -> int:
+def seed_of(request: OpenAIRequest) -> int:
     return secrets.randbits(62) if request.seed is None else request.seed
 
 
-def reading_of(request: Generating) -> dict[str, Any]:
+def reading_of(request: OpenAIRequest) -> dict[str, Any]:
     """How the request wants its texts read, for `Writer`."""
     if request.provisional and not request.stream:
         raise bad_request("provisional needs stream=true", "provisional")
     return {"stops": request.stops(), "provisional": bool(request.provisional)}
 
 
-def texts_of(served: Served, request: Generating, prompts: int) -> int:
+def texts_of(served: Served, request: OpenAIRequest, prompts: int) -> int:
     """Texts of each prompt, if all of them together are not too many."""
     n, most = request.n or 1, served.settings.max_texts
     if n * prompts > most:
@@ -178,7 +188,7 @@ def texts_of(served: Served, request: Generating, prompts: int) -> int:
     return n
 
 
-def streaming_of(request: Generating) -> tuple[bool, bool]:
+def streaming_of(request: OpenAIRequest) -> tuple[bool, bool]:
     """Whether to stream, and whether to end with the usage."""
     options = request.stream_options
     if options is not None and not request.stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +10,7 @@ import torch
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import DecodingConfig, Revise
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.session import Ended, Event
 from dcdm.model.routing import lane_partition
@@ -24,16 +23,9 @@ from dcdm.serving.writing import own_costs, token_text
 
 def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     """The row that a request asks for, checked."""
-    decoding = served.decoding(
-        **request.model_dump(
-            include={
-                "routing", "commit", "lanes", "drafts", "cache", "temperature", "top_k", "top_p", "delimiters",
-                "delimiter_threshold",
-            }
-        )
-    )  # fmt: skip
+    decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
-    if request.revise is not None:
+    if decoding.revise is not None:
         return _revision(served, request, decoding, ids)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
@@ -46,15 +38,12 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
 
 def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig, ids: list[int]) -> TextRow:
     """A draft whose least sure tokens are written again."""
-    assert request.revise is not None
     if request.provisional:
         raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
     if request.response_format is not None:
         raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
     served.check_prompt(ids, served.window - 1)  # BOS stands before it
     try:
-        revise = Revise(**request.revise.model_dump())
-        decoding = replace(decoding, revise=revise).resolve(served.model.config)
         read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
     except ConfigError as error:
         raise bad_request(str(error), "revise") from error

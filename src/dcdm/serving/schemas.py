@@ -1,17 +1,20 @@
 """What requests hold, and errors in the form that OpenAI's clients read.
 
-Requests are checked strictly: no number for a text, no text for a number, nothing unknown.
+Requests are checked strictly: no number for a text, no text for a number, nothing unknown. The settings of decoders
+are those of `DecodingConfig`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from dcdm.config import ConfigError
+from dcdm.decoding.config import Revise, docstrings_of, settings
 
 MAX_INTEGER = 2**63 - 1
 
@@ -28,12 +31,7 @@ Text = Annotated[str, AfterValidator(_whole)]
 Short = Annotated[Text, Field(max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Lanes = Annotated[int, Field(ge=1, le=4096)]
-Drafts = Annotated[int, Field(ge=0, le=64)]
 Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -78,13 +76,48 @@ class ResponseFormat(Body):
 FORMAT = "response_format"
 
 
-class Generating(Body):
+def _body_of(kind: type) -> type[Body]:
+    """The fields of a dataclass as an object of JSON."""
+    types, about = get_type_hints(kind), docstrings_of(kind)
+    made = {one.name: (types[one.name], Field(one.default, description=about[one.name])) for one in fields(kind)}
+    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)  # type: ignore[call-overload, no-any-return]
+
+
+def _decoder_fields() -> dict[str, Any]:
+    """A field for every setting of a decoder; null, or nothing, is its default."""
+    kinds: dict[Any, Any] = {
+        str: Short,
+        tuple[str, ...]: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)],
+        Revise | None: float | _body_of(Revise),
+    }
+    return {
+        one.name: (
+            kinds.get(one.type, one.type) | None,
+            Field(None, ge=one.least, le=one.most, description=one.about),
+        )
+        for one in settings()
+    }
+
+
+DecoderSettings = create_model("DecoderSettings", __base__=Body, **_decoder_fields())
+
+
+class Generating(DecoderSettings):  # type: ignore[misc, valid-type]
+    """What all requests for texts share: the settings of the decoder, and these."""
+
+    model: Short | None = Field(None, description="The served model's name; another is an error.")
+    response_format: ResponseFormat | None = Field(
+        None, description="What each blank, or what is written behind the prompt, must match."
+    )
+
+    def decoding(self) -> dict[str, Any]:
+        """The settings that were given, for `DecodingConfig.of`."""
+        return self.model_dump(include={one.name for one in settings()}, exclude_none=True)
+
+
+class OpenAIRequest(Generating):
     """What completions and chats share."""
 
-    model: Short | None = Field(None, description="The served model's name; another is refused.")
-    temperature: Temperature | None = Field(None, description="0 takes the most probable token. Default 1.")
-    top_p: TopP | None = None
-    top_k: TopK | None = Field(None, description="Draw from the k most probable tokens.")
     n: int | None = Field(None, ge=1, le=128, description="Texts for each prompt.")
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = Field(
         None, description="Up to 4 texts at which the completion ends; they are not part of it."
@@ -95,19 +128,7 @@ class Generating(Body):
     provisional: bool | None = Field(
         None, description="In a stream: also send what is written ahead of the reading order, marked as such."
     )
-    routing: Short | None = Field(None, description="Which chunk comes next; /v1/models lists what fits.")
-    commit: Short | None = Field(None, description="Which positions a forward fills; /v1/models lists them.")
-    lanes: Lanes | None = Field(
-        None, description="For models that write in lanes: how many, so many tokens a forward."
-    )
-    drafts: Drafts | None = Field(
-        None, description="For models with a draft head: how many tokens of each lane are guessed ahead; 0 none."
-    )
-    cache: Short | None = Field(
-        None, description="What is remembered between forwards; /v1/models lists what fits."
-    )
-    stop_at_eos: bool | None = Field(None, description="False writes on behind an EOS. Default true.")
-    response_format: ResponseFormat | None = Field(None, description="What the text must match.")
+    stop_at_eos: bool | None = Field(None, description="False continues after an EOS. Default true.")
     user: Text | None = Field(None, description="Whose request it is: the model is shared fairly among users.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
@@ -118,13 +139,8 @@ class Generating(Body):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def decoding(self) -> dict[str, Any]:
-        """The decoder that was asked for, for `Served.decoding`."""
-        names = ("routing", "commit", "lanes", "drafts", "cache", "temperature", "top_k", "top_p")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-
-class CompletionRequest(Generating):
+class CompletionRequest(OpenAIRequest):
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
@@ -158,7 +174,7 @@ class Message(Body):
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
-class ChatRequest(Generating):
+class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
@@ -168,46 +184,18 @@ class ChatRequest(Generating):
     )
 
 
-class ReviseRequest(Body):
-    """Which tokens of the draft to write again; a share or a threshold."""
-
-    share: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="So much of it, least sure first.")
-    threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Tokens less probable than this."
-    )
-    rounds: Annotated[int, Field(ge=1, le=64)] = 1
-    groups: Annotated[int, Field(ge=1, le=64)] = 4
-
-
-class DenoiseRequest(Body):
+class DenoiseRequest(Generating):
     prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
-    model: Short | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None,
         description="New tokens behind the prompt. Default: none if it has blanks, else what there is room for.",
     )
-    routing: Short = "auto"
-    commit: Short = "auto"
-    lanes: Lanes | None = None
-    drafts: Drafts | None = None
-    temperature: Temperature = 1.0
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    cache: Short = "auto"
     seed: Seed = 0
     blanks: bool = Field(True, description="False takes `[[8]]` literally.")
     stop_at_eos: bool = True
     provisional: bool = Field(
         False, description="Commits also say how far the text can be read, and which tokens lie ahead of that."
     )
-    response_format: ResponseFormat | None = Field(
-        None, description="What each blank, or what is written behind the prompt, must match."
-    )
-    revise: ReviseRequest | None = Field(
-        None, description="The prompt is a draft; its least sure tokens are replaced."
-    )
-    delimiters: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)] = ["\n"]
-    delimiter_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

@@ -8,20 +8,28 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from dataclasses import dataclass, field
+from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
-from dcdm.decoding.config import DecodingConfig, DecodingOptions, adablock_of, default_commit
+from dcdm.decoding.config import DecodingConfig, default_commit
 from dcdm.decoding.constraints import ENTRIES, CompilerBusy, Constraint, Guide, guides_of
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
-from dcdm.decoding.routes import check_routing, described, fitting_routings
+from dcdm.decoding.routes import described, fitting_routings
 from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
-from dcdm.serving.schemas import FORMAT, APIError, ResponseFormat, bad_request, invalid_setting, queue_full
+from dcdm.serving.schemas import (
+    FORMAT,
+    APIError,
+    Generating,
+    ResponseFormat,
+    bad_request,
+    invalid_setting,
+    queue_full,
+)
 from dcdm.serving.settings import Settings
 from dcdm.viewing.exercises import exercises_for
 
@@ -49,19 +57,10 @@ class Served:
         room = self.window - 2
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
 
-    def decoding(
-        self, *, delimiters: Sequence[str] = ("\n",), delimiter_threshold: float = 0.3,
-        **options: Unpack[DecodingOptions],
-    ) -> DecodingConfig:  # fmt: skip
-        """The decoder with every "auto" resolved, or a error by name."""
-        config = self.model.config
+    def decoding(self, request: Generating) -> DecodingConfig:
+        """The decoder that is asked for, with every "auto" resolved."""
         try:
-            decoding = DecodingConfig.of(**options)
-            check_routing(config, decoding.routing)
-            if decoding.routing == "adablock":
-                adablock = adablock_of(config, self.tokenizer, delimiters, delimiter_threshold)
-                decoding = replace(decoding, adablock=adablock)
-            return decoding.resolve(config)
+            return DecodingConfig.of(**request.decoding()).resolve(self.model.config, self.tokenizer)
         except ConfigError as error:
             raise invalid_setting(error) from error
 
