@@ -11,9 +11,20 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from dcdm.data.tokenizers import Tokenizer, train_bpe
+from dcdm.progress import Reporter
 
 TEXT = "the a of tree house red ran quickly über 東京 and 12 7 said, “no” x=1; (yes) don't"
 WORDS = TEXT.split()
+
+
+class Heard(Reporter):
+    """Remembers what a preparation says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
 
 def prose(sentences: int, seed: int = 0) -> str:

@@ -1,6 +1,5 @@
 import dcdm.progress
-from dcdm.data.prepare import Reporter
-from dcdm.progress import ConsoleProgress
+from dcdm.progress import ConsoleProgress, Reporter
 
 
 def test_without_a_terminal_progress_is_a_plain_line_now_and_then(capsys, monkeypatch):

@@ -10,7 +10,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 PLAIN_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
-class ConsoleProgress:
+class Reporter:
+    """Hears what a long piece of work does. This one says nothing; `ConsoleProgress` tells people."""
+
+    def say(self, text: str) -> None:
+        """One thing that happened, as a sentence."""
+
+    def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """`done` of `total` units (`bytes` are shown as MB) of the task, and what else there is to know."""
+
+
+class ConsoleProgress(Reporter):
     """Tasks follow each other: naming another one puts its bar in the place of the last one's.
 
     Not `shown`, it says nothing, as all processes but the main one of a distributed run should.
@@ -28,11 +38,9 @@ class ConsoleProgress:
         self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One thing that happened, as a sentence."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """`done` of `total` units (`bytes` are shown as MB) of the task, and what else there is to know."""
         count = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
         if self._task is None or self._task[0] != task:
             self._start(task)

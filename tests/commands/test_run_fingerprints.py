@@ -161,7 +161,7 @@ def test_another_tokenizer_in_the_data_stops_training(place):
 def test_the_low_bit_of_every_token_of_a_shard_stops_training_and_fails_verify(place):
     shard = next(prepared(place).glob("train-*.bin"))
     (np.fromfile(shard, dtype="<u2") ^ 1).tofile(shard)
-    with pytest.raises(DataError, match=f"{shard.name} is not what its manifest vouches for"):
+    with pytest.raises(DataError, match=f"{shard.name} does not match its checksum"):
         run(None, place)
     assert list(problems(place)) == ["data"]
 
@@ -195,7 +195,7 @@ def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_
 
 def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkeypatch):
     hashed = []
-    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: hashed.append(Path(path).name) or "0" * 64)
+    monkeypatch.setattr("dcdm.data.sources.file_digest", lambda path: hashed.append(Path(path).name) or "0" * 64)
     data = PreparedData.open(prepared(place))
     known = json.loads((place / "data_hashed.json").read_text())["files"]
     with pytest.raises(DataError):
@@ -203,7 +203,7 @@ def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkey
     assert hashed
     monkeypatch.undo()
     stamps = data.compare({})
-    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr("dcdm.data.sources.file_digest", lambda path: pytest.fail("hashed again"))
     assert data.compare(stamps) == stamps
 
 

@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,26 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
-from corpora import documents, gpt2_style_folder, prose, tree, write_jsonl
+from corpora import Heard, documents, gpt2_style_folder, prose, tree, write_jsonl
 from dcdm.cli import main
 from dcdm.config import DataError
 from dcdm.data.loader import pack
-from dcdm.data.prepare import Silent, prepare
-from dcdm.data.reading import examine
+from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
-from dcdm.data.sources import resolve
+from dcdm.data.sources import examine, resolve
 from dcdm.data.store import PreparedData
-from dcdm.data.tokenizers import byte_tokenizer, train_bpe
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.files import digest, file_digest
-
-
-class Said(Silent):
-    def __init__(self):
-        self.words = ""
-
-    def say(self, text):
-        self.words += text + "\n"
 
 
 @pytest.fixture
@@ -82,20 +74,13 @@ def test_names_counts_and_bytes_of_prepared_folders_are_those_of_format_1(corpus
 
 
 def test_large_vocabularies_take_four_bytes_and_small_ones_two(tmp_path):
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers
-
-    from dcdm.data.tokenizers import Tokenizer
-
     (tmp_path / "a.txt").write_text("w1 w65999 w2")
     for size, width in ((65_531, 2), (65_532, 4), (66_000, 4)):
         backend = Backend(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        settings = DataConfig(validation_share=0)
         prepared = prepare(
-            str(tmp_path / "a.txt"),
-            Tokenizer.over(backend),
-            tmp_path / str(size),
-            settings=DataConfig(validation_share=0),
+            str(tmp_path / "a.txt"), Tokenizer.over(backend), tmp_path / str(size), settings=settings
         )
         assert prepared.manifest["vocab_size"] == size + 4
         assert (tmp_path / str(size) / "train-00000.bin").stat().st_size == 4 * width
@@ -117,17 +102,17 @@ def test_a_second_preparation_finds_its_work_done_even_if_the_files_were_touched
     prepare(str(corpus), out=tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     os.utime(corpus / "prose.txt")
-    said = Said()
+    said = Heard()
     prepare(str(corpus), out=tmp_path / "out", reporter=said)
-    assert "up to date" in said.words
+    assert "up to date" in " ".join(said.said)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
 
 
 def test_unchanged_files_are_not_read_again(corpus, monkeypatch):
     files = resolve(str(corpus), DataConfig())
-    planned, stamps = examine(files, DataConfig(), {})
-    monkeypatch.setattr("dcdm.data.reading.file_digest", lambda path: pytest.fail(f"read {path}"))
-    assert examine(files, DataConfig(), stamps)[0] == planned
+    planned, stamps = examine(files, {})
+    monkeypatch.setattr("dcdm.data.sources.file_digest", lambda path: pytest.fail(f"read {path}"))
+    assert examine(files, stamps)[0] == planned
 
 
 def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus, tmp_path):
@@ -141,7 +126,7 @@ def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus
         assert tree(out) == before
 
     refused("tokenizer was", str(corpus), str(gpt2_style_folder(tmp_path / "gpt2")), out)
-    refused("tokenizer was .* is bpe:300", str(corpus), "bpe:300", out)
+    refused("tokenizer was .* is 'bpe:300'", str(corpus), "bpe:300", out)
     refused("documents was 'file' and is 'lines'", str(corpus), "bytes", out, documents="lines")
     refused("validation_share was 0.05", str(corpus), "bytes", out, validation_share=0.5)
     refused("gone: prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
@@ -153,9 +138,9 @@ def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus
     os.utime(corpus / "prose.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
     refused("changed: prose.txt", str(corpus), "bytes", out)
 
-    said = Said()
+    said = Heard()
     prepare(str(corpus), "bytes", out, overwrite=True, reporter=said)
-    assert "changed: prose.txt" in said.words
+    assert "changed: prose.txt" in " ".join(said.said)
     assert tree(out) != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "in", "out"]
 
@@ -278,19 +263,7 @@ def test_the_command_and_its_workers_killed_at_random_times_end_with_the_same_by
             [{"text": prose(60, seed)} for seed in range(number * 400, number * 400 + 400)],
         )
     code = "from dcdm.data import prepare; prepare.UNIT_BYTES = (10**5, 10**5); from dcdm.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "data",
-        "prepare",
-        str(corpus),
-        "--tokenizer",
-        "bytes",
-        "--workers",
-        "3",
-        "--out",
-    ]
+    command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--workers", "3", "--out"]
     started = time.monotonic()
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     full = time.monotonic() - started
@@ -321,9 +294,9 @@ def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path
     monkeypatch.undo()
     monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
     assert len(list(tmp_path.glob("out.*.partial"))) == 1
-    said = Said()
+    said = Heard()
     prepare(str(corpus), "bytes", out, reporter=said)
-    assert "cannot be resumed: validation_share was 0.2 and is 0.05" in said.words
+    assert "an unfinished preparation of other text or with other settings" in " ".join(said.said)
     assert tree(out) == whole
     assert not list(tmp_path.glob("out.*.partial"))
 
@@ -338,9 +311,9 @@ def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_pa
     (work,) = tmp_path.glob("out.*.partial")
     shard = next(work.glob("train-*.bin"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
-    said = Said()
+    said = Heard()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
-    assert "resuming: 3 of" in said.words
+    assert "resuming: 3 of" in " ".join(said.said)
     assert tree(tmp_path / "out") == whole
 
 
@@ -373,7 +346,7 @@ def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path,
 
     def full(handle):
         calls.append(handle)
-        if len(calls) > 20:
+        if len(calls) > 12:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(handle)
 
@@ -383,9 +356,9 @@ def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path,
     monkeypatch.setattr(os, "fsync", real)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("*.tmp"))
-    said = Said()
+    said = Heard()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
-    assert "resuming" in said.words
+    assert "resuming" in " ".join(said.said)
     assert tree(tmp_path / "out") == whole
 
 
@@ -457,16 +430,3 @@ def test_preparing_needs_no_torch(corpus, tmp_path):
         [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_bytes_are_prepared_at_more_than_two_million_tokens_a_second(tmp_path):
-    text = prose(60_000)
-    (tmp_path / "a.txt").write_text(text)
-    best = 0.0
-    for attempt in range(3):
-        started = time.perf_counter()
-        prepare(str(tmp_path / "a.txt"), out=tmp_path / f"out{attempt}", workers=1)
-        best = max(best, len(text.encode()) / (time.perf_counter() - started))
-    assert best > 2e6
-    shutil.rmtree(tmp_path / "out0")

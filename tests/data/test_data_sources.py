@@ -1,7 +1,6 @@
 import gzip
 import json
 import os
-import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -11,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpora import documents, prose, write_jsonl
+from corpora import Heard, documents, prose, write_jsonl
 from dcdm.config import DataError
 from dcdm.data.examples import ExampleMaker
 from dcdm.data.loader import pack
-from dcdm.data.prepare import Silent, prepare
-from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, examine, read_texts
+from dcdm.data.prepare import prepare
+from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, read_texts
 from dcdm.data.settings import DataConfig, held_out
-from dcdm.data.sources import STDLIB_SHARE, resolve, stdlib_documents, stdlib_files
+from dcdm.data.sources import STDLIB_SHARE, examine, resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.files import canonical
 
@@ -28,7 +27,7 @@ ALL = DataConfig(validation_share=0)
 
 def texts_of(spec, settings=ALL, part_bytes=PART_BYTES, bad=None):
     """The documents of a source as workers read them, in order, whole."""
-    files, _ = examine(resolve(str(spec), settings), settings, {})
+    files, _ = examine(resolve(str(spec), settings), {})
     whole, open_text = [], ""
     for part in cut_into_parts(files, settings, part_bytes, cut_documents=True):
         for text, ends in read_texts(part, settings, bad or BadRows(settings.max_bad)):
@@ -133,33 +132,27 @@ def test_documents_are_split_by_their_contents_so_that_duplicates_stay_together(
     assert held == [text for text in [*texts, *reversed(texts)] if held_out(text.encode(), 0.1)]
 
 
-def test_of_few_text_files_each_gives_its_last_lines_to_validation(tmp_path):
+def test_of_few_text_files_each_gives_its_last_lines_to_validation_and_of_many_some_are_held_out_whole(tmp_path):
     text = prose(300)
     (tmp_path / "a.txt").write_text(text)
-    prepared = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out")
+    prepared = prepare(str(tmp_path / "a.txt"), out=tmp_path / "few")
     (train,), (held,) = stored(prepared), stored(prepared, "validation")
     assert train + held == text
     assert train.endswith("\n")
     assert 0.03 < len(held.encode()) / len(text.encode()) <= 0.05
-
-
-def test_of_many_text_files_some_go_to_validation_whole(tmp_path):
+    (tmp_path / "many").mkdir()
     for number, text in enumerate(documents(200)):
-        (tmp_path / f"{number}.txt").write_text(text)
-    prepared = prepare(str(tmp_path), out=tmp_path / "out")
+        (tmp_path / "many" / f"{number}.txt").write_text(text)
+    prepared = prepare(str(tmp_path / "many"), out=tmp_path / "out")
     assert sorted(stored(prepared) + stored(prepared, "validation")) == sorted(documents(200))
     assert 2 <= prepared.documents("validation") <= 25
 
 
-def test_a_validation_source_is_taken_whole_and_nothing_else_is_held_out(tmp_path):
-    (tmp_path / "a.txt").write_text("train text")
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "held"}, {"text": "out"}])
-    prepared = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out", validation=str(tmp_path / "b.jsonl"))
-    assert stored(prepared) == ["train text"]
-    assert stored(prepared, "validation") == ["held", "out"]
-
-
-def test_a_validation_file_and_its_copies_are_left_out_of_training(tmp_path):
+def test_a_validation_source_is_taken_whole_and_its_files_and_copies_are_left_out_of_training(tmp_path):
+    (tmp_path / "one.txt").write_text("train text")
+    write_jsonl(tmp_path / "two.jsonl", [{"text": "held"}, {"text": "out"}])
+    prepared = prepare(str(tmp_path / "one.txt"), out=tmp_path / "two", validation=str(tmp_path / "two.jsonl"))
+    assert (stored(prepared), stored(prepared, "validation")) == (["train text"], ["held", "out"])
     folder, heard = tmp_path / "corpus", Heard()
     for name in ("a.txt", "valid.txt", "sub/copy.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +165,7 @@ def test_a_validation_file_and_its_copies_are_left_out_of_training(tmp_path):
     assert (stored(prepared), stored(prepared, "validation")) == (["text of a"], ["held out"])
     left_out = "left out of training: 3 (link.txt; sub/copy.txt; valid.txt)"
     assert any(left_out in said for said in heard.said)
-    assert prepared.manifest["passed_over"]["in_validation"] == ["link.txt", "sub/copy.txt", "valid.txt"]
+    assert prepared.manifest["skipped"]["in_validation"] == ["link.txt", "sub/copy.txt", "valid.txt"]
     apart = prepare(str(folder / "a.txt"), out=tmp_path / "apart", validation=held[0])
     assert [entry["split"] for entry in apart.manifest["plan"]["source"]] == ["train", "validation"]
     with pytest.raises(DataError, match=r"none is left to train on; name other files for validation"):
@@ -303,16 +296,8 @@ def test_a_template_that_hides_where_the_response_begins_is_refused():
 
 
 def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
-    lines = [
-        b'{"text": "good"}',
-        b'{"text": ',
-        b"",
-        b'{"text": "\xff"}',
-        b"[1]",
-        b'{"text": null}',
-        b'{"other": 1}',
-    ]
-    lines += [b'{"text": "\\ud800"}', b'{"text": "fine"}']
+    lines = [b'{"text": "good"}', b'{"text": ', b"", b'{"text": "\xff"}', b"[1]", b'{"text": null}']
+    lines += [b'{"other": 1}', b'{"text": "\\ud800"}', b'{"text": "fine"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     for part_bytes in (PART_BYTES, 20):
         bad = BadRows(limit=6)
@@ -322,9 +307,6 @@ def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
             bad.first, ("JSON", "UTF-8", "list", "null", "other", "surrogate"), strict=True
         ):
             assert word in reason
-
-
-def test_lines_that_are_not_utf8_are_left_out_of_text_files(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n" + "vier".encode("utf-16"))
     bad = BadRows(limit=2)
     assert texts_of(tmp_path / "a.txt", bad=bad) == ["one\nthree"]
@@ -347,16 +329,13 @@ def test_too_many_bad_lines_stop_the_preparation_and_name_the_setting(tmp_path):
 
 
 def test_bad_rows_of_fine_tuning_data_are_named(tmp_path):
-    rows = [{"q": "a", "a": "b"}, {"q": 1, "a": "b"}, {"q": "a", "a": ""}, {"q": "only"}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    settings = DataConfig(prompt_field="q", response_field="a", max_bad=3, validation_share=0)
-    bad = prepare(str(path), out=tmp_path / "out", settings=settings).manifest["bad"]
-    assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
+    pairs = [{"q": "a", "a": "b"}, {"q": 1, "a": "b"}, {"q": "a", "a": ""}, {"q": "only"}]
     chats = [{"m": CHAT}, {"m": "text"}, {"m": [{"role": "user"}]}, {"m": CHAT[:2]}]
-    path = write_jsonl(tmp_path / "b.jsonl", chats)
-    settings = DataConfig(messages_field="m", max_bad=3, validation_share=0)
-    bad = prepare(str(path), out=tmp_path / "chats", settings=settings).manifest["bad"]
-    assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
+    for rows, fields in ((pairs, {"prompt_field": "q", "response_field": "a"}), (chats, {"messages_field": "m"})):
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        settings = DataConfig(**fields, max_bad=3, validation_share=0)
+        bad = prepare(str(path), out=tmp_path / next(iter(fields)), settings=settings).manifest["bad"]
+        assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
 
 
 def test_wrong_sources_are_refused_with_the_reason(tmp_path):
@@ -406,7 +385,7 @@ def test_wrong_settings_are_refused_by_name():
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
-    files, _ = examine(resolve(str(path), ALL), ALL, {})
+    files, _ = examine(resolve(str(path), ALL), {})
     (part,) = cut_into_parts(files, ALL)
     path.write_text(json.dumps({"text": "abcdef"}))
     with pytest.raises(DataError, match="changed while"):
@@ -423,72 +402,12 @@ def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_wi
         pack(["ab"], BYTES, 9)
 
 
-# --- long lines, and what is passed over -------------------------------------------------------------------------
-
-
-def long_lines(path, sizes):
-    """Rows whose text has these sizes, packed if the name says so."""
-    rows = b"".join(json.dumps({"text": "x" * size}).encode() + b"\n" for size in sizes)
-    path.write_bytes(gzip.compress(rows, 1) if path.suffix == ".gz" else rows)
-    return path
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_line_beyond_the_limit_is_a_bad_line_and_the_rest_is_read(tmp_path, name):
-    path = long_lines(tmp_path / name, [50, 988, 989, 5000, 60])  # 12 bytes around each text
-    strict = DataConfig(max_line_bytes=1000, validation_share=0)
-    with pytest.raises(DataError, match=rf"{name}:3: longer than max_line_bytes=1000 \(--max-line-bytes\)"):
-        prepare(str(path), out=tmp_path / "strict", settings=strict, workers=1)
-    lenient = DataConfig(max_line_bytes=1000, validation_share=0, max_bad=2)
-    prepared = prepare(str(path), out=tmp_path / "out", settings=lenient, workers=1)
-    assert [line for _, line, _ in prepared.manifest["bad"]["first"]] == [3, 4]
-    assert prepared.manifest["splits"]["train"]["bytes"] == 50 + 988 + 60
-    with pytest.raises(DataError, match="max_line_bytes was 1000 and is None"):
-        prepare(str(path), out=tmp_path / "out", settings=DataConfig(validation_share=0), workers=1)
-
-
-def test_a_line_that_unpacks_to_more_than_memory_may_hold_is_never_held(tmp_path):
-    path = tmp_path / "bomb.jsonl.gz"
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(b'{"text": "')
-        for _ in range(300):
-            file.write(b"x" * (1 << 20))
-        file.write(b'"}\n{"text": "short"}\n')
-    tracemalloc.start()
-    try:
-        prepared = prepare(
-            str(path), out=tmp_path / "out", settings=DataConfig(validation_share=0, max_bad=1), workers=1
-        )
-        assert tracemalloc.get_traced_memory()[1] < 3 * DataConfig().max_line_bytes
-    finally:
-        tracemalloc.stop()
-    assert prepared.manifest["splits"]["train"]["bytes"] == 5
-
-
-def test_plans_of_earlier_versions_are_still_the_same():
-    assert "max_line_bytes" not in DataConfig().identity(False)
-
-
-class Heard(Silent):
-    def __init__(self):
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
+# --- what is skipped ---------------------------------------------------------------------------------------------
 
 
 def corpus_folder(folder):
-    for name in (
-        "a.txt",
-        "sub/b.txt",
-        "private/c.txt",
-        "notes.md",
-        "table.csv",
-        "sub/more.md",
-        "README",
-        ".git/d.txt",
-    ):
-        path = folder / name
+    names = "a.txt sub/b.txt private/c.txt notes.md table.csv sub/more.md README .git/d.txt"
+    for path in map(folder.joinpath, names.split()):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("some text\n" * 40)
     (folder / "sub" / "empty.txt").touch()
@@ -507,20 +426,16 @@ def lock_away(monkeypatch, name):
     monkeypatch.setattr(os, "scandir", scandir)
 
 
-def test_unreadable_folders_are_reported_and_files_passed_over_counted(tmp_path, monkeypatch):
+def test_unreadable_folders_are_reported_and_skipped_files_counted(tmp_path, monkeypatch):
     folder, heard = corpus_folder(tmp_path / "corpus"), Heard()
     lock_away(monkeypatch, "private")
     prepared = prepare(str(folder), out=tmp_path / "out", settings=DataConfig(validation_share=0), reporter=heard)
     assert any("cannot be read" in said and "corpus/private: Permission denied" in said for said in heard.said)
-    assert "files of other kinds passed over: 4 (2 .md, 1 .csv, 1 without ending)" in heard.said
-    assert "hidden files and folders passed over: 1" in heard.said
-    assert "empty files passed over: 1" in heard.said
-    assert [entry["name"] for entry in prepared.manifest["plan"]["source"]] == [
-        "a.txt",
-        "sub/b.txt",
-        "sub/empty.txt",
-    ]
-    kept = prepared.manifest["passed_over"]
+    assert "skipped files of other kinds: 4 (2 .md, 1 .csv, 1 without ending)" in heard.said
+    assert {"skipped hidden files and folders: 1", "skipped empty files: 1"} <= {*heard.said}
+    names = [entry["name"] for entry in prepared.manifest["plan"]["source"]]
+    assert names == ["a.txt", "sub/b.txt", "sub/empty.txt"]
+    kept = prepared.manifest["skipped"]
     assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
     assert "missing: 1 folders that cannot be read" in prepared.summary()
 
@@ -540,24 +455,13 @@ def test_files_whose_names_are_not_utf8_are_prepared_or_named(tmp_path):
     assert canonical({"name": "über.txt"}) == '{"name":"über.txt"}'.encode()
 
 
-def test_a_pattern_reports_folders_that_it_cannot_look_into(tmp_path, monkeypatch):
-    folder, heard = corpus_folder(tmp_path / "corpus"), Heard()
-    lock_away(monkeypatch, "private")
-    prepare(f"{folder}/**/*.txt", out=tmp_path / "out", settings=DataConfig(validation_share=0), reporter=heard)
-    assert any("corpus/private: Permission denied" in said for said in heard.said)
-
-
-def test_a_folder_of_which_nothing_can_be_read_says_so(tmp_path, monkeypatch):
-    (tmp_path / "corpus" / "private").mkdir(parents=True)
-    lock_away(monkeypatch, "private")
-    with pytest.raises(DataError, match=r"holds no file .* cannot be read.*private"):
-        prepare(str(tmp_path / "corpus"), out=tmp_path / "out")
-
-
-def test_an_evaluation_does_not_leave_out_folders_silently(tmp_path, monkeypatch):
+def test_an_evaluation_does_not_leave_out_folders_silently_and_an_empty_source_says_why(tmp_path, monkeypatch):
     from dcdm.evaluation.corpora import ReadingSettings, read_corpus
 
     folder = corpus_folder(tmp_path / "corpus")
+    (tmp_path / "none" / "private").mkdir(parents=True)
     lock_away(monkeypatch, "private")
     with pytest.raises(DataError, match="make them readable"):
         read_corpus(str(folder), ReadingSettings())
+    with pytest.raises(DataError, match=r"holds no file .* cannot be read.*private"):
+        prepare(str(tmp_path / "none"), out=tmp_path / "out")

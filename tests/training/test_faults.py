@@ -244,7 +244,7 @@ DATA = [
     Fault("data", "dcdm.data.prepare:load_tokenizer"),
     Fault("data", "dcdm.data.prepare:load_tokenizer", after=True),
     Fault("data", "dcdm.data.shards:write_unit", 2),
-    Fault("data", "dcdm.data.shards:ArrayFile.close", 3),
+    Fault("data", "dcdm.data.shards:Shard.close", 3),
     Fault("data", "dcdm.data.prepare:write_manifest"),
     Fault("data", RENAME, only=".partial"),
     Fault("data", RENAME, only=".partial", after=True),

@@ -29,7 +29,6 @@ def prepare_text(
     messages_field: str | None = None,
     turns: Literal["last", "each"] = "last",
     max_bad: int = 0,
-    max_line_bytes: int = 64 << 20,
     workers: int | None = None,
     overwrite: bool = False,
     json: bool = False,
@@ -53,7 +52,6 @@ def prepare_text(
         messages_field: Fine-tuning on chats: field of the messages.
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.
-        max_line_bytes: Bytes of a line of .jsonl and .jsonl.gz, unpacked; longer ones are unreadable.
         workers: Processes; the result does not depend on it (default: one per core).
         overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
@@ -65,7 +63,7 @@ def prepare_text(
     settings = DataConfig(
         documents=documents, field=field, prompt_field=prompt_field, response_field=response_field,
         separator=separator, messages_field=messages_field, turns=turns, validation_share=validation_share,
-        max_bad=max_bad, max_line_bytes=max_line_bytes,
+        max_bad=max_bad,
     )  # fmt: skip
     with ConsoleProgress() as reporter:
         prepared = prepare(

@@ -1,6 +1,6 @@
 """Text to token shards, once: planned, resumable, and the same whatever the number of workers.
 
-`prepare` is the whole way. Below it stand its steps in order: the plan (all that decides the result), what an
+`prepare` is the whole way. Below it are its steps in order: the plan (all that decides the result), what an
 earlier run left, the folder in which it works, the tokenizer, the units of work, the manifest.
 """
 
@@ -16,53 +16,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dcdm.config import DataError
 from dcdm.data.examples import BadRow, ExampleMaker
-from dcdm.data.reading import (
-    NAMED,
-    BadRows,
-    ExaminedFile,
-    Part,
-    Stamps,
-    cut_into_parts,
-    examine,
-    read_rows,
-    read_texts,
-)  # fmt: skip
+from dcdm.data.reading import NAMED, BadRows, Part, cut_into_parts, read_rows, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, held_out
 from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
-from dcdm.data.sources import PassedOver, resolve
+from dcdm.data.sources import Skipped, SourceFile, Stamps, examine, resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
 from dcdm.files import UnreadableFile, digest, file_digest, read_json_object, sync_folder, write_whole
+from dcdm.progress import Reporter
 
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
-PLAN, LOCK, STAMPS = "plan.json", "lock", "source_stamps.json"
-
-
-class Reporter(Protocol):
-    """Hears what a preparation does; `dcdm.progress.ConsoleProgress` shows it to people."""
-
-    def say(self, text: str) -> None:
-        """One thing that happened, as a sentence."""
-
-    def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """How far a task has come."""
-
-
-class Silent(Reporter):
-    """Says nothing."""
-
-    def say(self, text: str) -> None:
-        return
-
-    def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
-        return
+LOCK, STAMPS = "lock", "source_stamps.json"
 
 
 def prepare(
@@ -83,59 +54,60 @@ def prepare(
     sources of the validation split, whose files are left out of training; without it a share of the documents is
     held out by hash. `workers` (default: one per core) changes the speed only.
     """
-    settings, reporter = settings or DataConfig(), reporter or Silent()
-    sources, validation = _listed(sources), _listed(validation)
+    settings, reporter = settings or DataConfig(), reporter or Reporter()
+    sources, validation = ([given] if isinstance(given, str) else list(given) for given in (sources, validation))
     if not sources:
         raise DataError("no source of text was given")
     if workers is not None and workers < 1:
         raise DataError(f"workers={workers} must be at least 1")
 
-    # what there is to read, and what decides the result
-    passed_over, split = PassedOver(), SPLITS[0] if validation else None
-    files = [file for spec in sources for file in resolve(spec, settings, split, passed_over)]
-    files += [file for spec in validation for file in resolve(spec, settings, "validation", passed_over)]
-    examined, stamps = examine(files, settings, _known_stamps(out))
+    # find the files
+    skipped = Skipped()
+    found = [file for spec in sources for file in resolve(spec, settings, "train" if validation else None, skipped)]
+    found += [file for spec in validation for file in resolve(spec, settings, "validation", skipped)]
+    files, stamps = examine(found, _known_stamps(out))
     if validation:
-        examined = _without_validation(examined, passed_over)
-    passed_over.empty = sum(not file.stamp[0] for file in examined)
-    for sentence in passed_over.sentences():
+        files = _without_validation(files, skipped)
+    skipped.empty = sum(not file.size for file in files)
+    for sentence in skipped.sentences():
         reporter.say(sentence)
+
+    # plan: is it there already?
     spec = tokenizer if isinstance(tokenizer, str) else "given"
     ready = _tokenizer_if_ready(tokenizer)
-    plan = plan_of(examined, settings, spec, ready, bool(validation))
+    plan = plan_of(files, settings, spec, ready, bool(validation))
     out = cache_folder() / f"{_slug(sources[0])}-{digest(plan)[:12]}" if out is None else _absolute(out)
-
-    # is it there already?
-    if (existing := _reusable(out, plan, settings, overwrite, reporter)) is not None:
+    if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
         return existing
-    work = Workspace(out, plan)
-    work.remove_others(reporter.say)
-    with work.held(reporter.say) as is_ours:
-        if not is_ours:  # another process finished it meanwhile
-            return _opened(out, settings)
-        if _is_finished(work.path):
-            work.publish()
-            return _opened(out, settings)
+    work = out.with_name(f"{out.name}.{digest(plan)[:12]}.partial")
+    _remove_other_work(work, out, reporter.say)
+    with _locked(work, out, reporter.say):
+        if (existing := _existing(out, plan, settings, overwrite, Reporter())) is not None:  # while we waited
+            shutil.rmtree(work)
+            return existing
+        if not (work / MANIFEST).exists():
+            # read, tokenise and write what earlier runs left
+            units = units_of(files, settings, ready is None or ready.cuts_between_words)
+            with writing(work):
+                write_whole(work / STAMPS, json.dumps(stamps).encode())
+                kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
+            records = _tokenise(units, work, kept, settings, workers or _cores(), reporter)
 
-        # tokenise what earlier runs left
-        units = units_of(examined, settings, ready is None or ready.cuts_between_words)
-        with writing(work.path):
-            write_whole(work.path / STAMPS, json.dumps(stamps).encode())
-            kept = _kept_tokenizer(work.path / "tokenizer", ready, spec, units, settings, reporter)
-        records = _tokenise(units, work.path, kept, settings, workers or _cores(), reporter)
-
-        # vouch for it and put it in its place
-        manifest = _manifest(plan, records, kept, work.path, settings)
-        manifest["passed_over"] = passed_over.entry()
-        manifest["given"] = {"tokenizer": spec, "sources": list(sources), "validation": list(validation)}
-        try:
-            _check_filled(manifest, settings, bool(validation), list(sources), reporter)
-        except DataError:
-            work.discard()
-            raise
-        with writing(work.path):
-            write_manifest(work.path, manifest)
-        work.publish()
+            # seal it with a manifest
+            manifest = _manifest(plan, records, kept, work, settings)
+            manifest["skipped"] = vars(skipped)
+            manifest["given"] = {"tokenizer": spec, "sources": sources, "validation": validation}
+            if problem := _unusable(manifest, sources):
+                shutil.rmtree(work)
+                raise DataError(problem)
+            if not manifest["splits"]["validation"]["documents"] and (validation or settings.validation_share > 0):
+                reporter.say(
+                    "no document fell into validation; name a validation source (--validation), or raise "
+                    "validation_share"
+                )
+            with writing(work):
+                write_manifest(work, manifest)
+        _publish(work, out)
     return PreparedData.open(out)
 
 
@@ -150,10 +122,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _listed(specs: str | Sequence[str]) -> list[str]:
-    return [specs] if isinstance(specs, str) else list(specs)
-
-
 def _absolute(path: Path | str) -> Path:
     return Path(path).expanduser().resolve()
 
@@ -162,15 +130,26 @@ def _slug(spec: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
 
 
-def _without_validation(files: list[ExaminedFile], passed_over: PassedOver) -> list[ExaminedFile]:
+def _known_stamps(out: Path | str | None) -> Stamps:
+    """Hashes of source files from earlier runs, finished or not."""
+    if out is None:
+        folders = cache_folder().glob("*")
+    else:
+        folders = _absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}*")
+    known: Stamps = {}
+    for folder in sorted(folders):
+        with suppress(UnreadableFile):
+            known |= read_json_object(folder / STAMPS)
+    return known
+
+
+def _without_validation(files: list[SourceFile], skipped: Skipped) -> list[SourceFile]:
     """The files without those for training that hold the same bytes as one for validation: they are that file, a
     link to it or a copy of it."""
-    held = {file.sha256 for file in files if file.source.split == "validation" and file.stamp[0]}
-    kept = [file for file in files if file.source.split == "validation" or file.sha256 not in held]
-    passed_over.in_validation = [
-        file.source.name for file in files if file.source.split != "validation" and file.sha256 in held
-    ]
-    if passed_over.in_validation and not any(file.stamp[0] for file in kept if file.source.split != "validation"):
+    held = {file.sha256 for file in files if file.split == "validation" and file.size}
+    kept = [file for file in files if file.split == "validation" or file.sha256 not in held]
+    skipped.in_validation = [file.name for file in files if file.split != "validation" and file.sha256 in held]
+    if skipped.in_validation and not any(file.size for file in kept if file.split != "validation"):
         raise DataError(
             "every file to train on is also a validation file (--validation), so that none is left to train on; "
             "name other files for validation, or leave it out to hold out a share (--validation-share)"
@@ -178,11 +157,11 @@ def _without_validation(files: list[ExaminedFile], passed_over: PassedOver) -> l
     return kept
 
 
-# --- the plan ----------------------------------------------------------------------------------------------------
+# --- the plan, and what an earlier run left ----------------------------------------------------------------------
 
 
 def plan_of(
-    files: Sequence[ExaminedFile], settings: DataConfig, spec: str, tokenizer: Tokenizer | None, validation: bool
+    files: Sequence[SourceFile], settings: DataConfig, spec: str, tokenizer: Tokenizer | None, validation: bool
 ) -> dict[str, Any]:
     """All that decides the result. Two preparations with equal plans give the same bytes.
 
@@ -199,63 +178,33 @@ def plan_of(
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Why a preparation by plan `old` does not serve plan `new`, in words."""
-    reasons = []
-    if old.get("format") != new["format"]:
-        reasons.append(f"it has format {old.get('format')}, this version writes {new['format']}")
-    if old.get("unit_bytes") != new["unit_bytes"]:
-        reasons.append("it was cut into shards of another size")
-    if old.get("tokenizer") != new["tokenizer"]:
-        reasons.append(f"the tokenizer was {_called(old.get('tokenizer', {}))} and is {_called(new['tokenizer'])}")
-    was, now = old.get("settings", {}), new["settings"]
-    for name in sorted({*was, *now}):
-        if was.get(name) != now.get(name):
-            reasons.append(f"{name} was {was.get(name)!r} and is {now.get(name)!r}")
-    if old.get("source") != new["source"]:
-        reasons.append(_source_difference(old.get("source", []), new["source"]))
-    return "; ".join(reasons) or "the plans differ"
-
-
-def _called(tokenizer: dict[str, Any]) -> str:
-    return tokenizer.get("spec") or f"one with fingerprint {tokenizer.get('fingerprint', '')[:12]}"
-
-
-def _source_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
-    was, now = ({entry["name"]: entry for entry in entries} for entries in (old, new))
-    both = [name for name in now if name in was]
+    one, other = (
+        {**plan["settings"], "format": plan["format"], "unit_bytes": plan["unit_bytes"]}
+        | {"tokenizer": next(iter(plan["tokenizer"].values()))[:12]}  # bpe:N, or the fingerprint
+        for plan in (old, new)
+    )
+    reasons = [
+        f"{name} was {one.get(name)!r} and is {other.get(name)!r}"
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
+    ]
+    was, now = ({entry["name"]: entry for entry in plan["source"]} for plan in (old, new))
     groups = {
-        "changed": [name for name in both if was[name]["sha256"] != now[name]["sha256"]],
+        "changed": [name for name in now if name in was and was[name] != now[name]],
         "new": [name for name in now if name not in was],
         "gone": [name for name in was if name not in now],
-        "in another split": [name for name in both if was[name]["split"] != now[name]["split"]],
     }
-    words = []
     for word, names in groups.items():
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            words.append(f"{word}: {', '.join(names[:3])}{more}")
-    return f"the source differs ({'; '.join(words) or 'its order changed'})"
+            reasons.append(f"source files {word}: {', '.join(names[:3])}{more}")
+    return "; ".join(reasons) or "the source files are in another order"
 
 
-# --- what an earlier run left ------------------------------------------------------------------------------------
-
-
-def _known_stamps(out: Path | str | None) -> Stamps:
-    """Hashes of source files from earlier runs, finished or not."""
-    if out is None:
-        folders = [*cache_folder().glob("*")]
-    else:
-        folders = [_absolute(out), *_absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}.*.partial")]
-    known: Stamps = {}
-    for folder in sorted(folders):
-        with suppress(UnreadableFile):
-            known |= read_json_object(folder / STAMPS)
-    return known
-
-
-def _reusable(
+def _existing(
     out: Path, plan: dict[str, Any], settings: DataConfig, overwrite: bool, reporter: Reporter
 ) -> PreparedData | None:
-    """The preparation that is in `out` already, if it is the one asked for."""
+    """The preparation that is in `out` already, if it is the one asked for and what was bad is within the limit."""
     if not out.exists():
         return None
     if not out.is_dir():
@@ -267,7 +216,8 @@ def _reusable(
     try:
         manifest = read_manifest(out)
         if manifest["plan"] == plan:
-            prepared = _opened(out, settings)
+            prepared = PreparedData.open(out)
+            _all_bad_rows([manifest["bad"]], settings)
             reporter.say(f"{out} is up to date")
             return prepared
         reason = f"{out} was prepared differently: {differences(manifest['plan'], plan)}"
@@ -279,109 +229,53 @@ def _reusable(
     return None
 
 
-def _opened(out: Path, settings: DataConfig) -> PreparedData:
-    """The finished preparation, if what was bad in it is within today's limit."""
-    prepared = PreparedData.open(out)
-    _all_bad_rows([prepared.manifest["bad"]], settings)
-    return prepared
+# --- the folder in which it works: OUT.<plan>.partial, beside the result -----------------------------------------
 
 
-def _is_finished(work: Path) -> bool:
-    """Whether an earlier run came as far as the manifest and died before the folder got its name."""
-    if not (work / MANIFEST).exists():
-        return False
+@contextmanager
+def _locked(work: Path, out: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Make the folder and hold it against other processes."""
+    with writing(out.parent):
+        lock = _lock(work, out, say)
     try:
-        PreparedData.open(work, verify=True)
+        with writing(work):
+            (work / RECORDS).mkdir(exist_ok=True)
+        yield
     except DataError:
-        (work / MANIFEST).unlink()
-        return False
-    return True
+        if not any((work / RECORDS).glob("*.json")):  # nothing to resume from
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
 
 
-# --- the folder in which it works --------------------------------------------------------------------------------
-
-
-class Workspace:
-    """`OUT.<plan>.partial`, beside the result: named by its plan, so that no run takes up another plan's work."""
-
-    def __init__(self, out: Path, plan: dict[str, Any]) -> None:
-        self.out, self.plan = out, plan
-        self.path = out.with_name(f"{out.name}.{digest(plan)[:12]}.partial")
-
-    @contextmanager
-    def held(self, say: Callable[[str], None]) -> Iterator[bool]:
-        """Make the folder and hold it against other processes; False if another finished it meanwhile."""
-        with writing(self.out.parent):
-            lock = self._lock(say)
-        if lock is None:
-            yield False
-            return
+def _lock(work: Path, out: Path, say: Callable[[str], None]) -> int:
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
         try:
-            with writing(self.path):
-                (self.path / RECORDS).mkdir(exist_ok=True)
-                if not (self.path / PLAN).exists():
-                    write_whole(self.path / PLAN, json.dumps(self.plan).encode())
-            yield True
-        except DataError:
-            if not any((self.path / RECORDS).glob("*.json")):  # nothing to resume from
-                self.discard()
-            raise
-        finally:
-            os.close(lock)
+            handle = os.open(work / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        except FileNotFoundError:  # renamed between the two lines
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is preparing {out}; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(handle), os.stat(work / LOCK)):
+                return handle
+        os.close(handle)  # the folder was finished and renamed meanwhile
 
-    def remove_others(self, say: Callable[[str], None]) -> None:
-        """Remove what earlier runs with other plans left unfinished, and say why it cannot be used."""
-        pattern = re.compile(re.escape(self.out.name) + r"\.[0-9a-f]{12}\.partial")
-        for path in sorted(self.out.parent.glob("*.partial")):
-            if path == self.path or not pattern.fullmatch(path.name) or _in_use(path):
-                continue
-            try:
-                reason = differences(read_json_object(path / PLAN), self.plan)
-            except UnreadableFile:
-                reason = "it has no plan"
-            say(f"{path.name}, an unfinished preparation, cannot be resumed: {reason}. Removed it")
-            with writing(path):
-                shutil.rmtree(path)
 
-    def publish(self) -> None:
-        """Leave only what belongs to the result, then rename the folder to its final name."""
-        with writing(self.path):
-            shutil.rmtree(self.path / RECORDS, ignore_errors=True)
-            for path in (self.path / PLAN, self.path / LOCK, *self.path.rglob("*.tmp")):
-                path.unlink(missing_ok=True)
-            sync_folder(self.path)
-        with writing(self.out.parent):
-            aside = self.out.with_name(f"{self.out.name}.replaced")
-            if self.out.exists() and any(self.out.iterdir()):
-                shutil.rmtree(aside, ignore_errors=True)
-                os.rename(self.out, aside)
-            os.rename(self.path, self.out)
-            sync_folder(self.out.parent)
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def _lock(self, say: Callable[[str], None]) -> int | None:
-        waited = False
-        while True:
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                handle = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-            except FileNotFoundError:  # renamed between the two lines
-                continue
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"another process is preparing {self.out}; waiting for it")
-                waited = True
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(handle), os.stat(self.path / LOCK)):
-                    return handle
-            os.close(handle)
-            if waited and self.out.exists():
-                return None
+def _remove_other_work(work: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Remove what earlier runs with other plans left unfinished."""
+    pattern = re.compile(re.escape(out.name) + r"\.[0-9a-f]{12}\.partial")
+    for path in sorted(out.parent.glob("*.partial")):
+        if path == work or not pattern.fullmatch(path.name) or _in_use(path):
+            continue
+        say(f"removed {path.name}, an unfinished preparation of other text or with other settings")
+        with writing(path):
+            shutil.rmtree(path)
 
 
 def _in_use(path: Path) -> bool:
@@ -396,6 +290,23 @@ def _in_use(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _publish(work: Path, out: Path) -> None:
+    """Leave only what belongs to the result, then rename the folder to its final name."""
+    with writing(work):
+        shutil.rmtree(work / RECORDS, ignore_errors=True)
+        for path in (work / LOCK, *work.rglob("*.tmp")):
+            path.unlink(missing_ok=True)
+        sync_folder(work)
+    with writing(out.parent):
+        aside = out.with_name(f"{out.name}.replaced")
+        if out.exists() and any(out.iterdir()):
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(out, aside)
+        os.rename(work, out)
+        sync_folder(out.parent)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 # --- the tokenizer -----------------------------------------------------------------------------------------------
@@ -443,21 +354,19 @@ def _named_texts(
         yield from ((text.encode(), text) for text, _ in read_texts(part, settings, bad))
         return
     for _, row in read_rows(part, settings.columns, bad):
-        try:
+        with suppress(BadRow):  # counted when its unit is tokenised
             name, examples = maker.examples_of(row)
-        except BadRow:  # counted when its unit is tokenised
-            continue
-        for example in examples:
-            yield name, example.prompt
-            yield name, example.response
+            for example in examples:
+                yield name, example.prompt
+                yield name, example.response
 
 
 # --- the units of work -------------------------------------------------------------------------------------------
 
 
-def units_of(files: Sequence[ExaminedFile], settings: DataConfig, cut_documents: bool) -> list[Unit]:
+def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: bool) -> list[Unit]:
     """The work, in the order of the source; it depends on the source alone, never on the workers."""
-    total = sum(file.stamp[0] for file in files)
+    total = sum(file.size for file in files)
     unit_bytes = min(max(total // MOST_UNITS, UNIT_BYTES[0]), UNIT_BYTES[1])
     units: list[Unit] = []
     waiting: list[Part] = []
@@ -468,18 +377,15 @@ def units_of(files: Sequence[ExaminedFile], settings: DataConfig, cut_documents:
         if weight >= unit_bytes:
             units.append(Unit(len(units), tuple(waiting)))
             waiting, weight = [], 0
-    if waiting:
-        units.append(Unit(len(units), tuple(waiting)))
-    return units
+    return [*units, Unit(len(units), tuple(waiting))] if waiting else units
 
 
 def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
     """The records of all units, in order, once their shards are written."""
-    records = {
-        unit.number: record for unit in units if (record := finished_record(folder, unit.number)) is not None
-    }
+    found = {unit.number: finished_record(folder, unit.number) for unit in units}
+    records = {number: record for number, record in found.items() if record is not None}
     left = [unit for unit in units if unit.number not in records]
     if records:
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
@@ -538,18 +444,14 @@ def _manifest(
     }
 
 
-def _check_filled(
-    manifest: dict[str, Any], settings: DataConfig, validation_given: bool, sources: list[str], reporter: Reporter
-) -> None:
+def _unusable(manifest: dict[str, Any], sources: list[str]) -> str | None:
+    """Why there is nothing to train on."""
     train, validation = (manifest["splits"][split]["documents"] for split in SPLITS)
-    if not train and not validation:
-        raise DataError(f"no text was found in {', '.join(sources)}")
-    if not train:
-        raise DataError(
-            "every document fell into validation and none is left to train on; give more text, name a validation "
-            "source (--validation), or lower validation_share (--validation-share)"
-        )
-    if not validation and (validation_given or settings.validation_share > 0):
-        reporter.say(
-            "no document fell into validation; name a validation source (--validation), or raise validation_share"
-        )
+    if train:
+        return None
+    if not validation:
+        return f"no text was found in {', '.join(sources)}"
+    return (
+        "every document fell into validation and none is left to train on; give more text, name a validation "
+        "source (--validation), or lower validation_share (--validation-share)"
+    )

@@ -1,6 +1,6 @@
 """Units of work to token shards: read, tokenise, write, record; in this process or in worker processes.
 
-A shard `SPLIT-NNNNN.bin` is a plain array of token ids, little-endian; beside it, for fine-tuning data, stands
+A shard `SPLIT-NNNNN.bin` is a plain array of token ids, little-endian; beside it, for fine-tuning data, is
 `SPLIT-NNNNN.idx` with two uint32 per example: its length and its prompt's. The number is the unit's.
 """
 
@@ -10,15 +10,18 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -63,28 +66,18 @@ def writing(folder: Path) -> Iterator[None]:
 # --- one unit ----------------------------------------------------------------------------------------------------
 
 
-def write_unit(
-    unit: Unit,
-    folder: Path,
-    tokenizer: Tokenizer,
-    settings: DataConfig,
-    still_wanted: Callable[[], bool] = lambda: True,
-) -> dict[str, Any]:
+def write_unit(unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
-    dtype = dtype_for(tokenizer.vocab_size)
     bad = BadRows(settings.max_bad)
-    shards = {split: Shard(folder, split, unit.number, dtype) for split in SPLITS}
+    shards = {
+        split: Shard(folder / f"{split}-{unit.number:05d}", dtype_for(tokenizer.vocab_size)) for split in SPLITS
+    }
     write = _write_examples if settings.fine_tuning else _write_texts
     try:
         with writing(folder):
-            for _ in write(unit, shards, tokenizer, settings, bad):
-                if not still_wanted():
-                    raise SystemExit(1)
-            record = {
-                "unit": unit.number,
-                "splits": {split: shard.close() for split, shard in shards.items()},
-                "bad": {"count": bad.count, "first": bad.first},
-            }
+            write(unit, shards, tokenizer, settings, bad)
+            splits = {split: shard.close() for split, shard in shards.items()}
+            record = {"unit": unit.number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
             write_whole(_record_path(folder, unit.number), json.dumps(record).encode())
     finally:
         for shard in shards.values():
@@ -105,99 +98,79 @@ def finished_record(folder: Path, number: int) -> dict[str, Any] | None:
     return record
 
 
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / RECORDS / f"{number:05d}.json"
+
+
 def dtype_for(vocab_size: int) -> str:
     """The type of a shard's numbers."""
     return "uint16" if vocab_size <= 65_535 else "uint32"
 
 
-@dataclass
 class Shard:
-    """One split's part of a unit while it is being written."""
+    """One split's part of a unit: tokens are written aside as they come, hashed, and renamed into place by `close`.
 
-    folder: Path
-    split: Split
-    number: int
-    dtype: str
-    documents: int = 0
-    bytes: int = 0
-    learned: int = 0
-    """Tokens that are learned: all but prompts."""
-    _files: dict[str, ArrayFile] = field(default_factory=dict)
+    Of examples their lengths are kept too, whole and of the prompt. A split without tokens gets no file.
+    """
 
-    def add(self, pieces: list[np.ndarray], lengths: list[tuple[int, int]] | None = None) -> None:
-        """Append tokens; of examples also their lengths, whole and of the prompt."""
-        if any(piece.size for piece in pieces):
-            self._file("bin", self.dtype).add(np.concatenate(pieces))
-        if lengths:
-            self._file("idx", "uint32").add(np.array(lengths, dtype=np.uint32))
+    def __init__(self, stem: Path, dtype: str) -> None:
+        self.path, self.dtype = stem.with_suffix(".bin"), np.dtype(dtype).newbyteorder("<")
+        self.documents = self.tokens = self.bytes = 0
+        self.learned = 0
+        """Tokens that are learned: all but prompts."""
+        self.lengths: list[tuple[int, int]] = []
+        self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        self._file: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+
+    def add(self, pieces: list[np.ndarray]) -> None:
+        """Append tokens."""
+        data = b"".join(piece.astype(self.dtype, copy=False).tobytes() for piece in pieces)
+        if not data:
+            return
+        if self._file is None:
+            self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
+        self._file.write(data)
+        self._hash.update(data)
+        self.tokens += len(data) // self.dtype.itemsize
 
     def close(self) -> dict[str, Any]:
         """Put the files in their places: counts and files as manifests hold them."""
-        tokens = self._files["bin"].count if self._files else 0
-        files = [file.close() for file in self._files.values()]
-        counts = {"documents": self.documents, "tokens": tokens, "learned": self.learned, "bytes": self.bytes}
+        files = []
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._aside, self.path)
+            size = self.tokens * self.dtype.itemsize
+            files.append({"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()})
+        if self.lengths:
+            index, data = self.path.with_suffix(".idx"), np.array(self.lengths, dtype="<u4").tobytes()
+            write_whole(index, data)
+            files.append({"file": index.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        counts = {"documents": self.documents, "tokens": self.tokens, "learned": self.learned, "bytes": self.bytes}
         return {**counts, "files": files}
 
     def discard(self) -> None:
-        for file in self._files.values():
+        """Leave nothing aside."""
+        if self._file is not None:
             with suppress(OSError):
-                file.discard()
-
-    def _file(self, kind: str, dtype: str) -> ArrayFile:
-        if kind not in self._files:
-            self._files[kind] = ArrayFile(self.folder / f"{self.split}-{self.number:05d}.{kind}", dtype)
-        return self._files[kind]
-
-
-class ArrayFile:
-    """An array of numbers written piece by piece, hashed on the way, and renamed into place by `close`."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.dtype, self.count = path, np.dtype(dtype).newbyteorder("<"), 0
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
-        self._hash = hashlib.sha256()
-
-    def add(self, values: np.ndarray) -> None:
-        data = values.astype(self.dtype, copy=False).tobytes()
-        self._hash.update(data)
-        self._file.write(data)
-        self.count += values.size
-
-    def close(self) -> dict[str, Any]:
-        """Put the file in its place: its entry in a manifest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._aside, self.path)
-        size = self.count * self.dtype.itemsize
-        return {"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()}
-
-    def discard(self) -> None:
-        self._file.close()
-        self._aside.unlink(missing_ok=True)
-
-
-def _record_path(folder: Path, number: int) -> Path:
-    return folder / RECORDS / f"{number:05d}.json"
+                self._file.close()
+                self._aside.unlink(missing_ok=True)
 
 
 def _write_texts(
     unit: Unit, shards: dict[Split, Shard], tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
-) -> Iterator[None]:
-    eos = np.array([tokenizer.eos_id], dtype=shards["train"].dtype)
+) -> None:
+    eos = np.array([tokenizer.eos_id])
     for batch in _batches(_pieces(unit, tokenizer, settings, bad)):
         ids = tokenizer.encode_arrays([text for text, _, _ in batch])
-        pieces: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
         for (text, ends, split), tokens in zip(batch, ids, strict=True):
             shard = shards[split]
-            pieces[split] += [tokens, eos] if ends else [tokens]
+            shard.add([tokens, eos] if ends else [tokens])
             shard.documents += ends
             shard.bytes += len(text.encode())
             shard.learned += len(tokens) + ends
-        for split, shard in shards.items():
-            shard.add(pieces[split])
-        yield
 
 
 def _pieces(
@@ -229,7 +202,7 @@ def _batches(pieces: Iterator[tuple[str, bool, Split]]) -> Iterator[list[tuple[s
 
 def _write_examples(
     unit: Unit, shards: dict[Split, Shard], tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
-) -> Iterator[None]:
+) -> None:
     maker = ExampleMaker(settings, tokenizer)
     waiting: list[tuple[Example, Split]] = []
 
@@ -237,7 +210,8 @@ def _write_examples(
         ids = maker.encode([example for example, _ in waiting])
         for (example, split), (prompt, response) in zip(waiting, ids, strict=True):
             shard = shards[split]
-            shard.add([prompt, response], [(len(prompt) + len(response), len(prompt))])
+            shard.add([prompt, response])
+            shard.lengths.append((len(prompt) + len(response), len(prompt)))
             shard.documents += 1
             shard.bytes += maker.text_bytes(example, response)
             shard.learned += len(response)
@@ -254,9 +228,7 @@ def _write_examples(
             waiting.extend((example, split) for example in examples)
             if len(waiting) >= BATCH_EXAMPLES:
                 write()
-                yield
     write()
-    yield
 
 
 def _split(name: bytes, settings: DataConfig) -> Split:
@@ -267,13 +239,6 @@ def _split(name: bytes, settings: DataConfig) -> Split:
 # Workers are plain subprocesses that get their units over a pipe: nothing is forked from a process with threads, no
 # `__main__` is imported again (as multiprocessing does), and a worker whose parent dies notices and ends.
 
-_START = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from dcdm.data.shards import serve_units
-serve_units()
-"""
-
 
 def write_units(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int
@@ -283,11 +248,10 @@ def write_units(
         for unit in units:
             yield write_unit(unit, folder, tokenizer, settings)
         return
-    idle: SimpleQueue[_Worker] = SimpleQueue()
     crew = [_Worker(folder, settings) for _ in range(min(workers, len(units)))]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in crew:
         idle.put(worker)
-    threads = ThreadPoolExecutor(len(crew))
 
     def do(unit: Unit) -> dict[str, Any]:
         worker = idle.get()
@@ -296,6 +260,7 @@ def write_units(
         finally:
             idle.put(worker)
 
+    threads = ThreadPoolExecutor(len(crew))
     try:
         for done in as_completed([threads.submit(do, unit) for unit in units]):
             yield done.result()
@@ -307,57 +272,61 @@ def write_units(
 
 
 class _Worker:
-    """A subprocess and its pipe."""
+    """A subprocess and its pipes."""
 
     def __init__(self, folder: Path, settings: DataConfig) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            [sys.executable, "-P", "-c", "from dcdm.data.shards import serve_units; serve_units()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # Ctrl-C is the parent's to handle
         )
-        self._send({"folder": str(folder), "settings": asdict(settings)})
+        self._send((os.getpid(), folder, settings))
 
     def do(self, unit: Unit) -> dict[str, Any]:
         try:
-            self._send(asdict(unit))
+            self._send(unit)
             assert self._process.stdout is not None
-            answer = self._process.stdout.readline()
-        except (OSError, ValueError):  # it died, or was stopped meanwhile
-            answer = b""
-        if not answer:
-            raise RuntimeError(f"a worker process ended with code {self._process.wait()}; is the memory full?")
-        result = json.loads(answer)
-        if "error" in result:
-            raise DataError(result["error"])
-        return result
+            answer = pickle.load(self._process.stdout)
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError):  # it died, or was stopped meanwhile
+            code = self._process.wait()
+            raise RuntimeError(f"a worker process ended with code {code}; is the memory full?") from None
+        if isinstance(answer, DataError):
+            raise answer
+        return answer
 
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        pickle.dump(message, self._process.stdin)
         self._process.stdin.flush()
 
 
 def serve_units() -> None:
-    """The worker's side: a line with the task, then a line per unit, until the pipe closes."""
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """The worker's side: its task, then unit after unit, until the pipe closes."""
+    results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not pass for a result
-    parent = os.getppid()
-    still_wanted: Callable[[], bool] = lambda: os.getppid() == parent  # noqa: E731
-    task = json.loads(sys.stdin.readline())
-    folder, settings = Path(task["folder"]), DataConfig(**task["settings"])
+    parent, folder, settings = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     tokenizer = Tokenizer.load(folder / "tokenizer")
-    for line in sys.stdin:
-        unit = json.loads(line)
-        parts = tuple(Part(**{**part, "stamp": tuple(part["stamp"])}) for part in unit["parts"])
+    while True:
         try:
-            answer = write_unit(Unit(unit["number"], parts), folder, tokenizer, settings, still_wanted)
+            unit = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer: Any = write_unit(unit, folder, tokenizer, settings)
         except DataError as error:
-            answer = {"error": str(error)}
-        results.write(json.dumps(answer) + "\n")
+            answer = error
+        pickle.dump(answer, results)
         results.flush()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -8,14 +8,15 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dcdm.config import DataError
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
-from dcdm.files import listed_file, read_json_object
+from dcdm.files import file_digest, listed_file, read_json_object
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -29,7 +30,10 @@ STDLIB: dict[str, frozenset[str]] = {
 }
 """Names of the standard library's source → folders left out: its tests, its tables and help texts, or both."""
 STDLIB_SHARE = 0.05
-NAMED = 10  # folders and kinds of files that a report names
+NAMED = 10  # folders and files that a report names
+
+Stamps = dict[str, list[Any]]
+"""Path of a file → its size, times, inode and SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,17 @@ class SourceFile:
     """None: each document's hash decides."""
     lenient: bool = False
     """Whether bytes that are not UTF-8 are replaced rather than reported."""
+    size: int = 0
+    modified: int = 0
+    """When, in nanoseconds; with size and hash known once the file was examined."""
+    sha256: str = ""
+
+    def entry(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size, "sha256": self.sha256, "split": self.split}
 
 
 @dataclass
-class PassedOver:
+class Skipped:
     """What lies where text was looked for, and is not read."""
 
     other_kinds: Counter[str] = field(default_factory=Counter)
@@ -60,27 +71,19 @@ class PassedOver:
     in_validation: list[str] = field(default_factory=list)
     """Files named for training whose text the validation sources hold too."""
 
-    def entry(self) -> dict[str, Any]:
-        return {**vars(self), "other_kinds": dict(self.other_kinds)}
-
     def sentences(self) -> list[str]:
-        """What a user should hear; nothing where nothing was passed over."""
-        said = []
-        if self.unreadable:
-            missing = "folders that cannot be read, so that their files are missing"
-            said.append(f"{missing}: {_counted(self.unreadable)}")
-        if self.in_validation:
-            said.append(f"files of validation (--validation) left out of training: {_counted(self.in_validation)}")
-        if self.other_kinds:
-            kinds = [
-                f"{count} {ending or 'without ending'}" for ending, count in self.other_kinds.most_common(NAMED)
-            ]
-            said.append(f"files of other kinds passed over: {self.other_kinds.total()} ({', '.join(kinds)})")
-        if self.empty:
-            said.append(f"empty files passed over: {self.empty}")
-        if self.hidden:
-            said.append(f"hidden files and folders passed over: {self.hidden}")
-        return said
+        """What a user should hear; nothing where nothing was skipped."""
+        kinds = ", ".join(f"{n} {ending or 'without ending'}" for ending, n in self.other_kinds.most_common(NAMED))
+        said = {
+            f"folders that cannot be read, so that their files are missing: {_counted(self.unreadable)}":
+                self.unreadable,
+            f"files of validation (--validation) left out of training: {_counted(self.in_validation)}":
+                self.in_validation,
+            f"skipped files of other kinds: {self.other_kinds.total()} ({kinds})": self.other_kinds,
+            f"skipped empty files: {self.empty}": self.empty,
+            f"skipped hidden files and folders: {self.hidden}": self.hidden,
+        }  # fmt: skip
+        return [sentence for sentence, happened in said.items() if happened]
 
 
 def _counted(names: list[str]) -> str:
@@ -90,9 +93,9 @@ def _counted(names: list[str]) -> str:
 
 
 def resolve(
-    spec: str, settings: DataConfig, split: Split | None = None, passed_over: PassedOver | None = None
+    spec: str, settings: DataConfig, split: Split | None = None, skipped: Skipped | None = None
 ) -> list[SourceFile]:
-    """The files of `spec`, in order; all of them of `split` if one is named. `passed_over` counts what is not read.
+    """The files of `spec`, in order; all of them of `split` if one is named. `skipped` counts what is not read.
 
     `spec` is `stdlib`, `stdlib-code` or `stdlib-library`, a file, a folder, a glob pattern, or a data set of the
     Hugging Face hub (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
@@ -102,11 +105,45 @@ def resolve(
     elif spec.startswith("hf:"):
         files = _hub(spec.removeprefix("hf:"))
     else:
-        local = _local(spec, passed_over or PassedOver())
+        local = _local(spec, skipped or Skipped())
         files = _hub(spec) if local is None else local
     if settings.fine_tuning and (plain := next((f for f in files if f.format == "text"), None)):
         raise DataError(f"{plain.name} is plain text; prompts and responses come from rows, as in .jsonl")
     return files if split is None else [replace(file, split=split) for file in files]
+
+
+def examine(files: Sequence[SourceFile], known: Stamps) -> tuple[list[SourceFile], Stamps]:
+    """The files with their sizes, times and hashes.
+
+    Files that look as they did in `known` (size, times, inode) are not read again; the second result is
+    `known` for the next time.
+    """
+    paths = [str(file.path.absolute()) for file in files]
+    stamps = hash_files(list(dict.fromkeys(paths)), known)
+    found = [
+        replace(file, size=stamps[path][0], modified=stamps[path][1], sha256=stamps[path][-1])
+        for file, path in zip(files, paths, strict=True)
+    ]
+    return found, stamps
+
+
+def hash_files(paths: Sequence[str], known: Stamps) -> Stamps:
+    """Size, times, inode and SHA-256 of every file; those that look as they did in `known` are not read again."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
+
+
+def _stamp(path: str, known: Stamps) -> list[Any]:
+    try:
+        stat = os.stat(path)
+        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        before = known.get(path)
+        return before if isinstance(before, list) and before[:-1] == seen else [*seen, file_digest(path)]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+# --- the standard library ----------------------------------------------------------------------------------------
 
 
 def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
@@ -143,77 +180,71 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     return files
 
 
-def _local(spec: str, passed_over: PassedOver) -> list[SourceFile] | None:
+# --- local files -------------------------------------------------------------------------------------------------
+
+
+def _local(spec: str, skipped: Skipped) -> list[SourceFile] | None:
     """Files of a path or pattern; None where `spec` can only be a name on the hub."""
     path = Path(spec).expanduser()
     if path.is_file():
-        return [SourceFile(path, path.name, _format(path))]
+        return _named([path], path.parent)
     if path.is_dir():
-        return _folder(path, passed_over)
+        return _folder(path, skipped)
     if glob.has_magic(spec):
-        return _matches(spec, passed_over)
+        return _matches(path)
     folder, colon, split = spec.rpartition(":")
     if colon and (saved := Path(folder).expanduser()).is_dir():
         return _saved_dict(saved, split)
-    if spec.startswith((".", "/", "~")) or _suffix(path) is not None:
+    if spec.startswith((".", "/", "~")) or _format(path) is not None:
         raise DataError(f"{spec}: there is no such file or folder")
     return None
 
 
-def _suffix(path: Path) -> str | None:
-    return next((suffix for suffix in FORMATS if path.name.endswith(suffix)), None)
+def _named(paths: list[Path], root: Path) -> list[SourceFile]:
+    """The files, called by their ways from `root`."""
+    files = []
+    for path in sorted(paths):
+        if (kind := _format(path)) is None:
+            raise DataError(f"{path}: unknown kind of file; known are {', '.join(FORMATS)}")
+        files.append(SourceFile(path, path.relative_to(root).as_posix(), kind))
+    return files
 
 
-def _format(path: Path) -> Format:
-    suffix = _suffix(path)
-    if suffix is None:
-        raise DataError(f"{path}: unknown kind of file; known are {', '.join(FORMATS)}")
-    return FORMATS[suffix]
+def _format(path: Path) -> Format | None:
+    return next((kind for suffix, kind in FORMATS.items() if path.name.endswith(suffix)), None)
 
 
-def _matches(pattern: str, passed_over: PassedOver) -> list[SourceFile]:
-    paths = [Path(p) for p in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
-    files = sorted(p for p in paths if p.is_file())
+def _matches(pattern: Path) -> list[SourceFile]:
+    files = [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if path.is_file()]
     if not files:
         raise DataError(f"{pattern}: no file matches this pattern")
-    fixed = list(Path(pattern).expanduser().parts)
-    while any(glob.has_magic(part) for part in fixed):
-        fixed.pop()
-    root = Path(*fixed)
-    if "**" in Path(pattern).parts:  # it looks into every folder, and says nothing of those that it cannot read
-        _walk(root, PassedOver(unreadable=passed_over.unreadable))
-    return [SourceFile(p, p.relative_to(root).as_posix(), _format(p)) for p in files]
+    root = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+    return _named(files, root)
 
 
-def _folder(folder: Path, passed_over: PassedOver) -> list[SourceFile]:
+def _folder(folder: Path, skipped: Skipped) -> list[SourceFile]:
     """Every file of a known kind below `folder`, or a data set that `datasets` saved there."""
     if (folder / "dataset_dict.json").is_file():
         return _saved_dict(folder, "train")
     if (folder / "state.json").is_file():
         return _saved(folder)
-    paths = sorted(_walk(folder, passed_over))
-    if not paths:
-        said = "".join(f"; {sentence}" for sentence in passed_over.sentences())
-        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}{said}")
-    return [SourceFile(p, p.relative_to(folder).as_posix(), _format(p)) for p in paths]
-
-
-def _walk(folder: Path, passed_over: PassedOver) -> list[Path]:
-    """Files of known kinds below `folder`; the rest is counted."""
 
     def unreadable(error: OSError) -> None:
-        passed_over.unreadable.append(f"{error.filename}: {error.strerror}")
+        skipped.unreadable.append(f"{error.filename}: {error.strerror}")
 
     paths = []
     for here, folders, names in os.walk(folder, onerror=unreadable):
-        passed_over.hidden += sum(name.startswith(".") for name in (*folders, *names))
+        skipped.hidden += sum(name.startswith(".") for name in (*folders, *names))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for path in (Path(here, name) for name in names if not name.startswith(".")):
-            if _suffix(path) is not None and path.is_file():
+            if _format(path) is not None and path.is_file():
                 paths.append(path)
             else:
-                passed_over.other_kinds[path.suffix] += 1
-    return paths
+                skipped.other_kinds[path.suffix] += 1
+    if not paths:
+        said = "".join(f"; {sentence}" for sentence in skipped.sentences())
+        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}{said}")
+    return _named(paths, folder)
 
 
 def _saved_dict(folder: Path, split: str) -> list[SourceFile]:
@@ -235,6 +266,9 @@ def _saved(folder: Path) -> list[SourceFile]:
             f"{folder}: the saved data set selects rows by index; save it again after flatten_indices()"
         )
     return [SourceFile(folder / name, name, "arrow") for name in names]
+
+
+# --- the hub -----------------------------------------------------------------------------------------------------
 
 
 def _hub(spec: str) -> list[SourceFile]:
@@ -270,7 +304,7 @@ def _hub(spec: str) -> list[SourceFile]:
 
 
 def _near(spec: str) -> str | None:
-    """What stands here under a similar name."""
+    """What is here under a similar name."""
     folder = Path(spec).expanduser().parent
     there = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
     return next(iter(difflib.get_close_matches(spec, [*STDLIB, *there], n=1)), None)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from dcdm.config import NUM_SPECIALS, DataError
-from dcdm.data.reading import Stamps, hash_files
 from dcdm.data.settings import SPLITS, Split
+from dcdm.data.sources import Stamps, hash_files
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, digest, listed_file, read_json_object, write_whole
 
@@ -97,7 +97,7 @@ class PreparedData:
         stamps = hash_files(paths, known)
         for path, entry in zip(paths, entries, strict=True):
             if stamps[path][-1] != entry["sha256"]:
-                raise DataError(f"{path} is not what its manifest vouches for; prepare the data again")
+                raise DataError(f"{path} does not match its checksum in the manifest; prepare the data again")
         return stamps
 
     @property
@@ -190,7 +190,7 @@ class PreparedData:
         if bad["count"]:
             name, line, reason = bad["first"][0]
             lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
-        if unreadable := self.manifest.get("passed_over", {}).get("unreadable"):
+        if unreadable := self.manifest.get("skipped", {}).get("unreadable"):
             lines.append(f"missing: {len(unreadable)} folders that cannot be read, the first {unreadable[0]}")
         return "\n".join(lines)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from dcdm.config import ConfigError, DataError
-from dcdm.data.reading import BadRows, ExaminedFile, cut_into_parts, examine, read_texts
+from dcdm.data.reading import BadRows, cut_into_parts, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
-from dcdm.data.sources import STDLIB, STDLIB_SHARE, PassedOver, resolve
+from dcdm.data.sources import STDLIB, STDLIB_SHARE, Skipped, SourceFile, examine, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -194,11 +194,11 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
         documents=settings.documents or recipe.documents, field=settings.field,
         validation_share=0.0 if split is None else STDLIB_SHARE, max_bad=settings.max_bad,
     )  # fmt: skip
-    passed_over = PassedOver()
-    files = resolve(source, wanted, passed_over=passed_over)
-    planned, _ = examine([file for file in files if split in (None, file.split)], wanted, {})
-    if passed_over.unreadable:
-        raise DataError(f"{source}: {passed_over.sentences()[0]}; make them readable, or name the files")
+    skipped = Skipped()
+    files = resolve(source, wanted, skipped=skipped)
+    planned, _ = examine([file for file in files if split in (None, file.split)], {})
+    if skipped.unreadable:
+        raise DataError(f"{source}: {skipped.sentences()[0]}; make them readable, or name the files")
     bad = BadRows(settings.max_bad)
     texts = _read(planned, wanted, bad)
     if recipe.cut is not None and settings.documents is None:
@@ -208,7 +208,7 @@ def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
     kept = [text for text in texts if text.strip()]
     if not kept:
         raise DataError(f"no text was found in {source}")
-    empty = bad.empty + len(texts) - len(kept) + sum(not file.stamp[0] for file in planned)
+    empty = bad.empty + len(texts) - len(kept) + sum(not file.size for file in planned)
     return Corpus(
         name, source, tuple(kept), split=split, detokeniser=name if used else "none",
         fingerprint=digest([file.entry() for file in planned]), empty_documents=empty, bad_rows=bad.count,
@@ -224,7 +224,7 @@ def split_name(spec: str) -> tuple[str, str]:
     return path.name.partition(".")[0] or path.name, spec
 
 
-def _read(planned: list[ExaminedFile], settings: DataConfig, bad: BadRows) -> list[str]:
+def _read(planned: list[SourceFile], settings: DataConfig, bad: BadRows) -> list[str]:
     return [text for part in cut_into_parts(planned, settings) for text, _ in read_texts(part, settings, bad)]
 
 
