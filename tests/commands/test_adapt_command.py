@@ -18,7 +18,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.loader import pack
 from dcdm.io.load import load_model
 from dcdm.io.pretrained import import_model
-from dcdm.io.verify import verify
+from dcdm.io.verify import verify_model
 from dcdm.training import settings as run_settings
 
 TEXT = "The cat sat on the mat, and that was that. Then there were two of them.\n" * 60
@@ -161,7 +161,7 @@ def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(
     adapters: dict[str, Path], to: str
 ) -> None:
     run = f"runs/for-{to}"
-    assert [check for check in verify(Path(run)) if check.problems] == []
+    assert [check for check in verify_model(Path(run)) if check.problems] == []
     model, _ = dcdm.load(run)
     base, _ = dcdm.load("base")
     changed = {
@@ -210,7 +210,7 @@ def test_base_and_adapter_are_the_model_that_was_trained(adapters: dict[str, Pat
     assert (folder / "adapter_model.safetensors").stat().st_size < 0.5 * Path(
         "base/model.safetensors"
     ).stat().st_size
-    assert [check for check in verify(folder) if check.problems] == []
+    assert [check for check in verify_model(folder) if check.problems] == []
     main(["export", "base", f"merged-{to}", "--adapter", str(folder)])
     for found in (
         load_model("base", adapter=folder)[0],

@@ -22,7 +22,7 @@ from dcdm.config import ConfigError, DataError
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.io.load import load_init, load_model
-from dcdm.io.verify import verify
+from dcdm.io.verify import verify_model
 from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, load_record, newest_whole
 from dcdm.training.run import run_training
 
@@ -64,7 +64,7 @@ def place(finished, tmp_path, monkeypatch) -> Path:
 
 
 def problems(folder: Path) -> dict[str, list[str]]:
-    return {check.name: check.problems for check in verify(folder) if check.problems}
+    return {check.name: check.problems for check in verify_model(folder) if check.problems}
 
 
 def prepared(place: Path) -> Path:
@@ -80,6 +80,17 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def test_loading_a_run_or_a_checkpoint_imports_no_training_loop_and_a_pickle_is_never_opened(place):
+    loading = "import sys, dcdm; [dcdm.load(path) for path in sys.argv[1:]]; print(*sys.modules)"
+    command = [sys.executable, "-c", loading, str(place), str(place / "checkpoints" / "step-00000002")]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "dcdm.io.load" in loaded
+    assert not {f"dcdm.training.{name}" for name in ("loop", "run", "checkpoint", "fsdp")} & set(loaded)
+    (place / "model.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.pt is a pickle.* never opened"):
+        load_model(place / "model.pt")
 
 
 # --- settings -----------------------------------------------------------------------------------------------------

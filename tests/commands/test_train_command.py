@@ -23,9 +23,9 @@ from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import objectives
 from dcdm.distributed import Precision, World
-from dcdm.io.export import export, write
+from dcdm.io.export import export, write_export
 from dcdm.io.load import load_init, load_model
-from dcdm.io.verify import leaks, verify
+from dcdm.io.verify import leaks, verify_model
 from dcdm.model.transformer import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
@@ -79,7 +79,7 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
     again, _ = dcdm.load(tmp_path / "exported")
     assert all(torch.equal(v, again.state_dict()[n]) for n, v in model.state_dict().items())
     for place in (folder, newest(folder), tmp_path / "exported"):
-        assert all(check.problems == [] for check in verify(place))
+        assert all(check.problems == [] for check in verify_model(place))
     assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1
     card = (tmp_path / "exported" / "README.md").read_text()
     assert ("surrogate (not a bound)" in card) == (preset == "dcdm-debug")
@@ -88,7 +88,7 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
 def test_an_infinite_setting_survives_the_export(tmp_path):
     model = tiny.model("causal-contiguous", symbols=257).float()
     assert model.config.prior_weight == float("inf")
-    write(model, byte_tokenizer(), tmp_path / "exported", "card")
+    write_export(model, byte_tokenizer(), tmp_path / "exported", "card")
     again, _ = dcdm.load(tmp_path / "exported")
     assert again.config == model.config
 
@@ -499,7 +499,7 @@ def test_a_damaged_export_is_found(corpus, tmp_path):
     data = bytearray(weights.read_bytes())
     data[-5] ^= 1
     weights.write_bytes(data)
-    found = {check.name: check.problems for check in verify(tmp_path / "out")}
+    found = {check.name: check.problems for check in verify_model(tmp_path / "out")}
     assert found["checksums"] == ["model.safetensors has changed"]
     with pytest.raises(ConfigError, match="exists"):
         export(tmp_path / "run", tmp_path / "out")

@@ -13,7 +13,7 @@ import tiny
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.evaluation import quality
-from dcdm.io.export import write
+from dcdm.io.export import write_export
 from dcdm.likelihood.estimators import score
 
 TEXTS = ["the cat sat", "a", "the dog ran and ran and ran and ran", "", "the cat sat"]
@@ -51,7 +51,7 @@ def test_perplexity_is_that_of_transformers_text_by_text(folder):
 def test_an_exported_ar_model_is_a_scorer_and_one_of_another_kind_is_none(tmp_path, capsys):
     model, tokenizer = tiny.model("ar", symbols=257).float(), byte_tokenizer()
     for kind, made in (("ar", model), ("mdlm", tiny.model("mdlm", symbols=257).float())):
-        write(made, tokenizer, tmp_path / kind, "a model")
+        write_export(made, tokenizer, tmp_path / kind, "a model")
     texts = ["abba", "babb"]
     result = quality.measure_quality(texts, quality.TextScorer.load(tmp_path / "ar"))
     rows = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts])

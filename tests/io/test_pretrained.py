@@ -21,7 +21,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, adopted
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import Wheel, import_model
-from dcdm.io.verify import verify
+from dcdm.io.verify import verify_model
 from dcdm.model.transformer import build
 
 TEXT = "It is a truth universally acknowledged, that 42 is one."
@@ -62,7 +62,7 @@ def test_an_imported_model_gives_the_logits_of_transformers_for_its_bos_and_the_
 
 def test_an_imported_model_is_whole_and_as_one_lane_the_same(tmp_path: Path) -> None:
     import_model(str(pretrained.saved(tmp_path / "source")), tmp_path / "imported")
-    assert [check.name for check in verify(tmp_path / "imported") if check.problems] == []
+    assert [check.name for check in verify_model(tmp_path / "imported") if check.problems] == []
     ar, tokenizer = dcdm.load(tmp_path / "imported")
     settings = ar.config.to_dict() | {"kind": "lanes", "lanes": (1, 2, 4)}
     del settings["hide_specials"]

@@ -17,9 +17,9 @@ from dcdm.config import ConfigError, DataError
 from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.io.export import write
+from dcdm.io.export import write_export
 from dcdm.io.load import load_model
-from dcdm.io.verify import verify
+from dcdm.io.verify import verify_model
 
 DEEP = "[" * 99_999
 
@@ -27,7 +27,7 @@ DEEP = "[" * 99_999
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("written") / "exported"
-    write(tiny.model("bdlm", symbols=257).float(), byte_tokenizer(), folder, "card")
+    write_export(tiny.model("bdlm", symbols=257).float(), byte_tokenizer(), folder, "card")
     return folder
 
 
@@ -38,14 +38,14 @@ def exported(written, tmp_path) -> Path:
 
 
 def configure(folder: Path, **changes: object) -> None:
-    """Change settings of the model and vouch for the change, as a stranger would."""
+    """Change settings of the model and its checksum too, as a stranger would."""
     config = json.loads((folder / "config.json").read_text())
     config["dcdm"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
-    vouch(folder)
+    reseal(folder)
 
 
-def vouch(folder: Path, **more: str) -> None:
+def reseal(folder: Path, **more: str) -> None:
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
     del sums["checksums.json"]
     (folder / "checksums.json").write_text(json.dumps(sums | more))
@@ -97,7 +97,7 @@ def test_the_model_that_was_exported_still_loads(exported):
 )
 def test_a_wrong_safetensors_header_is_one_line(header, exported, capsys):
     (exported / "model.safetensors").write_bytes(header)
-    vouch(exported)
+    reseal(exported)
     assert "model.safetensors cannot be read" in refused(["sample", str(exported), "--prompt", "def"], capsys)
     assert "model.safetensors cannot be read" in refused(["verify", str(exported)], capsys)
 
@@ -108,8 +108,8 @@ def test_a_wrong_safetensors_header_is_one_line(header, exported, capsys):
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/b"])
 def test_names_in_checksums_are_plain_names(name, exported):
     (exported.parent / "secret").write_text("secret")
-    vouch(exported, **{name: hashlib.sha256(b"secret").hexdigest()})
-    first = next(iter(verify(exported)))
+    reseal(exported, **{name: hashlib.sha256(b"secret").hexdigest()})
+    first = next(iter(verify_model(exported)))
     assert first.problems == [f"{name!r} is not the name of a file of this folder"]
 
 

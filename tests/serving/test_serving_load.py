@@ -17,7 +17,7 @@ import torch
 
 import dcdm
 from dcdm.data.tokenizers import byte_tokenizer
-from dcdm.io.export import write
+from dcdm.io.export import write_export
 from dcdm.io.load import load_model
 from live import figure_of, live, tiny_model, until
 
@@ -100,7 +100,7 @@ def figure(url, name) -> float:
 @pytest.mark.slow
 def test_32_callers_for_a_minute_leave_memory_flat(tmp_path):
     model = dcdm.build(dcdm.preset("dcdm-debug-causal"), seed=0)
-    write(model, byte_tokenizer(), tmp_path / "model", "")
+    write_export(model, byte_tokenizer(), tmp_path / "model", "")
     command = [sys.executable, "-m", "dcdm", "serve", str(tmp_path / "model"), "--port", "0", "--dtype", "float64"]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -33,7 +33,7 @@ def export(
         adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters
             are merged into the weights.
     """
-    from dcdm.io.export import export as write_export
+    from dcdm.io.export import export as export_model
     from dcdm.io.export import export_adapter
 
     if adapter_only and adapter is not None:
@@ -43,5 +43,5 @@ def export(
     if adapter_only:
         export_adapter(source, folder)
     else:
-        write_export(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
+        export_model(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
     print(f"{folder}: written; `dcdm verify {folder}` checks it")

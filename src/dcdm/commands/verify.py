@@ -20,14 +20,14 @@ def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
     Args:
         path: The folder, or the name of a model that `dcdm models` lists.
     """
-    from dcdm.io.verify import verify as run_checks
+    from dcdm.io.verify import verify_model
     from dcdm.shipped import folder_of
 
     path = folder_of(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run, a checkpoint in it, or an exported folder")
     problems = {}
-    for check in run_checks(path):
+    for check in verify_model(path):
         problems[check.name] = check.problems
         if not json:
             print("FAIL" if check.problems else "ok  ", check.name)

@@ -71,7 +71,7 @@ class TextScorer:
         """A scorer from a local folder, AR models that this package exported among them; nothing is fetched."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from dcdm.io.hub import register
+        from dcdm.hub import register
 
         if not folder.is_dir():
             raise ConfigError(

@@ -30,7 +30,7 @@ from dcdm.evaluation.corpora import Corpus
 from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate
 from dcdm.evaluation.windows import WindowSettings
 from dcdm.files import digest, file_digest
-from dcdm.io.export import check_free, write
+from dcdm.io.export import check_free, write_export
 from dcdm.io.load import WEIGHTS, find_model, load_model
 from dcdm.likelihood.estimators import LABELS
 from dcdm.likelihood.statistics import with_stderr
@@ -71,7 +71,7 @@ def ship(
     model, tokenizer = load_model(run)
     with tempfile.TemporaryDirectory(prefix="dcdm-ship-") as place:
         exported = Path(place) / name
-        write(model, tokenizer, exported, "", dtype=torch.bfloat16, code=False)
+        write_export(model, tokenizer, exported, "", dtype=torch.bfloat16, code=False)
         if (size := (exported / WEIGHTS).stat().st_size) > LARGEST:
             raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
         card = card_of(exported, run, settings, name, says, windows)
@@ -80,7 +80,7 @@ def ship(
     if folder.exists():
         folder.rename(before)
     try:
-        write(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
+        write_export(model, tokenizer, folder, model_card(card), dtype=torch.bfloat16, code=False, more=more)
     except BaseException:
         if before.exists():
             before.rename(folder)

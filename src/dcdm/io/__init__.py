@@ -1,5 +1,5 @@
 """Models from folders and to folders.
 
 load (runs, checkpoints, exported folders), importing (weights of `transformers`), export (what Hugging Face tools
-load), hub (the classes they load it with), verify (checks of what a folder holds).
+load), verify (checks of what a folder holds).
 """

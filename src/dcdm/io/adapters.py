@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
-from dcdm.files import UnreadableFile, listed_file, read_json_object
+from dcdm.files import UnreadableFile, listed_file, read_json_object, write_tensors
 from dcdm.io.importing import EMBEDDING, fitted
 from dcdm.model import lora
 from dcdm.model.transformer import OWN_PARTS
@@ -79,7 +79,7 @@ def frozen(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def write(adapter: Adapter, folder: Path) -> None:
+def write_adapter(adapter: Adapter, folder: Path) -> None:
     """Write the three files into a folder that exists."""
     vocab = adapter.config.vocab_size
     rows = {"embed_tokens": [*range(vocab - NUM_SPECIALS, vocab)]} if EMBEDDING in adapter.tensors else None
@@ -91,16 +91,17 @@ def write(adapter: Adapter, folder: Path) -> None:
     ours = {"model": adapter.config.to_dict(), "base": adapter.base, "base_sha256": adapter.base_sha256}
     for name, content in ((PEFT, peft), (SETTINGS, ours)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    save_file({_theirs(n): v.contiguous() for n, v in adapter.tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    tensors = {_theirs(name): value.contiguous() for name, value in adapter.tensors.items()}
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether this is an adapter folder that `write` made."""
+    """Whether this is an adapter folder that `write_adapter` made."""
     return (folder / SETTINGS).is_file() and (folder / PEFT).is_file()
 
 
-def read(folder: Path) -> Adapter:
-    """What `write` wrote."""
+def read_adapter(folder: Path) -> Adapter:
+    """What `write_adapter` wrote."""
     if not is_adapter(folder):
         raise ConfigError(
             f"{folder} is not an adapter folder: it lacks {SETTINGS} or {PEFT}; "

