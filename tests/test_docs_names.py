@@ -66,14 +66,14 @@ def test_the_check_finds_commands_and_flags_that_do_not_exist():
 
 @cache
 def python_files() -> frozenset[str]:
-    tops = (ROOT / name for name in ("src", "tests", "examples"))
+    tops = (ROOT / name for name in ("src", "tests", "examples", "benchmarks", "tools"))
     return frozenset(path.relative_to(ROOT).as_posix() for top in tops for path in top.rglob("*.py"))
 
 
 def missing_files(code: str) -> list[str]:
     """Files of this repository that a piece of code names, as `src/…`, `model/masks.py` or `masks.py`."""
     python = r"(?:[\w-]+/)*[\w-]+\.py"
-    other = r"(?:src|docs|tests|examples)/[\w./-]*\w"
+    other = r"(?:src|docs|tests|examples|benchmarks|tools)/[\w./-]*\w"
     found = re.findall(rf"(?<![\w./{{}}-])({python}|{other})(?![\w{{}}*])", code)
     return [
         name for name in found

@@ -185,7 +185,7 @@ def write_completion(arguments: Sequence[str]) -> None:
     groups = {name: SubcommandApp() for name in GROUPS}
     for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
-        groups.get(group, app).command(command.run, name=last)
+        groups.get(group, app).command(name=last)(command.run)
     for name, commands in groups.items():
         app.command(commands, name=name)
     app.cli(prog="dcdm", args=arguments)

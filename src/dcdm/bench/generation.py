@@ -1,18 +1,25 @@
 """`dcdm bench generate`: speed and quality of every decoder of trained models, side by side.
 
 Speed is that of unconditional samples; quality the exact trajectory likelihood of held-out text under the same
-decoder (or, where it fills in random order, a bound of it). A saving in forwards never stands without its cost.
+decoder (or, where it fills in random order, a bound of it). A saving in forward passes is never shown without its
+cost.
+
+`dcdm bench transformers`: one text by a model in AR order, in lanes and with drafts, and by `generate` of
+`transformers`, whose network gets the model's own weights: both compute the same logits for the same tokens.
 """
 
 from __future__ import annotations
 
-import json as encoder
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from dcdm.bench.harness import Case, Run, environment
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
@@ -20,14 +27,18 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig, adablock_of, lane_decoders
 from dcdm.decoding.engine import generate
+from dcdm.decoding.routes import described
 from dcdm.evaluation.decoders import DecoderScore, score_under_decoder
 from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import OWN_PARTS, Model
 from dcdm.viewing.page import many
 from dcdm.viewing.tables import Table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COMMITS = (
     "chunk", "steps:4", "position", "threshold:0.9", "threshold:0.7", "entropy:0.5", "factor:1", "ancestral:8",
@@ -137,25 +148,17 @@ def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> 
     return score_under_decoder(model, [WindowBatch.of(tokens)], decoder, seed)
 
 
-def run_generation(
-    models: Sequence[Path], samples: int, windows: int, json: bool, out: str | None, plot: Path | None
+def measure_generation(
+    models: Sequence[Path], samples: int, windows: int, as_json: bool, plot: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Table to the terminal, JSON on request, the plot into a PNG."""
+    """A table or one line of JSON on the terminal, the plot into a PNG."""
     if not models:
         raise ConfigError("dcdm bench generate needs trained models: --models runs/a runs/b …")
-    from rich.console import Console
-
-    from dcdm.bench.harness import environment
-
-    console = Console(stderr=True)
-    rows = [row for path in models for row in measure_decoders(str(path), samples, windows, 0, console.print)]
-    line = encoder.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]})
-    if json:
-        print(line)
+    rows = [row for path in models for row in measure_decoders(str(path), samples, windows, 0, say)]
+    if as_json:
+        print(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}))
     else:
         print_decoders(rows)
-    if out:
-        Path(out).write_text(line + "\n")
     if plot:
         draw_decoders(rows, plot)
 
@@ -262,3 +265,86 @@ def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+# --- beside transformers -----------------------------------------------------------------------------------------
+
+
+THEIRS = "generate of transformers"
+TOKENS = 128
+
+
+def beside_transformers(folder: Path | None, tokens: int = TOKENS) -> list[Case]:
+    """Of a model that writes in lanes, or of an AR model."""
+    if folder is None:
+        raise ConfigError("dcdm bench transformers needs a model: --models runs/smol")
+    model, _ = load_model(folder)
+    config = model.config
+    if config.kind not in ("ar", "lanes") or config.has_chunking or config.moe is not None:
+        raise ConfigError(
+            f"{folder}: transformers has no network for {described(config)}; give a dense AR or lane model"
+        )
+    theirs: Any = network_of_transformers(model)
+    start = torch.tensor([[config.bos_id]])
+
+    def ours(lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
+        def run() -> None:
+            generate(model, [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts)
+
+        return lambda: run
+
+    @torch.no_grad()
+    def generate_of_transformers() -> None:
+        theirs.generate(
+            start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )  # fmt: skip
+
+    paths = {"AR order": ours(None)}
+    if config.lanes is not None:
+        numbers = sorted({1, *config.lanes}, reverse=True)
+        several = {many(number, "lane"): ours(number) for number in numbers if number > 1}
+        if config.drafts:
+            drafts = many(config.drafts, "draft")
+            several |= {f"{many(number, 'lane')}, {drafts}": ours(number, config.drafts) for number in numbers}
+        paths = {**several, "AR order": ours(1)}
+    paths[THEIRS] = lambda: generate_of_transformers
+    return [Case(f"one text of {tokens} tokens", paths, (THEIRS,))]
+
+
+def network_of_transformers(model: Model) -> PreTrainedModel:
+    """A causal language model of `transformers` with the weights of a dense AR or lane model."""
+    import transformers
+
+    config = model.config
+    family = "Qwen3" if config.qk_norm else "Qwen2" if config.attention_bias else "Llama"
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": config.norm_eps, "rope_parameters": _rope(config),
+        "max_position_embeddings": config.max_position, "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id, "pad_token_id": config.pad_id, "eos_token_id": None,
+    }  # fmt: skip
+    network = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
+    weights = {
+        name if name.startswith("lm_head") else f"model.{name}": value
+        for name, value in model.state_dict().items()
+        if not name.startswith(OWN_PARTS)
+    }
+    missing, unexpected = network.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    network.tie_weights()
+    return network.to(model.embed_tokens.weight.dtype).eval()
+
+
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling
+    return {
+        "rope_type": "llama3", "rope_theta": config.rope_theta, "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }  # fmt: skip

@@ -1,6 +1,6 @@
-"""How things are measured, and shown: warm-up, interleaved repetitions, median and spread, peak memory.
+"""How paths are timed and shown: warm-up, interleaved repetitions, median and spread, peak memory.
 
-Peak memory is that of one path in a fresh process (`peak.py`).
+Peak memory is that of one path in a fresh process, which `python -m dcdm.bench.subjects` is.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from dcdm.config import ConfigError
 from dcdm.viewing.tables import Table
 
 Run = Callable[[], None]
@@ -34,7 +32,6 @@ class Case:
     """The ratio of a path is to the fastest of these."""
     target: float | None = None
     """The least ratio that the first path is meant to reach."""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,73 +119,16 @@ def to_json(rows: list[PathTiming]) -> str:
     return json.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows]})
 
 
-def print_table(rows: list[PathTiming], earlier: dict[tuple[str, str, str], float]) -> None:
-    """A table for people; with earlier medians, how much faster each path has become."""
-    columns = ["subject", "case", "path", "median s", "spread", "ratio", "target"]
-    columns += ["peak MB"] if any(row.megabytes is not None for row in rows) else []
-    columns += ["was s"] if earlier else []
+def print_table(rows: list[PathTiming]) -> None:
+    """A table for people."""
+    memory = any(row.megabytes is not None for row in rows)
+    columns = ["subject", "case", "path", "median s", "spread", "ratio", "target", *(["peak MB"] if memory else [])]
     lines = []
     for row in rows:
         cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
         cells.append("" if row.target is None else f"≥ {row.target:.2f}×")
-        if "peak MB" in columns:
+        if memory:
             cells.append("" if row.megabytes is None else f"{row.megabytes:.0f}")
-        if earlier:
-            before = earlier.get((row.subject, row.case, row.path))
-            cells.append("" if before is None else f"{before:.4g}")
         lines.append(cells)
     Table(columns, lines, text=("subject", "case", "path")).print()
-
-
-def read_earlier(path: str) -> dict[tuple[str, str, str], float]:
-    """Medians of an earlier run's JSON."""
-    try:
-        rows = json.loads(Path(path).read_text().strip().splitlines()[-1])["rows"]
-        return {(row["subject"], row["case"], row["path"]): float(row["median"]) for row in rows}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--compare {path}: not what `dcdm bench --out` writes: {error}") from error
-
-
-def length_of(case: str) -> int | None:
-    """The L that a case's name tells."""
-    told = re.search(r"L=(\d+)", case)
-    return None if told is None else int(told[1])
-
-
-STYLES = {"production": ("#0072b2", "o-"), "dense SDPA": ("#e69f00", "s--"), "literal": ("#d55e00", "^:")}
-
-
-def draw_scaling(rows: list[PathTiming], path: Path) -> None:
-    """One column per subject: seconds above, peak megabytes below, against L on logarithmic axes."""
-    from matplotlib.figure import Figure
-
-    points: dict[str, dict[str, list[tuple[int, float, float | None]]]] = {}
-    for row in rows:
-        length = length_of(row.case)
-        if length is None:
-            continue
-        subject = row.case.split(" L=")[0] if " L=" in row.case else row.subject
-        lines = points.setdefault(subject, {})
-        lines.setdefault(row.path, []).append((length, row.median, row.megabytes))
-    figure = Figure(figsize=(4 * len(points), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(points), squeeze=False)
-    for column, (subject, lines) in enumerate(points.items()):
-        for name, values in lines.items():
-            colour, style = STYLES.get(name.removeprefix("literal, "), ("#009e73", "d-."))
-            values = sorted(values)
-            lengths = [v[0] for v in values]
-            axes[0][column].plot(lengths, [v[1] for v in values], style, color=colour, label=name)
-            known = [(v[0], v[2]) for v in values if v[2] is not None]
-            if known:
-                axes[1][column].plot(*zip(*known, strict=True), style, color=colour, label=name)
-        for place, label in ((axes[0][column], "seconds"), (axes[1][column], "peak MB over the start")):
-            place.set_xscale("log", base=2)
-            place.set_yscale("log")
-            place.set_xticks(sorted({v[0] for values in lines.values() for v in values}))
-            place.set_xticklabels([str(int(t)) for t in place.get_xticks()])
-            place.set(xlabel="L", ylabel=label)
-            place.grid(alpha=0.3)
-        axes[0][column].set_title(subject)
-        axes[0][column].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
