@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -53,6 +54,26 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_folder(aside: Path, final: Path) -> None:
+    """Give a folder whose files are on the disk its final name; what had that name goes once the new one is there.
+
+    A process that dies in between leaves the old folder as `final` or as `final`.replaced.
+    """
+    replaced = final.with_name(f"{final.name}.replaced")
+    sync_folder(aside)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    try:
+        os.rename(aside, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def canonical(value: Any) -> bytes:

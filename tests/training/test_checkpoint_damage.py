@@ -142,7 +142,7 @@ def resume_on_two(world: World, run: Path) -> tuple[int, list[str]]:
     return resumed.step, [reason for _, reason in resumed.skipped]
 
 
-def test_ranks_share_the_checking_and_agree_on_what_to_skip(run):
+def test_ranks_agree_on_what_to_skip(run):
     flip(0.5)(run / "step-00000002" / "state.json")
     first, second = on_ranks(2, resume_on_two, run)
     assert first == second == (1, ["state.json is damaged: its SHA-256 is not the manifest's"])

@@ -26,7 +26,7 @@ from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_un
 from dcdm.data.sources import Skipped, SourceFile, Stamps, examine, resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.files import UnreadableFile, digest, file_digest, read_json_object, sync_folder, write_whole
+from dcdm.files import UnreadableFile, digest, file_digest, read_json_object, replace_folder, write_whole
 from dcdm.progress import Reporter
 
 FORMAT = 1  # raise it when the same source would give other shards
@@ -298,15 +298,8 @@ def _publish(work: Path, out: Path) -> None:
         shutil.rmtree(work / RECORDS, ignore_errors=True)
         for path in (work / LOCK, *work.rglob("*.tmp")):
             path.unlink(missing_ok=True)
-        sync_folder(work)
     with writing(out.parent):
-        aside = out.with_name(f"{out.name}.replaced")
-        if out.exists() and any(out.iterdir()):
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(out, aside)
-        os.rename(work, out)
-        sync_folder(out.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        replace_folder(work, out)
 
 
 # --- the tokenizer -----------------------------------------------------------------------------------------------

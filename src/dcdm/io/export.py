@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, lanes_in_words
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import file_digest, write_tensors, write_whole
+from dcdm.files import file_digest, replace_folder, write_tensors, write_whole
 from dcdm.io import adapters
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
@@ -113,7 +113,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
         yield aside
         sums = {path.name: file_digest(path) for path in sorted(aside.iterdir())}
         write_whole(aside / SUMS, json.dumps(sums, indent=1).encode())
-        aside.rename(folder)
+        replace_folder(aside, folder)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}; choose another folder") from error

@@ -39,12 +39,11 @@ from dcdm.training.checkpoint_folder import (
     Index,
     Manifest,
     UnusableCheckpoint,
-    altered_files,
+    newest_whole,
     read_index,
     read_manifest,
     read_state,
     read_tensors,
-    stray_files,
     versions,
     write_manifest,
 )
@@ -192,7 +191,11 @@ class Checkpointer:
             self._on_main(lambda: self._checkpoints.begin(step), doing, background=True)
             mine = _attempt(doing, lambda: self._write(step, shards, places, shared))
             everyone = gather_objects(mine, self.world, background=True)
-            self._on_main(lambda: self._publish(step, everyone, metrics), doing, background=True)
+            if failures := [result for result in everyone if isinstance(result, _Failure)]:
+                self._on_main(lambda: self._checkpoints.discard(step), doing, background=True)
+                raise CheckpointError(failures[0].message)
+            files = {name: sha256 for part in everyone for name, sha256 in part.items()}
+            self._on_main(lambda: self._publish(step, files, metrics), doing, background=True)
             self._latest = step
         except CheckpointError as error:
             self._failure = str(error)
@@ -211,16 +214,10 @@ class Checkpointer:
         self.on_phase("hashed")
         return digests
 
-    def _publish(
-        self, step: int, everyone: list[dict[str, str] | _Failure], metrics: dict[str, float | None]
-    ) -> None:
+    def _publish(self, step: int, files: dict[str, str], metrics: dict[str, float | None]) -> None:
         """Manifest, rename, and away with what is old; on rank 0."""
-        partial, files = self._checkpoints.partial(step), {}
+        partial = self._checkpoints.partial(step)
         try:
-            for result in everyone:
-                if isinstance(result, _Failure):
-                    raise _Told(result.message)
-                files |= result
             if {path.name for path in partial.iterdir()} != files.keys():
                 raise CheckpointError("rank 0 does not see the files of all; the folder must be one they share")
             write_manifest(partial, Manifest(step, metrics, files, versions()))
@@ -252,38 +249,19 @@ class Checkpointer:
         the newest whole one does not fit the model or the optimizer.
         """
         self.wait()
-        skipped: list[tuple[Path, str]] = []
-        for path in self._on_main(self._checkpoints.checkpoints, f"cannot look into {self.folder}"):
-            manifest, problems = self._verify_together(path)
-            if manifest is None or problems:
-                skipped.append((path, "; ".join(problems)))
-                continue
-            record, groups = read_state(path)
-            accept(record)
-            fill(path, state, groups)
-            self._damaged, self._latest = {bad for bad, _ in skipped}, manifest.step
-            return Resumed(manifest.step, path, record, manifest.metrics, skipped)
-        if skipped:
-            reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in skipped)
+        path, skipped = self._on_main(lambda: newest_whole(self.folder), f"cannot look into {self.folder}")
+        if path is None and skipped:
+            reasons = "".join(f"\n  {damaged.name}: {reason}" for damaged, reason in skipped)
             raise UnusableCheckpoint(
                 f"no checkpoint in {self.folder} is whole; restore one, or move them away to start anew:{reasons}"
             )
-        return None
-
-    def _verify_together(self, path: Path) -> tuple[Manifest | None, list[str]]:
-        """`verify_checkpoint`, the files divided among the ranks."""
-        manifest, problems = None, []
-        if self.world.is_main:
-            try:
-                manifest = read_manifest(path)
-                problems = stray_files(path, manifest)
-            except CheckpointError as error:
-                problems = [str(error).removeprefix(f"{path}: ")]
-        manifest, problems = broadcast_object((manifest, problems), self.world)
-        if manifest is None:
-            return None, problems
-        mine = altered_files(path, list(manifest.files.items())[self.world.rank :: self.world.size])
-        return manifest, problems + [problem for part in gather_objects(mine, self.world) for problem in part]
+        if path is None:
+            return None
+        manifest, (record, groups) = read_manifest(path), read_state(path)
+        accept(record)
+        fill(path, state, groups)
+        self._damaged, self._latest = {damaged for damaged, _ in skipped}, manifest.step
+        return Resumed(manifest.step, path, record, manifest.metrics, skipped)
 
     def _on_main(self, action: Callable[[], T], doing: str, *, background: bool = False) -> T:
         """Rank 0's result on all ranks; its failure too."""
@@ -398,15 +376,9 @@ def _kind(entry: tuple[Index, torch.dtype] | None) -> str:
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
-class _Told(CheckpointError):
-    """A failure of another rank, whose message is complete."""
-
-
 def _attempt(doing: str, action: Callable[[], T]) -> T | _Failure:
     try:
         return action()
-    except _Told as error:
-        return _Failure(str(error))
     except UnusableCheckpoint as error:
         return _Failure(f"{doing}: {error}", UnusableCheckpoint)
     except Exception as error:

@@ -24,7 +24,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from dcdm.files import (
     parse_json,
     read_json_object,
     read_limited,
-    sync_folder,
+    replace_folder,
     write_whole,
 )
 
@@ -150,16 +151,6 @@ def verify_checkpoint(path: str | Path) -> list[str]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{folder}: ")]
-    return stray_files(folder, manifest) + altered_files(folder, manifest.files.items())
-
-
-def check_whole(path: Path) -> None:
-    if problems := verify_checkpoint(path):
-        raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
-
-
-def stray_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Entries of the folder that the manifest does not know, and a folder that is named after another step."""
     problems = []
     if (named := STEP_NAME.fullmatch(folder.name)) and int(named[1]) != manifest.step:
         problems.append(f"the folder is named after step {int(named[1])}, but holds step {manifest.step}")
@@ -167,23 +158,30 @@ def stray_files(folder: Path, manifest: Manifest) -> list[str]:
         strays = sorted({entry.name for entry in folder.iterdir()} - {MANIFEST, *manifest.files})
     except OSError as error:
         return [f"the folder cannot be listed ({error.strerror})"]
-    return problems + [f"{name} is not in the manifest" for name in strays]
+    problems += [f"{name} is not in the manifest" for name in strays]
+    with (
+        ThreadPoolExecutor() as pool
+    ):  # hashing frees the interpreter; large checkpoints have many files
+        found = pool.map(lambda entry: _damage(folder, *entry), manifest.files.items())
+    return problems + [problem for problem in found if problem is not None]
 
 
-def altered_files(folder: Path, files: Iterable[tuple[str, str]]) -> list[str]:
-    """Those of `files`, names and SHA-256, that are missing or of other content."""
-    problems = []
-    for name, sha256 in files:
-        try:
-            if file_digest(listed_file(folder, name)) != sha256:
-                problems.append(f"{name} is damaged: its SHA-256 is not the manifest's")
-        except UnreadableFile as error:
-            problems.append(str(error))
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as error:
-            problems.append(f"{name} cannot be read ({error.strerror})")
-    return problems
+def _damage(folder: Path, name: str, sha256: str) -> str | None:
+    """What is wrong with a file that should have this SHA-256."""
+    try:
+        same = file_digest(listed_file(folder, name)) == sha256
+        return None if same else f"{name} is damaged: its SHA-256 is not the manifest's"
+    except UnreadableFile as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+
+
+def check_whole(path: Path) -> None:
+    if problems := verify_checkpoint(path):
+        raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
 
 
 def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -373,21 +371,8 @@ class CheckpointFolder:
 
     def commit(self, step: int) -> Path:
         """Give the partial checkpoint of `step` its final name; its files must be on disk already."""
-        final, partial = self.path(step), self.partial(step)
-        replaced = final.with_suffix(REPLACED)
-        sync_folder(partial)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(final, replaced)
-        try:
-            os.rename(partial, final)
-        except OSError:
-            if replaced.exists():
-                os.rename(replaced, final)
-            raise
-        sync_folder(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        return final
+        replace_folder(self.partial(step), self.path(step))
+        return self.path(step)
 
     def prune(
         self,
