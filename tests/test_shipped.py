@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import dcdm
+import ship_models
 import tiny
 from dcdm import shipped
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.sources import STDLIB
-from dcdm.evaluation import shipping
 from dcdm.io.load import WEIGHTS, find_model, wrong_sums
 from dcdm.shipped import CARD, CHUNKS, HOME, LANES, START, TRAINING, Card, card_of, folder_of
 
@@ -47,8 +47,8 @@ def test_every_file_is_what_its_checksums_and_its_card_vouch_for(name):
     listed = {*json.loads((folder / "checksums.json").read_text()), "checksums.json"}
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == listed
     assert {CARD, TRAINING, "README.md", "tokenizer.json"} <= listed
-    assert shipping.file_digest(folder / WEIGHTS) == card.weights["sha256"]
-    assert (folder / WEIGHTS).stat().st_size == card.weights["bytes"] <= shipping.LARGEST
+    assert ship_models.file_digest(folder / WEIGHTS) == card.weights["sha256"]
+    assert (folder / WEIGHTS).stat().st_size == card.weights["bytes"] <= ship_models.LARGEST
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,7 +65,7 @@ def test_weights_are_bf16_in_the_file_and_fp32_on_a_cpu(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
     card = Card.read(HOME / name)
-    settings = shipping.run_settings.read(HOME / name / TRAINING)
+    settings = ship_models.run_settings.read(HOME / name / TRAINING)
     assert settings.train.seed == card.seed
     assert 0 < card.steps <= settings.train.steps
     assert f"shipped/{name}/{TRAINING}" in card.command
@@ -80,16 +80,16 @@ def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
 
 
 def same_files(card: Card) -> bool:
-    (source,) = shipping.run_settings.read(HOME / card.name / TRAINING).data.sources
-    return shipping.held_out_files(source) == card.held_out["files"]
+    (source,) = ship_models.run_settings.read(HOME / card.name / TRAINING).data.sources
+    return ship_models.held_out_files(source) == card.held_out["files"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_quick_figure_of_a_card_comes_out_again_on_the_held_out_files(name):
     card = Card.read(HOME / name)
-    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
+    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
     lanes = () if card.check["lanes"] is None else (card.check["lanes"],)
-    found = shipping.measure(HOME / name, corpus, card.check["windows"], lanes, (card.check["estimator"],))
+    found = ship_models.measure(HOME / name, corpus, card.check["windows"], lanes, (card.check["estimator"],))
     (figure,) = (one for _, one in found)
     room = 0.005 if same_files(card) else CLOSE * card.check["nats_per_byte"]
     assert figure.nats_per_byte == pytest.approx(card.check["nats_per_byte"], abs=room)
@@ -99,8 +99,8 @@ def test_the_quick_figure_of_a_card_comes_out_again_on_the_held_out_files(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
     card = Card.read(HOME / name)
-    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
-    found = [figure for _, figure in shipping.measure(HOME / name, corpus, card.held_out["windows"])]
+    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
+    found = [figure for _, figure in ship_models.measure(HOME / name, corpus, card.held_out["windows"])]
     room = 0.005 if same_files(card) else CLOSE
     for again, figure in zip(found, card.figures, strict=True):
         assert (again.estimator, again.lanes, again.drafts) == (figure.estimator, figure.lanes, figure.drafts)
@@ -110,9 +110,9 @@ def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
 def test_another_text_has_another_figure():
     """The check above would notice: negative control."""
     card = Card.read(HOME / LANES)
-    corpus = shipping.held_out_corpus(list(card.held_out["files"]))
-    mixed = shipping.replace(corpus, texts=tuple(text[::-1] for text in corpus.texts))
-    ((_, figure),) = shipping.measure(HOME / LANES, mixed, 8, (card.check["lanes"],), ("exact",))
+    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
+    mixed = ship_models.replace(corpus, texts=tuple(text[::-1] for text in corpus.texts))
+    ((_, figure),) = ship_models.measure(HOME / LANES, mixed, 8, (card.check["lanes"],), ("exact",))
     assert abs(figure.nats_per_byte - card.check["nats_per_byte"]) > CLOSE
 
 
@@ -226,25 +226,25 @@ def made(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["train", "--preset", "lanes-debug", "--run", str(run), *options])
     files = {"train": [library / "seen.py"], "validation": [library / "unseen.py"]}
-    monkeypatch.setattr(shipping, "stdlib_files", lambda split, source: files[split])
-    monkeypatch.setattr(shipping.sysconfig, "get_path", lambda _: str(library))
+    monkeypatch.setattr(ship_models, "stdlib_files", lambda split, source: files[split])
+    monkeypatch.setattr(ship_models.sysconfig, "get_path", lambda _: str(library))
     with pytest.raises(ConfigError, match="not trained on stdlib"):
-        shipping.ship(run, "mine", "Mine.", into=tmp_path / "box")
-    read = shipping.run_settings.read
+        ship_models.ship(run, "mine", "Mine.", into=tmp_path / "box")
+    read = ship_models.run_settings.read
 
     def as_if_on_stdlib(path):
         settings = read(path)
-        return shipping.replace(settings, data=shipping.replace(settings.data, sources=("stdlib",)))
+        return ship_models.replace(settings, data=ship_models.replace(settings.data, sources=("stdlib",)))
 
-    monkeypatch.setattr(shipping.run_settings, "read", as_if_on_stdlib)
-    shipping.ship(run, "mine", "Mine.", windows=8, into=tmp_path / "box")
+    monkeypatch.setattr(ship_models.run_settings, "read", as_if_on_stdlib)
+    ship_models.ship(run, "mine", "Mine.", windows=8, into=tmp_path / "box")
 
     def ship_further(start: Path) -> Path:
         """A run with a draft head from these weights, made into a model that ships under the same name."""
         with pytest.raises(SystemExit):
             main(["train", "--preset", "lanes-debug-drafts", "--run", str(tmp_path / "further"),
                   "--init", str(start), "--tokenizer", str(start), *options])  # fmt: skip
-        shipping.ship(tmp_path / "further", "mine", "Mine, further.", windows=8, into=tmp_path / "second")
+        ship_models.ship(tmp_path / "further", "mine", "Mine, further.", windows=8, into=tmp_path / "second")
         return tmp_path / "second" / "mine"
 
     return run, tmp_path / "box" / "mine", ship_further
@@ -261,15 +261,15 @@ def test_a_run_becomes_a_model_that_ships(made, capsys):
     before, after = dcdm.load(run)[0], dcdm.load(folder)[0]
     for name, value in before.state_dict().items():
         assert torch.equal(value.to(torch.bfloat16).float(), after.state_dict()[name])
-    corpus = shipping.held_out_corpus(["unseen.py"])
-    scored = shipping.evaluate([str(folder)], [corpus], ("exact",)).rows
+    corpus = ship_models.held_out_corpus(["unseen.py"])
+    scored = ship_models.evaluate([str(folder)], [corpus], ("exact",)).rows
     assert card.figures[0].nats_per_token == pytest.approx(scored[0].nats_per_token, rel=1e-3)
     assert card.best.nats_per_token == min(figure.nats_per_token for figure in card.figures)
     assert math.isfinite(card.check["nats_per_byte"])
     assert asdict(Card.read(folder)) == json.loads((folder / CARD).read_text()) | {"figures": card_figures(card)}
     with pytest.raises(ConfigError, match="exists"):
-        shipping.ship(run, "mine", "Mine.", into=folder.parent)
-    shipping.ship(run, "mine", "Other.", windows=4, overwrite=True, into=folder.parent)
+        ship_models.ship(run, "mine", "Mine.", into=folder.parent)
+    ship_models.ship(run, "mine", "Other.", windows=4, overwrite=True, into=folder.parent)
     assert Card.read(folder).says == "Other."
 
 
@@ -294,17 +294,17 @@ def test_a_card_tells_how_to_make_the_start_weights_and_what_drafts_save(made):
     assert pairs[1, 3].forwards_per_window < pairs[1, None].forwards_per_window == 31
     (before / CARD).unlink()
     with pytest.raises(ConfigError, match="has no card"):
-        shipping.ship(run.parent / "further", "mine", "Mine.", into=run.parent / "third")
+        ship_models.ship(run.parent / "further", "mine", "Mine.", into=run.parent / "third")
 
 
 def test_the_command_of_a_run_that_was_made_longer_has_its_earlier_ends():
     rates = [0.1, 0.5, 1.0, 1.0, 0.5, 0.01, 1.0, 1.0, 0.5, 0.01]
     rows = [{"step": step, "learning_rate": rate} for step, rate in enumerate(rates, 1)]
-    assert shipping.earlier_ends([{"step": 3, "evaluation": {}}, *rows], warmup=3) == [6]
-    assert shipping.earlier_ends(rows[:6], warmup=3) == []
+    assert ship_models.earlier_ends([{"step": 3, "evaluation": {}}, *rows], warmup=3) == [6]
+    assert ship_models.earlier_ends(rows[:6], warmup=3) == []
     first = f"dcdm train --config src/dcdm/shipped/mine/{TRAINING} --run runs/mine"
-    assert shipping._command("mine", [10]) == first
-    assert shipping._command("mine", [6, 10]) == f"{first} --steps 6 && dcdm train --run runs/mine --steps 10"
+    assert ship_models._command("mine", [10]) == first
+    assert ship_models._command("mine", [6, 10]) == f"{first} --steps 6 && dcdm train --run runs/mine --steps 10"
 
 
 def card_figures(card: Card) -> tuple:

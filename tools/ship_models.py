@@ -1,6 +1,6 @@
 """A run made into a model that ships: exported in bf16, measured on held-out files, with its card.
 
-    python -m dcdm.evaluation.shipping RUN NAME --says "What it is, in a sentence."
+    python tools/ship_models.py RUN NAME --says "What it is, in a sentence."
 
 writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib` or `stdlib-code`, whose split by file
 says which files it never saw, from nothing or from a model that shipped before. Figures are those of the exported
@@ -104,10 +104,10 @@ def _settings(run: Path) -> run_settings.RunConfig:
         raise ConfigError(f"{run} started from {settings.init}, which has no card: nobody could train it again")
     if (start := _start(settings)) is not None and Card.read(start).start is not None:
         raise ConfigError(
-            f"{run} started from {start}, which had start weights itself; a card tells of one start only"
+            f"{run} started from {start}, which had initial weights itself; a card tells of one start only"
         )
     if settings.init is not None and settings.data.tokenizer != settings.init:
-        raise ConfigError(f"{run} has another tokenizer than its start weights; name their folder for both")
+        raise ConfigError(f"{run} has another tokenizer than its initial weights; name their folder for both")
     return settings
 
 
@@ -124,7 +124,7 @@ def _start(settings: run_settings.RunConfig) -> Path | None:
 
 
 def training_files(settings: run_settings.RunConfig, name: str) -> dict[str, str]:
-    """The settings that train it again, its start weights where the card's command puts them, and theirs."""
+    """The settings that train it again, its initial weights where the card's command puts them, and theirs."""
     start = _start(settings)
     if start is None:
         return {TRAINING: run_settings.as_yaml(settings)}
@@ -134,7 +134,7 @@ def training_files(settings: run_settings.RunConfig, name: str) -> dict[str, str
 
 
 def again_by(settings: run_settings.RunConfig, name: str, ends: Sequence[int]) -> str:
-    """The commands that train it again, from nothing: its start weights first, where it has some."""
+    """The commands that train it again, from nothing: its initial weights first, where it has some."""
     own = _command(name, ends)
     start = _start(settings)
     if start is None:
