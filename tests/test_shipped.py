@@ -262,7 +262,7 @@ def test_a_run_becomes_a_model_that_ships(made, capsys):
     for name, value in before.state_dict().items():
         assert torch.equal(value.to(torch.bfloat16).float(), after.state_dict()[name])
     corpus = ship_models.held_out_corpus(["unseen.py"])
-    scored = ship_models.evaluate([str(folder)], [corpus], ("exact",)).rows
+    scored = ship_models.evaluate_perplexity([str(folder)], [corpus], ("exact",)).rows
     assert card.figures[0].nats_per_token == pytest.approx(scored[0].nats_per_token, rel=1e-3)
     assert card.best.nats_per_token == min(figure.nats_per_token for figure in card.figures)
     assert math.isfinite(card.check["nats_per_byte"])

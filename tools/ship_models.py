@@ -27,7 +27,7 @@ from tyro.conf import Positional
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.sources import STDLIB, STDLIB_SHARE, stdlib_files
 from dcdm.evaluation.corpora import Corpus
-from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate
+from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate_perplexity
 from dcdm.evaluation.windows import WindowSettings
 from dcdm.files import digest, file_digest
 from dcdm.io.export import check_free, write_export
@@ -176,7 +176,8 @@ def measure(
         drafted = estimator == "drafted"  # a forward for every token, so fewer windows
         sampling = EstimatorSettings(samples=1 if drafted else 4, lanes=lanes)
         limit = min(windows, DRAFTED) if drafted else windows
-        found = evaluate([str(folder)], [corpus], (estimator,), sampling, WindowSettings(limit=limit)).rows
+        window = WindowSettings(limit=limit)
+        found = evaluate_perplexity([str(folder)], [corpus], (estimator,), sampling, window).rows
         rows += [row for row in found if isinstance(row, Figures)]
     numbers: Sequence[int | None] = (1,) if config.kind == "ar" else lanes or config.lanes or (None,)
     by_row = [*numbers] * (len(rows) // len(numbers))

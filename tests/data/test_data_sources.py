@@ -456,12 +456,12 @@ def test_files_whose_names_are_not_utf8_are_prepared_or_named(tmp_path):
 
 
 def test_an_evaluation_does_not_leave_out_folders_silently_and_an_empty_source_says_why(tmp_path, monkeypatch):
-    from dcdm.evaluation.corpora import ReadingSettings, read_corpus
+    from dcdm.evaluation.corpora import read_corpus
 
     folder = corpus_folder(tmp_path / "corpus")
     (tmp_path / "none" / "private").mkdir(parents=True)
     lock_away(monkeypatch, "private")
     with pytest.raises(DataError, match="make them readable"):
-        read_corpus(str(folder), ReadingSettings())
+        read_corpus(str(folder))
     with pytest.raises(DataError, match=r"holds no file .* cannot be read.*private"):
         prepare(str(tmp_path / "none"), out=tmp_path / "out")

@@ -15,7 +15,6 @@ from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (
     PAPER,
-    ReadingSettings,
     Tokens,
     detokenise_lambada,
     detokenise_ptb,
@@ -56,16 +55,14 @@ def counted(windows, batch_size=3, world=1):
     world=st.integers(1, 3),
 )
 def test_every_token_counts_exactly_once(sizes, length, stride, sliding, apart, world):
-    settings = WindowSettings(
-        "sliding" if sliding else "disjoint", min(stride, length - 1) if sliding else None, apart
-    )
+    settings = WindowSettings(min(stride, length - 1) if sliding else None, apart)
     windows = CorpusWindows(stream(sizes), BYTES, length, settings)
     assert counted(windows, world=world) == list(range(sum(sizes)))
     assert windows.left_out() == 0
 
 
 def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
-    windows = CorpusWindows(stream([20]), BYTES, 9, WindowSettings("sliding", 3))
+    windows = CorpusWindows(stream([20]), BYTES, 9, WindowSettings(3))
     assert windows.spans.tolist() == [[0, 0, 8], [3, 8, 11], [6, 11, 14], [9, 14, 17], [12, 17, 20]]
     batch = next(windows.batches(8))
     assert (batch.tokens[:, 0] == BYTES.bos_id).all()
@@ -107,9 +104,8 @@ def test_prompts_of_fine_tuning_examples_are_shown_and_not_counted():
 @pytest.mark.parametrize(
     ("settings", "length", "problem"),
     [
-        ({"stride": 3}, 8, "windows=sliding"),
-        ({"mode": "sliding", "stride": 0}, 8, "stride=0"),
-        ({"mode": "sliding", "stride": 8}, 8, "at most 7"),
+        ({"stride": 0}, 8, "stride=0"),
+        ({"stride": 8}, 8, "at most 7"),
         ({"limit": 0}, 8, "limit=0"),
         ({"length": 1}, 1, "length=1"),
         ({"length": 99}, 99, "max_position=64"),
@@ -141,47 +137,47 @@ def test_detokenisers_put_tokens_back_and_leave_placeholders():
 
 def test_text_that_is_not_tokenised_is_left_as_it_is(tmp_path):
     plain = "It isn't “odd” , is it? Well, no. We've seen it, and it's fine."
-    corpus = read_corpus(str(write_jsonl(tmp_path / "lambada.jsonl", [{"text": plain}])), ReadingSettings())
+    corpus = read_corpus(str(write_jsonl(tmp_path / "lambada.jsonl", [{"text": plain}])))
     assert (corpus.texts, corpus.detokeniser, corpus.split) == ((plain,), "none", None)
     spaced = write_jsonl(tmp_path / "b.jsonl", [{"text": "no , it is n't ."}])
-    read = read_corpus(f"lambada={spaced}", ReadingSettings())
+    read = read_corpus(f"lambada={spaced}")
     assert (read.texts, read.detokeniser) == (("no, it isn't.",), "lambada")
-    assert read_corpus(f"lambada={spaced}", ReadingSettings(detokenise=False)).detokeniser == "none"
-    assert read_corpus(f"other={spaced}", ReadingSettings()).detokeniser == "none"
+    assert read_corpus(f"other={spaced}").detokeniser == "none"
 
 
 def test_wikitext_becomes_articles_whether_it_comes_whole_or_line_by_line(tmp_path):
     lines = [" \n", " = One = \n", " Some , text . \n", " = = Part = = \n", " = Two = \n", " More , here . \n"]
     (tmp_path / "test.txt").write_text("".join(lines))
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": line} for line in ["", *lines]])
-    whole, by_line = (read_corpus(f"wikitext={p}", ReadingSettings()) for p in (tmp_path / "test.txt", rows))
+    whole, by_line = (read_corpus(f"wikitext={p}") for p in (tmp_path / "test.txt", rows))
     assert whole.texts == by_line.texts == ("= One =\nSome, text.\n== Part ==\n", "= Two =\nMore, here.\n")
     assert whole.empty_documents == by_line.empty_documents == 0
 
 
-def test_empty_documents_and_bad_rows_are_counted(tmp_path):
+def test_empty_documents_are_counted_and_bad_rows_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n{"text": ""}\n{"text": "  "}\n{"text": 3}\n{"text": "b"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:4"):
-        read_corpus(str(path), ReadingSettings())
-    corpus = read_corpus(str(path), ReadingSettings(max_bad=1))
-    assert (corpus.texts, corpus.empty_documents, corpus.bad_rows) == (("a", "b"), 2, 1)
+    path.write_text('{"text": "a"}\n{"text": ""}\n{"text": "  "}\n{"text": "b"}\n')
+    corpus = read_corpus(str(path))
+    assert (corpus.texts, corpus.empty_documents) == (("a", "b"), 2)
+    path.write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        read_corpus(str(path))
     (tmp_path / "ptb.txt").write_text("one line\n\nanother\n")
-    assert read_corpus(str(tmp_path / "ptb.txt"), ReadingSettings()).empty_documents == 1
+    assert read_corpus(str(tmp_path / "ptb.txt")).empty_documents == 1
 
 
 def test_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        read_corpus(f"ptb={tmp_path / 'none.txt'}", ReadingSettings())
+        read_corpus(f"ptb={tmp_path / 'none.txt'}")
     (tmp_path / "nothing.txt").write_text("")
     with pytest.raises(DataError, match="no text was found"):
-        read_corpus(str(tmp_path / "nothing.txt"), ReadingSettings())
+        read_corpus(str(tmp_path / "nothing.txt"))
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"body": "a"}])
     with pytest.raises(DataError, match="body"):
-        read_corpus(str(rows), ReadingSettings())
-    assert read_corpus(str(rows), ReadingSettings(field="body")).texts == ("a",)
+        read_corpus(str(rows))
+    assert read_corpus(str(rows), field="body").texts == ("a",)
     with pytest.raises(ConfigError, match="two corpora"):
-        read_corpora([str(rows), f"rows={rows}"], ReadingSettings(field="body"))
+        read_corpora([str(rows), f"rows={rows}"], field="body")
 
 
 def test_names_come_from_the_prefix_or_the_file():
@@ -197,9 +193,9 @@ def test_packed_shards_give_the_tokens_and_bytes_of_their_text(tmp_path):
     settings = DataConfig(validation_share=0.0)
     prepare(str(rows), "bytes", tmp_path / "shards", settings=settings, workers=1)
     with pytest.raises(DataError, match="--split"):
-        read_corpus(str(tmp_path / "shards"), ReadingSettings())
-    packed = tokenise(read_corpus(str(tmp_path / "shards"), ReadingSettings(split="train")), BYTES)
-    text = tokenise(read_corpus(str(rows), ReadingSettings()), BYTES)
+        read_corpus(str(tmp_path / "shards"))
+    packed = tokenise(read_corpus(str(tmp_path / "shards"), split="train"), BYTES)
+    text = tokenise(read_corpus(str(rows)), BYTES)
     for name in ("ids", "document", "size"):
         np.testing.assert_allclose(getattr(packed, name), getattr(text, name))
 
@@ -211,7 +207,7 @@ def test_of_the_standard_library_the_held_out_files_are_read_unless_others_are_a
     held, seen = ({path.read_text() for path in stdlib_files(split)} for split in ("validation", "train"))
     assert held
     assert len(held | seen) == 60
-    corpora = [read_corpus("stdlib", settings) for settings in (ReadingSettings(), ReadingSettings(split="train"))]
+    corpora = [read_corpus("stdlib"), read_corpus("stdlib", split="train")]
     assert [set(corpus.texts) for corpus in corpora] == [held, seen]
     assert [corpus.split for corpus in corpora] == ["validation", "train"]
     assert corpora[0].fingerprint != corpora[1].fingerprint
@@ -220,7 +216,7 @@ def test_of_the_standard_library_the_held_out_files_are_read_unless_others_are_a
 def test_shards_of_another_tokenizer_are_refused(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": prose(9, n)} for n in range(30)])
     prepare(str(rows), "bpe:300", tmp_path / "shards", workers=1)
-    corpus = read_corpus(str(tmp_path / "shards"), ReadingSettings(split="train"))
+    corpus = read_corpus(str(tmp_path / "shards"), split="train")
     with pytest.raises(DataError, match=r"another tokenizer \(300 ids.*260 ids"):
         tokenise(corpus, BYTES)
 
@@ -229,7 +225,7 @@ def test_shards_of_examples_show_their_prompts(tmp_path):
     rows = [{"q": f"question {n}?", "a": f"answer {n}"} for n in range(40)]
     settings = DataConfig(prompt_field="q", response_field="a", validation_share=0.0)
     prepare(str(write_jsonl(tmp_path / "r.jsonl", rows)), "bytes", tmp_path / "s", settings=settings, workers=1)
-    corpus = tokenise(read_corpus(str(tmp_path / "s"), ReadingSettings(split="train")), BYTES)
+    corpus = tokenise(read_corpus(str(tmp_path / "s"), split="train"), BYTES)
     windows = CorpusWindows(corpus, BYTES, 32, WindowSettings())
     learned = "".join(row["a"] for row in rows)
     assert len(counted(windows)) == len(learned) + len(rows)

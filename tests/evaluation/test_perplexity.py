@@ -22,8 +22,8 @@ from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import noise
 from dcdm.distributed import World
-from dcdm.evaluation.corpora import Corpus, ReadingSettings, Tokens, read_corpus, tokenise
-from dcdm.evaluation.perplexity import EstimatorSettings, chosen_estimators, evaluate, measure_perplexity
+from dcdm.evaluation.corpora import Corpus, Tokens, read_corpus, tokenise
+from dcdm.evaluation.perplexity import EstimatorSettings, chosen_estimators, evaluate_perplexity, measure_perplexity
 from dcdm.evaluation.windows import CorpusWindows, WindowSettings
 from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
@@ -59,7 +59,7 @@ def test_zeroed_embeddings_give_exactly_the_size_of_the_vocabulary(kind):
         model.embed_tokens.weight.zero_()
     for estimator in estimators_of(model.config):
         size = tiny.LETTERS + 3 if (kind, estimator) == ("ar", "exact") else tiny.LETTERS
-        for settings in ({}, {"mode": "sliding", "stride": 5}, {"apart": True}):
+        for settings in ({}, {"stride": 5}, {"apart": True}):
             row = figures(model, windows_of(letters(), **settings), estimator)
             assert row.perplexity == pytest.approx(size, rel=1e-12)
             assert row.tokens == 51
@@ -111,8 +111,8 @@ def test_ar_perplexity_equals_that_of_transformers(tmp_path):
         theirs.get_input_embeddings().weight[257:] = model.embed_tokens.weight[257:]
 
     (tmp_path / "text.txt").write_text(prose(60))
-    tokens = tokenise(read_corpus(str(tmp_path / "text.txt"), ReadingSettings()), tokenizer)
-    for settings in (WindowSettings(), WindowSettings("sliding", 10)):
+    tokens = tokenise(read_corpus(str(tmp_path / "text.txt")), tokenizer)
+    for settings in (WindowSettings(), WindowSettings(10)):
         windows = CorpusWindows(tokens, tokenizer, length, settings)
         row = figures(model, windows)
         total = 0.0
@@ -130,7 +130,7 @@ def test_ar_perplexity_equals_that_of_transformers(tmp_path):
 def test_neither_the_batch_size_nor_the_limit_changes_what_a_window_scores(kind):
     model = tiny.model(kind)
     for estimator in estimators_of(model.config):
-        for settings in ({}, {"apart": True}, {"mode": "sliding", "stride": 4}):
+        for settings in ({}, {"apart": True}, {"stride": 4}):
             windows = windows_of(letters(), **settings)
             one, many = (
                 measure_perplexity(model, windows, estimator, EstimatorSettings(3, 0, size), World()).rows
@@ -306,10 +306,10 @@ def test_json_holds_every_setting_and_count(place, capsys):
 
 
 def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place):
-    corpora = [read_corpus(str(place / "mine.txt"), ReadingSettings())]
+    corpora = [read_corpus(str(place / "mine.txt"))]
     sampling = EstimatorSettings(samples=1, commits=("steps:2", "chunk", "position"))
     models = [str(place / "bdlm"), str(place / "ar")]
-    result = evaluate(models, corpora, ("auto", "trajectory"), sampling, WindowSettings(limit=2))
+    result = evaluate_perplexity(models, corpora, ("auto", "trajectory"), sampling, WindowSettings(limit=2))
     forwards = {(row.model, row.estimator): row.forwards for row in result.rows}
     named = ("bdlm", "bdlm, steps:2", "bdlm, position")
     assert [*result.models] == [*named, "ar"]
@@ -329,7 +329,7 @@ def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place)
         assert row.nats_per_token == pytest.approx(float(alone.nats.sum() / alone.tokens.sum()))
     assert forwards["bdlm", "trajectory"] < forwards["bdlm, steps:2", "trajectory"]
     only = EstimatorSettings(commits=("steps:2",))
-    assert [*evaluate(models[:1], corpora, ("trajectory",), only, WindowSettings(limit=1)).models] == [
+    assert [*evaluate_perplexity(models[:1], corpora, ("trajectory",), only, WindowSettings(limit=1)).models] == [
         "bdlm, steps:2"
     ]
 
@@ -347,7 +347,7 @@ def test_the_table_names_the_split_of_the_standard_library(place, capsys):
         (["--data", "none.txt"], "there is no such file"),
         (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate fits none of the models"),
         (["--data", "mine.txt", "--estimator", "elbo"], "unknown estimator"),
-        (["--data", "mine.txt", "--stride", "3"], "--windows sliding"),
+        (["--data", "mine.txt", "--stride", "99"], "at most 31"),
         (["--data", "mine.txt", "--commit", "steps:2"], "belongs to --estimator trajectory"),
         (["--data", "mine.txt", "--estimator", "trajectory", "--commit", "steps:0"], "steps:0"),
         (["--data", "mine.txt", "--samples", "0"], "--samples 0"),
@@ -376,13 +376,13 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(place, tmp_path):
     settings["dcdm"]["vocab_size"] = 300
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="260 tokens, and its model 300"):
-        evaluate([str(tmp_path)], [read_corpus(str(place / "mine.txt"), ReadingSettings())])
+        evaluate_perplexity([str(tmp_path)], [read_corpus(str(place / "mine.txt"))])
 
 
 def test_models_with_one_folder_name_are_told_apart(place, tmp_path):
     twin = exported("ar", tmp_path / "ar")
-    corpora = [read_corpus(str(place / "mine.txt"), ReadingSettings())]
-    result = evaluate([str(place / "ar"), twin], corpora, window=WindowSettings(limit=2))
+    corpora = [read_corpus(str(place / "mine.txt"))]
+    result = evaluate_perplexity([str(place / "ar"), twin], corpora, window=WindowSettings(limit=2))
     assert list(result.models) == [str(place / "ar"), twin]
     with pytest.raises(ConfigError, match="twice"):
-        evaluate([twin, twin], corpora)
+        evaluate_perplexity([twin, twin], corpora)

@@ -19,7 +19,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.evaluation.harness import Estimate, HarnessModel
-from dcdm.evaluation.tasks import BENCHMARKS, Loader, _leads_by_chance, choose, evaluate, read_rows
+from dcdm.evaluation.tasks import BENCHMARKS, Loader, _leads_by_chance, choose, read_rows, run_tasks
 
 TEST = "def check(f):\n    assert f() == 1\n"
 PROGRAM = {"task_id": "t/0", "prompt": "def one():\n", "test": TEST, "entry_point": "one"}
@@ -154,7 +154,7 @@ def test_group_accuracy_weighs_questions_not_subjects(monkeypatch, folder):
 
     (chosen,) = choose(["mmlu"], folder, {})
     monkeypatch.setattr(lm, "_sums", scored)
-    results = evaluate(lm, Loader(chosen, False).load(), None)
+    results = run_tasks(lm, Loader(chosen, False).load(), None)
     assert results["results"]["mmlu"]["acc,none"] == pytest.approx(2 / 3)
 
 

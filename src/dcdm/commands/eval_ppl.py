@@ -35,17 +35,13 @@ def ppl(
     commit: tuple[str, ...] = ("chunk",),
     lanes: str = "",
     seed: int = 0,
-    windows: Literal["disjoint", "sliding"] = "disjoint",
     stride: int | None = None,
     length: int | None = None,
     separate: bool = False,
     limit: int | None = None,
     batch_size: int = 16,
     field: str = "text",
-    documents: Literal["file", "lines", "blank-lines"] | None = None,
     split: Literal["train", "validation"] = "validation",
-    detokenise: bool = True,
-    max_bad: int = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
@@ -63,43 +59,40 @@ def ppl(
             lambada, ag_news, pubmed and arxiv choose how a corpus is detokenised.
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
             drafted.
-        samples: Mask sets drawn per window (per chunk for sequential), or all of them; paces for drafted.
+        samples: Mask sets drawn per window (per chunk for sequential), or all of them; acceptance
+            patterns for drafted.
         commit: For trajectory of models with masks: decoders as in dcdm sample, each a line of the table (chunk:
             one forward per chunk; steps:2, dilated:4, …).
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
             that each was trained with).
         seed: Seed of the draws.
-        windows: Windows that share nothing, or ones whose earlier part is visible and does not count.
-        stride: Tokens that a sliding window counts (default: half of it).
+        stride: Slide windows by so many tokens: only those count, and the earlier part of the window is visible
+            (default: windows that share nothing).
         length: Positions of a window (default: the model's context length).
         separate: Put every document into windows of its own, instead of joining them by EOS as in training.
         limit: At most so many windows of each corpus, spread evenly over it.
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
-        documents: What is one document in a .txt file (default: what suits the corpus, else the file).
         split: Of packed shards, and of stdlib and stdlib-code.
-        detokenise: Put tokenised corpora of these names back into plain text.
-        max_bad: Unreadable lines or rows to leave out before giving up.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
     """
     from dcdm.distributed import init_distributed, shutdown
-    from dcdm.evaluation.corpora import ReadingSettings, read_corpora
-    from dcdm.evaluation.perplexity import EstimatorSettings, evaluate
+    from dcdm.evaluation.corpora import read_corpora
+    from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
     from dcdm.evaluation.windows import WindowSettings
 
     folders_exist(csv=csv, markdown=markdown)
     sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
-    window = WindowSettings(windows, stride, separate, length, limit)
-    corpora = read_corpora(data, ReadingSettings(field, documents, split, detokenise, max_bad))
+    window = WindowSettings(stride, separate, length, limit)
+    corpora = read_corpora(data, field, split)
     world = init_distributed(device)
     try:
         weights = weights_dtype(dtype, world.device)
         with Progress("windows", shown=world.is_main) as progress:
-            result = evaluate(
-                models, corpora, estimator, sampling, window,
-                world=world, dtype=weights, say=progress.start,
-            )  # fmt: skip
+            result = evaluate_perplexity(
+                models, corpora, estimator, sampling, window, world=world, dtype=weights, say=progress.start
+            )
         if world.is_main:
             _publish(result, json, csv, markdown)
     finally:

@@ -66,7 +66,7 @@ def tasks(
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
-        items: Write this file anew: a JSON line per question, with the Monte-Carlo errors of its choices.
+        items: Write a JSON line per question to this file, with the Monte-Carlo errors of its choices.
     """
     from dcdm.evaluation.tasks import ItemFile, choose
     from dcdm.viewing.tables import print_task
@@ -159,12 +159,12 @@ def _run(
 ) -> dict[str, Any]:
     """One benchmark's report."""
     from dcdm.evaluation.harness import RequestCounts
-    from dcdm.evaluation.tasks import Loader, evaluate, task_figures
+    from dcdm.evaluation.tasks import Loader, run_tasks, task_figures
 
     started = time.perf_counter()
     lm.counts = RequestCounts()
     loader = Loader(chosen, execute)
-    results = evaluate(lm, loader.load(), limit, cache)
+    results = run_tasks(lm, loader.load(), limit, cache)
     notes = list(chosen.notes)
     if chosen.name == "humaneval":
         cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}

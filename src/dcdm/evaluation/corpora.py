@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from dcdm.config import ConfigError, DataError
 from dcdm.data.reading import BadRows, cut_into_parts, read_texts
 from dcdm.data.settings import DataConfig, Documents, Split
-from dcdm.data.sources import STDLIB, STDLIB_SHARE, Skipped, SourceFile, examine, resolve
+from dcdm.data.sources import STDLIB, STDLIB_SHARE, Skipped, examine, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -121,18 +121,6 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class ReadingSettings:
-    """How documents are taken out of files; None means the corpus's own way."""
-
-    field: str = "text"
-    documents: Documents | None = None
-    split: Split = "validation"
-    """Of packed shards, and of the files of `stdlib`."""
-    detokenise: bool = True
-    max_bad: int = 0
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Documents, or prepared shards, under the name that tables give them."""
 
@@ -146,7 +134,6 @@ class Corpus:
     fingerprint: str = ""
     """SHA-256 over the source's contents."""
     empty_documents: int = 0
-    bad_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +145,7 @@ class Tokens:
     """(T,) number of the document that a token belongs to."""
     size: np.ndarray
     """(T,) UTF-8 bytes that a token stands for; 0 for EOS."""
-    prompt: np.ndarray | None = field(default=None)
+    prompt: np.ndarray | None = None
     """(T,) bool: tokens that are given, of fine-tuning examples; those stay apart from each other."""
 
     def borders(self) -> np.ndarray:
@@ -167,51 +154,49 @@ class Tokens:
         return np.append(starts, len(self.ids))
 
 
-def read_corpora(specs: Sequence[str], settings: ReadingSettings) -> list[Corpus]:
+def read_corpora(specs: Sequence[str], field: str = "text", split: Split = "validation") -> list[Corpus]:
     """The corpora of `NAME=SOURCE` or `SOURCE`; names must differ."""
-    corpora = [read_corpus(spec, settings) for spec in specs]
+    corpora = [read_corpus(spec, field, split) for spec in specs]
     names = [corpus.name for corpus in corpora]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two corpora are called {', '.join(twice)}; name them apart, as in NAME=PATH")
     return corpora
 
 
-def read_corpus(spec: str, settings: ReadingSettings) -> Corpus:
+def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> Corpus:
     """A corpus from local files, a folder of `dcdm data prepare`, a hub data set, or `stdlib`.
 
-    Of `stdlib` the files of one split are read, as training splits it: models that were trained on it have seen the
-    others.
+    `field` holds the text of a row; `split` is that of packed shards, and of the files of `stdlib`, as training
+    splits them: models that were trained on it have seen the others.
     """
     name, source = split_name(spec)
     if (Path(source).expanduser() / MANIFEST).is_file():
         prepared = PreparedData.open(source)
-        if not prepared.documents(settings.split):
-            raise DataError(f"{source}: its {settings.split} split is empty; choose the other one with --split")
-        mark = digest([prepared.fingerprint, settings.split])
-        return Corpus(name, source, prepared=prepared, split=settings.split, fingerprint=mark)
-    recipe, split = PAPER.get(name, CorpusRecipe()), settings.split if source in STDLIB else None
-    wanted = DataConfig(
-        documents=settings.documents or recipe.documents, field=settings.field,
-        validation_share=0.0 if split is None else STDLIB_SHARE, max_bad=settings.max_bad,
-    )  # fmt: skip
+        if not prepared.documents(split):
+            raise DataError(f"{source}: its {split} split is empty; choose the other one with --split")
+        mark = digest([prepared.fingerprint, split])
+        return Corpus(name, source, prepared=prepared, split=split, fingerprint=mark)
+    recipe, part = PAPER.get(name, CorpusRecipe()), split if source in STDLIB else None
+    share = 0.0 if part is None else STDLIB_SHARE
+    wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share, max_bad=0)
     skipped = Skipped()
     files = resolve(source, wanted, skipped=skipped)
-    planned, _ = examine([file for file in files if split in (None, file.split)], {})
+    planned, _ = examine([file for file in files if part in (None, file.split)], {})
     if skipped.unreadable:
         raise DataError(f"{source}: {skipped.sentences()[0]}; make them readable, or name the files")
-    bad = BadRows(settings.max_bad)
-    texts = _read(planned, wanted, bad)
-    if recipe.cut is not None and settings.documents is None:
+    bad = BadRows(0)
+    texts = [text for cut in cut_into_parts(planned, wanted) for text, _ in read_texts(cut, wanted, bad)]
+    if recipe.cut is not None:
         texts, bad.empty = recipe.cut(texts), 0  # what is empty before the cut is a blank line, not a document
-    used = recipe.detokenise if settings.detokenise and is_tokenised(texts) else None
+    used = recipe.detokenise if is_tokenised(texts) else None
     texts = texts if used is None else [used(text) for text in texts]
     kept = [text for text in texts if text.strip()]
     if not kept:
         raise DataError(f"no text was found in {source}")
     empty = bad.empty + len(texts) - len(kept) + sum(not file.size for file in planned)
     return Corpus(
-        name, source, tuple(kept), split=split, detokeniser=name if used else "none",
-        fingerprint=digest([file.entry() for file in planned]), empty_documents=empty, bad_rows=bad.count,
+        name, source, tuple(kept), split=part, detokeniser=name if used else "none",
+        fingerprint=digest([file.entry() for file in planned]), empty_documents=empty,
     )  # fmt: skip
 
 
@@ -222,10 +207,6 @@ def split_name(spec: str) -> tuple[str, str]:
         return named["name"], named["source"]
     path = Path(spec.removeprefix("hf:"))
     return path.name.partition(".")[0] or path.name, spec
-
-
-def _read(planned: list[SourceFile], settings: DataConfig, bad: BadRows) -> list[str]:
-    return [text for part in cut_into_parts(planned, settings) for text, _ in read_texts(part, settings, bad)]
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:

@@ -1,4 +1,4 @@
-"""Text under a decoder: its exact likelihood, and whether the decoder's best guess is the text itself.
+"""Text under a decoder: its exact likelihood, whether the most probable text is the true one, and its chunks.
 
 B rows   L positions
 """
@@ -52,8 +52,8 @@ def score_under_decoder(
     """Walk the decoder along the true text.
 
     This gives the exact likelihood of a decoder whose order follows from probabilities. One of random order is
-    walked along one order drawn for each window, one with drafts along one pace: on average a bound of −log of the
-    sum over them.
+    walked along one order drawn for each window, one with drafts along one acceptance pattern: on average a bound
+    of −log of the sum over them.
     """
     device, result = model.embed_tokens.weight.device, DecoderScore()
     scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
@@ -67,7 +67,7 @@ def score_under_decoder(
     return result
 
 
-# --- continuations of a given beginning --------------------------------------------------------------------------
+# --- continuations of a given context --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,3 +127,19 @@ def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Ten
     router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
     fill_canvas(z, sets, router, predictor, commit_policy("chunk"), reveal)
     return right
+
+
+# --- chunks ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def chunk_ids(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
+) -> Tensor | None:
+    """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""
+    if model.config.kind == "ar":
+        return None
+    if not model.config.routes_from_noise:
+        return model.partition(tokens, prompt, index).ids
+    masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens, prompt).free
+    return model.encode(tokens, masked, prompt=prompt).chunk_ids

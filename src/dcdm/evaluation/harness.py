@@ -77,7 +77,6 @@ class HarnessModel(TemplateLM):
     `samples` mask draws per continuation give a bound; a continuation with no more mask sets than that is summed
     exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
     neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
-    `item_log` names a file that gets one JSON line per scored request, with its Monte-Carlo error.
     `window`, `routing`, `commit` and `cache` go to `dcdm.generate`. `lanes` is how many lanes a model of that kind
     is asked with, for likelihoods and for generation; one, its best, by default.
     """
@@ -95,7 +94,6 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool = True,
-        item_log: str | None = None,
         lanes: int | None = None,
         **decoding: Any,
     ) -> None:
@@ -117,7 +115,6 @@ class HarnessModel(TemplateLM):
             raise ConfigError(f"max_length={self.max_length} must lie between 4 and {config.max_position}")
         self.model, self.text = loaded or load(str(pretrained), device, dtype)
         self.max_gen_toks = max_gen_toks
-        self.item_log = None if item_log is None else Path(item_log)
         self.counts = RequestCounts()
         self._device = next(self.model.parameters()).device
 
@@ -273,22 +270,10 @@ class HarnessModel(TemplateLM):
             attribute, args = key
             rolling = attribute == "loglikelihood_rolling"
             self.cache_hook.add_partial(attribute, args, estimate if rolling else (estimate, all(greedy)))
-            self._write_item(attribute, args, estimate, all(greedy))
         return estimate, all(greedy)
-
-    def _write_item(self, attribute: str, args: tuple[Any, ...], estimate: Estimate, greedy: bool) -> None:
-        if self.item_log is None:
-            return
-        line = {
-            "request": attribute, "arguments": list(args), "loglikelihood": float(estimate),
-            "stderr": estimate.stderr, "is_greedy": greedy,
-        }  # fmt: skip
-        with self.item_log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _scored(self, rows: list[Continuation], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
         """(place, (log-likelihood, standard error, greedy)) of every row, in the order of computation."""
-
         order = sorted(range(len(rows)), key=lambda i: (rows[i].free, -len(rows[i].tokens)))
         for batch in _batches(order, self.batch_size):  # answers of like length need like numbers of passes
             yield from zip(batch, self._score([rows[i] for i in batch]), strict=True)

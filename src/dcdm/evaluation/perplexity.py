@@ -1,8 +1,8 @@
 """Perplexity of models on corpora, with its errors and with what was left out.
 
-`evaluate` measures many models on many corpora, and finds all that can be wrong before it measures the first.
-Neither the batch size nor the number of processes changes a figure beyond the rounding of floating-point sums: a
-window's randomness is keyed by its number, and figures are summed in the order of the windows.
+`evaluate_perplexity` measures many models on many corpora, and finds all that can be wrong before it measures the
+first. Neither the batch size nor the number of processes changes a figure beyond the rounding of floating-point
+sums: a window's randomness is keyed by its number, and figures are summed in the order of the windows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from dcdm.config import ConfigError, ModelConfig, lanes_in_words
-from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
@@ -81,13 +80,13 @@ class Figures:
     windows: int
     window_length: int
     left_out: dict[str, int] = field(default_factory=dict)
-    """Empty documents and bad rows, and tokens of windows that --limit passed over."""
+    """Empty documents, and tokens of windows that --limit skipped."""
     documents_cut: int = 0
     """Documents that do not lie whole in one window."""
 
 
 @dataclass(frozen=True)
-class Unfit:
+class Unsupported:
     """An estimator that a model does not have."""
 
     model: str
@@ -157,7 +156,6 @@ class Tally:
         mean, documents = nats / tokens, _by_document(shares)
         left_out = {
             "empty documents": corpus.empty_documents,
-            "bad rows": corpus.bad_rows,
             "tokens beyond the limit": windows.left_out(),
         }
         return Figures(
@@ -189,15 +187,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def check_vocabulary(name: str, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    if config.vocab_size != tokenizer.vocab_size:
-        raise ConfigError(
-            f"{name}: its tokenizer has {tokenizer.vocab_size:,} ids, its network {config.vocab_size:,}; "
-            "this is not the tokenizer that it was trained with"
-        )
-
-
-def as_dict(row: Figures | Unfit) -> dict[str, Any]:
+def as_dict(row: Figures | Unsupported) -> dict[str, Any]:
     """A row as plain values; infinities, which JSON has no word for, as None."""
     values = dict(row.__dict__)
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -217,17 +207,17 @@ class Evaluation:
     settings: dict[str, Any]
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: list[Figures | Unfit] = field(default_factory=list)
+    rows: list[Figures | Unsupported] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": self.settings, "models": self.models, "corpora": self.corpora,
             "results": [as_dict(row) for row in self.rows if isinstance(row, Figures)],
-            "does_not_fit": [as_dict(row) for row in self.rows if isinstance(row, Unfit)],
+            "does_not_fit": [as_dict(row) for row in self.rows if isinstance(row, Unsupported)],
         }  # fmt: skip
 
 
-def evaluate(
+def evaluate_perplexity(
     models: Sequence[str],
     corpora: Sequence[Corpus],
     estimators: tuple[str, ...] = ("auto",),
@@ -248,7 +238,7 @@ def evaluate(
     for (name, source), path in zip(sources.items(), models, strict=True):
         say(f"{name}: loading")
         model = source.load(world.device, dtype)
-        fitting, unfit = chosen_estimators(source.config, estimators)
+        fitting, others = chosen_estimators(source.config, estimators)
         variants = _variants(name, source.config, fitting, sampling)
         result.models |= {variant: _model_described(source, path) for variant in variants}
         for corpus in corpora:
@@ -265,7 +255,7 @@ def evaluate(
                     tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes, commit)
                     result.rows.append(tally.figures(variant, corpus, windows, estimator, sampling))
                 why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
-                result.rows += [Unfit(variant, corpus.name, estimator, why) for estimator in unfit]
+                result.rows += [Unsupported(variant, corpus.name, estimator, why) for estimator in others]
     return result
 
 
@@ -305,14 +295,13 @@ def _check(
     sources: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings,
     sampling: EstimatorSettings,
 ) -> None:  # fmt: skip
-    unfit: list[set[str]] = []
-    for name, source in sources.items():
-        check_vocabulary(name, source.config, source.tokenizer)
+    unsupported: list[set[str]] = []
+    for source in sources.values():
         window.check(window.length or source.config.context_length, source.config.max_position)
         fitting, others = chosen_estimators(source.config, estimators)
         for estimator in fitting:
             check_estimator(source.config, estimator, sampling.samples)
-        unfit.append(set(others))
+        unsupported.append(set(others))
         if fills_in_steps(source.config):
             for commit in sampling.commits:
                 DecodingConfig(commit).resolve(source.config).check_likelihood()
@@ -325,7 +314,7 @@ def _check(
             f"--commit {' '.join(sampling.commits)} belongs to --estimator trajectory of models that fill a chunk "
             "in several forwards (mdlm, bdlm, dcdm with masks); leave it out"
         )
-    if nowhere := sorted(set.intersection(*unfit)):
+    if nowhere := sorted(set.intersection(*unsupported)):
         kinds = ", ".join(sorted({source.config.kind.upper() for source in sources.values()}))
         fitting = sorted({name for source in sources.values() for name in estimators_of(source.config)})
         raise ConfigError(

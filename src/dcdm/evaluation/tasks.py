@@ -319,17 +319,17 @@ def _programs(answers: list[list[str]], docs: list[dict[str, Any]]) -> list[list
     return [[doc["prompt"] + text for text in texts] for texts, doc in zip(answers, docs, strict=True)]
 
 
-def evaluate(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None = None) -> dict[str, Any]:
+def run_tasks(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None = None) -> dict[str, Any]:
     """The harness's results for what `Loader` made, with its own seed for the choice of examples."""
     from lm_eval.api.model import CachingLM
     from lm_eval.defaults import DEFAULT_OTHER_SEED
-    from lm_eval.evaluator import evaluate as run
+    from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_defaults=False).load(loaded)
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    results = run(lm if cache is None else CachingLM(lm, str(cache)), tasks, limit=limit, log_samples=True)
+    results = evaluate(lm if cache is None else CachingLM(lm, str(cache)), tasks, limit=limit, log_samples=True)
     assert results is not None
     return dict(results)
 
@@ -401,7 +401,7 @@ def _leads_by_chance(choices: list[Any]) -> bool:
 class ItemFile:
     """The questions of a command's benchmarks, a JSON line each: answers with their errors, and metrics.
 
-    The file is written anew when the command begins, and whole again after every benchmark.
+    The file is emptied when the command begins, and written whole after every benchmark.
     """
 
     def __init__(self, path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,17 +16,15 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.evaluation.corpora import Tokens
 
-Mode = Literal["disjoint", "sliding"]
 ROUND = 32  # short windows are padded to a multiple of this, whatever stands beside them in a batch
 
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """`disjoint` windows share nothing; of a `sliding` one only the last `stride` tokens count."""
+    """How a corpus is cut."""
 
-    mode: Mode = "disjoint"
     stride: int | None = None
-    """None: half of the window."""
+    """Of a window only the last so many tokens count, the earlier ones are given; None: windows share nothing."""
     apart: bool = False
     """Every document in windows of its own, instead of one stream as in training."""
     length: int | None = None
@@ -36,8 +33,6 @@ class WindowSettings:
     """At most so many windows, spread evenly over the corpus."""
 
     def __post_init__(self) -> None:
-        if self.stride is not None and self.mode == "disjoint":
-            raise ConfigError(f"stride={self.stride} belongs to windows=sliding; set that, or leave it out")
         for name in ("stride", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -75,7 +70,7 @@ class CorpusWindows:
 
     def __init__(self, corpus: Tokens, tokenizer: Tokenizer, length: int, settings: WindowSettings) -> None:
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
-        stride = length - 1 if settings.mode == "disjoint" else settings.stride or max(1, length // 2)
+        stride = length - 1 if settings.stride is None else settings.stride
         apart = settings.apart or corpus.prompt is not None
         borders = corpus.borders() if apart else np.array([0, len(corpus.ids)])
         self.spans = self._counting(_spans(borders, length - 1, stride))

@@ -41,7 +41,7 @@ def measure(
 
     from dcdm.decoding.config import adablock_of
     from dcdm.distributed import World
-    from dcdm.evaluation.corpora import ReadingSettings, read_corpus, tokenise
+    from dcdm.evaluation.corpora import read_corpus, tokenise
     from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
     from dcdm.io.load import load_model
     from dcdm.keys import Key
@@ -73,7 +73,7 @@ def measure(
         "": digest([data.content_fingerprint, tokenizer.fingerprint, chosen.tolist(), config.window])[:16]
     }
     for corpus, path in (corpora or {}).items():
-        read_in = read_corpus(f"{corpus}={path}", ReadingSettings())
+        read_in = read_corpus(f"{corpus}={path}")
         main["text"][corpus] = read_in.fingerprint[:16]
         cut = CorpusWindows(tokenise(read_in, tokenizer), tokenizer, config.window, WindowSettings(limit=windows))
         text = next(cut.batches(windows))  # whole windows; what is left of the text at its end comes later
@@ -117,7 +117,7 @@ def unigram_baseline(data: PreparedData, text: WindowBatch) -> float:
 
 def _max_violation(model: Model, text: WindowBatch) -> float:
     """MaxVio of a DCDM's chunks over all windows; with the paper's routing, at half of the tokens masked."""
-    from dcdm.evaluation.studies import chunk_ids
+    from dcdm.evaluation.decoders import chunk_ids
     from dcdm.model.chunking import chunk_counts, max_violation
 
     ids, free = chunk_ids(model, text.tokens, text.prompt, text.index), model.sets(text.tokens, text.prompt).free

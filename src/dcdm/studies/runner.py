@@ -145,7 +145,7 @@ def _waiting(
 
 def _check_corpora(study: Study) -> None:
     """Read the other texts once, before hours are spent on models to measure on them."""
-    from dcdm.evaluation.corpora import ReadingSettings, read_corpus
+    from dcdm.evaluation.corpora import read_corpus
 
     if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
         raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
@@ -153,7 +153,7 @@ def _check_corpora(study: Study) -> None:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"corpora.{name}: a name has letters, digits, '-', '_' and '.' only")
         try:
-            read_corpus(f"{name}={path}", ReadingSettings())
+            read_corpus(f"{name}={path}")
         except (ConfigError, DataError) as error:
             raise ConfigError(f"corpora.{name}: {error}") from error
 

@@ -49,7 +49,7 @@ def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
     import numpy as np
     import torch
 
-    from dcdm.evaluation.studies import chunk_ids
+    from dcdm.evaluation.decoders import chunk_ids
 
     ids = chunk_ids(model, tokens)
     shown = torch.zeros_like(tokens) if ids is None else ids

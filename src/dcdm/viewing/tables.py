@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcdm.evaluation.perplexity import Evaluation, Figures, Unfit
+from dcdm.evaluation.perplexity import Evaluation, Figures, Unsupported
 from dcdm.viewing.page import grid
 
 CLASSES = {
@@ -130,9 +130,9 @@ def to_csv(evaluation: Evaluation) -> str:
     return file.getvalue()
 
 
-def _flat(row: Figures | Unfit) -> dict[str, Any]:
+def _flat(row: Figures | Unsupported) -> dict[str, Any]:
     values = dict(row.__dict__)
-    if isinstance(row, Unfit):
+    if isinstance(row, Unsupported):
         why = values.pop("reason")
         return {**values, "note": f"does not fit: {why}"}
     left_out = values.pop("left_out")
