@@ -350,7 +350,7 @@ def test_the_table_names_the_split_of_the_standard_library(place, capsys):
         (["--data", "mine.txt", "--stride", "99"], "at most 31"),
         (["--data", "mine.txt", "--commit", "steps:2"], "belongs to --estimator trajectory"),
         (["--data", "mine.txt", "--estimator", "trajectory", "--commit", "steps:0"], "steps:0"),
-        (["--data", "mine.txt", "--samples", "0"], "--samples 0"),
+        (["--data", "mine.txt", "--samples", "0"], "samples=0"),
         (["--data", "mine.txt", "pubmed.jsonl", "--field", "body"], "--field"),
         (["--data", "shards", "--split", "train"], "another tokenizer"),
         (["--data", "mine.txt", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: nowhere is not a folder"),
