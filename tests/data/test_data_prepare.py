@@ -293,12 +293,12 @@ def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path
         prepare(str(corpus), "bytes", out, settings=DataConfig(validation_share=0.2), workers=1)
     monkeypatch.undo()
     monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
-    assert len(list(tmp_path.glob("out.*.partial"))) == 1
+    assert (tmp_path / "out.partial").exists()
     said = Heard()
     prepare(str(corpus), "bytes", out, reporter=said)
     assert "an unfinished preparation of other text or with other settings" in " ".join(said.said)
     assert tree(out) == whole
-    assert not list(tmp_path.glob("out.*.partial"))
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_path, small_units, monkeypatch):
@@ -308,8 +308,7 @@ def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_pa
         prepare(str(corpus), "bytes", tmp_path / "out", workers=1)
     monkeypatch.undo()
     monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
-    (work,) = tmp_path.glob("out.*.partial")
-    shard = next(work.glob("train-*.bin"))
+    shard = next((tmp_path / "out.partial").glob("train-*.bin"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
     said = Heard()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
@@ -360,18 +359,6 @@ def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path,
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
     assert "resuming" in " ".join(said.said)
     assert tree(tmp_path / "out") == whole
-
-
-def test_a_full_disk_in_a_worker_process_is_said_clearly_too(corpus, tmp_path):
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))\n"
-        "from dcdm.data import prepare; prepare.UNIT_BYTES = (8000, 8000); from dcdm.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("dcdm: cannot write to")
-    assert "Traceback" not in done.stderr
 
 
 def test_folders_that_cannot_be_the_result_are_refused(corpus, tmp_path):

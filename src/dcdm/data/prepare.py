@@ -33,7 +33,7 @@ FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
-LOCK, STAMPS = "lock", "source_stamps.json"
+LOCK, PLAN, STAMPS = "lock", "plan", "source_stamps.json"
 
 
 def prepare(
@@ -79,9 +79,8 @@ def prepare(
     out = cache_folder() / f"{_slug(sources[0])}-{digest(plan)[:12]}" if out is None else _absolute(out)
     if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
         return existing
-    work = out.with_name(f"{out.name}.{digest(plan)[:12]}.partial")
-    _remove_other_work(work, out, reporter.say)
-    with _locked(work, out, reporter.say):
+    work = out.with_name(f"{out.name}.partial")
+    with _locked(work, out, digest(plan), reporter.say):
         if (existing := _existing(out, plan, settings, overwrite, Reporter())) is not None:  # while we waited
             shutil.rmtree(work)
             return existing
@@ -229,16 +228,26 @@ def _existing(
     return None
 
 
-# --- the folder in which it works: OUT.<plan>.partial, beside the result -----------------------------------------
+# --- the folder in which it works: OUT.partial, beside the result ------------------------------------------------
 
 
 @contextmanager
-def _locked(work: Path, out: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Make the folder and hold it against other processes."""
+def _locked(work: Path, out: Path, plan: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Make the folder and hold it against other processes; what another plan left in it is removed."""
     with writing(out.parent):
         lock = _lock(work, out, say)
     try:
         with writing(work):
+            begun = (work / PLAN).read_text() if (work / PLAN).exists() else None
+            if begun != plan:
+                if begun is not None:
+                    say(f"removed {work.name}, an unfinished preparation of other text or with other settings")
+                for path in work.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    elif path.name != LOCK:
+                        path.unlink()
+                write_whole(work / PLAN, plan.encode())
             (work / RECORDS).mkdir(exist_ok=True)
         yield
     except DataError:
@@ -267,36 +276,11 @@ def _lock(work: Path, out: Path, say: Callable[[str], None]) -> int:
         os.close(handle)  # the folder was finished and renamed meanwhile
 
 
-def _remove_other_work(work: Path, out: Path, say: Callable[[str], None]) -> None:
-    """Remove what earlier runs with other plans left unfinished."""
-    pattern = re.compile(re.escape(out.name) + r"\.[0-9a-f]{12}\.partial")
-    for path in sorted(out.parent.glob("*.partial")):
-        if path == work or not pattern.fullmatch(path.name) or _in_use(path):
-            continue
-        say(f"removed {path.name}, an unfinished preparation of other text or with other settings")
-        with writing(path):
-            shutil.rmtree(path)
-
-
-def _in_use(path: Path) -> bool:
-    try:
-        handle = os.open(path / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
-
-
 def _publish(work: Path, out: Path) -> None:
     """Leave only what belongs to the result, then rename the folder to its final name."""
     with writing(work):
         shutil.rmtree(work / RECORDS, ignore_errors=True)
-        for path in (work / LOCK, *work.rglob("*.tmp")):
+        for path in (work / PLAN, work / LOCK, *work.rglob("*.tmp")):
             path.unlink(missing_ok=True)
     with writing(out.parent):
         replace_folder(work, out)
@@ -384,7 +368,6 @@ def _tokenise(
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
     weights, tokens, started = {unit.number: unit.weight for unit in units}, 0, time.monotonic()
     total, done = sum(weights.values()), sum(weights[number] for number in records)
-    _all_bad_rows((record["bad"] for record in records.values()), settings)
     for record in write_units(left, folder, tokenizer, settings, workers):
         records[record["unit"]] = record
         if record["bad"]["count"]:

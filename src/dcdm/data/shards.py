@@ -1,4 +1,4 @@
-"""Units of work to token shards: read, tokenise, write, record; in this process or in worker processes.
+"""Units of work to token shards: read, tokenise, write, record; several units at once.
 
 A shard `SPLIT-NNNNN.bin` is a plain array of token ids, little-endian; beside it, for fine-tuning data, is
 `SPLIT-NNNNN.idx` with two uint32 per example: its length and its prompt's. The number is the unit's.
@@ -10,17 +10,12 @@ import errno
 import hashlib
 import json
 import os
-import pickle
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -63,10 +58,34 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def write_units(
+    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int
+) -> Iterator[dict[str, Any]]:
+    """The records of `units` as they are finished, in no particular order, by as many threads as there are workers.
+
+    Threads are enough: most of the time goes to `tokenizers`, to hashing and to the disk, which leave the
+    interpreter to others.
+    """
+    stop, threads = threading.Event(), ThreadPoolExecutor(workers)
+    try:
+        work = [threads.submit(write_unit, unit, folder, tokenizer, settings, stop) for unit in units]
+        for done in as_completed(work):
+            yield done.result()
+    finally:
+        stop.set()
+        threads.shutdown(cancel_futures=True)
+
+
 # --- one unit ----------------------------------------------------------------------------------------------------
 
 
-def write_unit(unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
+class Stopped(Exception):
+    """The unit is not wanted any more."""
+
+
+def write_unit(
+    unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig, stop: threading.Event
+) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
     bad = BadRows(settings.max_bad)
     shards = {
@@ -75,7 +94,9 @@ def write_unit(unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataCon
     write = _write_examples if settings.fine_tuning else _write_texts
     try:
         with writing(folder):
-            write(unit, shards, tokenizer, settings, bad)
+            for _ in write(unit, shards, tokenizer, settings, bad):
+                if stop.is_set():
+                    raise Stopped
             splits = {split: shard.close() for split, shard in shards.items()}
             record = {"unit": unit.number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
             write_whole(_record_path(folder, unit.number), json.dumps(record).encode())
@@ -161,7 +182,7 @@ class Shard:
 
 def _write_texts(
     unit: Unit, shards: dict[Split, Shard], tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
-) -> None:
+) -> Iterator[None]:
     eos = np.array([tokenizer.eos_id])
     for batch in _batches(_pieces(unit, tokenizer, settings, bad)):
         ids = tokenizer.encode_arrays([text for text, _, _ in batch])
@@ -171,6 +192,7 @@ def _write_texts(
             shard.documents += ends
             shard.bytes += len(text.encode())
             shard.learned += len(tokens) + ends
+        yield
 
 
 def _pieces(
@@ -202,7 +224,7 @@ def _batches(pieces: Iterator[tuple[str, bool, Split]]) -> Iterator[list[tuple[s
 
 def _write_examples(
     unit: Unit, shards: dict[Split, Shard], tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
-) -> None:
+) -> Iterator[None]:
     maker = ExampleMaker(settings, tokenizer)
     waiting: list[tuple[Example, Split]] = []
 
@@ -228,105 +250,9 @@ def _write_examples(
             waiting.extend((example, split) for example in examples)
             if len(waiting) >= BATCH_EXAMPLES:
                 write()
+                yield
     write()
 
 
 def _split(name: bytes, settings: DataConfig) -> Split:
     return "validation" if held_out(name, settings.validation_share) else "train"
-
-
-# --- many units --------------------------------------------------------------------------------------------------
-# Workers are plain subprocesses that get their units over a pipe: nothing is forked from a process with threads, no
-# `__main__` is imported again (as multiprocessing does), and a worker whose parent dies notices and ends.
-
-
-def write_units(
-    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int
-) -> Iterator[dict[str, Any]]:
-    """The records of `units` as they are finished, in no particular order; one worker is this process itself."""
-    if workers <= 1 or len(units) <= 1:
-        for unit in units:
-            yield write_unit(unit, folder, tokenizer, settings)
-        return
-    crew = [_Worker(folder, settings) for _ in range(min(workers, len(units)))]
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    for worker in crew:
-        idle.put(worker)
-
-    def do(unit: Unit) -> dict[str, Any]:
-        worker = idle.get()
-        try:
-            return worker.do(unit)
-        finally:
-            idle.put(worker)
-
-    threads = ThreadPoolExecutor(len(crew))
-    try:
-        for done in as_completed([threads.submit(do, unit) for unit in units]):
-            yield done.result()
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for worker in crew:
-            worker.stop()
-        threads.shutdown()
-
-
-class _Worker:
-    """A subprocess and its pipes."""
-
-    def __init__(self, folder: Path, settings: DataConfig) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from dcdm.data.shards import serve_units; serve_units()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
-        self._send((os.getpid(), folder, settings))
-
-    def do(self, unit: Unit) -> dict[str, Any]:
-        try:
-            self._send(unit)
-            assert self._process.stdout is not None
-            answer = pickle.load(self._process.stdout)
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError):  # it died, or was stopped meanwhile
-            code = self._process.wait()
-            raise RuntimeError(f"a worker process ended with code {code}; is the memory full?") from None
-        if isinstance(answer, DataError):
-            raise answer
-        return answer
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, message: Any) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(message, self._process.stdin)
-        self._process.stdin.flush()
-
-
-def serve_units() -> None:
-    """The worker's side: its task, then unit after unit, until the pipe closes."""
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not pass for a result
-    parent, folder, settings = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    tokenizer = Tokenizer.load(folder / "tokenizer")
-    while True:
-        try:
-            unit = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer: Any = write_unit(unit, folder, tokenizer, settings)
-        except DataError as error:
-            answer = error
-        pickle.dump(answer, results)
-        results.flush()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
