@@ -15,14 +15,14 @@ import torch
 import dcdm
 from browser import CHROMIUM, Page, artefacts, chromium, dumped
 from dcdm.cli import main
-from dcdm.commands.demo import FIGURES, held_out, recipes, write
+from dcdm.commands.demo import FIGURES, MODELS, held_out, write
 from dcdm.decoding.prompts import with_blanks
 from dcdm.model.transformer import parameter_counts
 from dcdm.shipped import CHUNKS, LANES
 from dcdm.training.settings import resolve
-from dcdm.viewing.chunks import as_filling, view, window_of
-from dcdm.viewing.demo_report import ComparedEstimate, with_error
-from dcdm.viewing.exercises import exercises_for
+from dcdm.viewing.chunks import view, window_of
+from dcdm.viewing.filling import as_filling, exercises_for
+from dcdm.viewing.pages import ComparedEstimate, with_error
 from dcdm.viewing.plots import Curve, averaged, line_plot
 
 STEPS = 5
@@ -126,7 +126,7 @@ def test_other_settings_need_a_fresh_start(finished, place):
 
 
 def test_both_models_have_as_many_parameters_and_the_same_training():
-    settings = [resolve(recipe.preset, None, recipe.changes) for recipe in recipes()]
+    settings = [resolve(preset, None, {}) for preset, _ in MODELS.values()]
     assert parameter_counts(settings[0].model) == parameter_counts(settings[1].model)
     assert settings[0].train == settings[1].train
 
@@ -200,8 +200,7 @@ def test_a_known_text_is_replayed_chunk_by_chunk():
 PRESS = """
 <pre id="answers"></pre><script>
 const seen = {};
-const replays = { viewer: data.viewer, ...data.fillings };
-for (const [name, fillings] of Object.entries(replays)) {
+for (const [name, fillings] of Object.entries(data.fillings)) {
   const slider = byId(name).querySelector("input");
   const last = Math.max(...fillings.map((each) => each.steps.length));
   const boxes = [...byId(name).querySelectorAll(".filling")];

@@ -16,7 +16,7 @@ from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.shipped import CHUNKS, LANES, card_of
-from dcdm.viewing.exercises import exercises_for
+from dcdm.viewing.filling import exercises_for
 from live import live, tiny_model
 
 

@@ -14,9 +14,7 @@ from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.prompts import with_blanks
 from dcdm.viewing import terminal
-from dcdm.viewing.chunks import Filling, Written
-from dcdm.viewing.exercises import EXERCISES, exercises_for
-from dcdm.viewing.motion import MOST_COLUMNS, cells, moving_picture
+from dcdm.viewing.filling import EXERCISES, MOST_COLUMNS, Filling, Written, cells, exercises_for, moving_picture
 from dcdm.viewing.palette import colour
 from dcdm.viewing.terminal import filling_text, show_written
 

@@ -25,17 +25,14 @@ from dcdm.viewing.chunks import (
     TextWindow,
     Token,
     TokenWindows,
-    as_filling,
-    chunks_page,
     counted,
     kinds_of,
-    labels,
-    page_data,
     view,
     window_of,
 )
-from dcdm.viewing.demo_report import called
-from dcdm.viewing.terminal import coloured_text, coloured_tokens, numbered_lines, numbered_tokens, show
+from dcdm.viewing.filling import as_filling
+from dcdm.viewing.pages import called, chunks_page, page_data
+from dcdm.viewing.terminal import coloured_text, numbered_lines, show
 
 LENGTH = 14
 NASTY = "</script><script>alert('&')</script> <b>x</b> \u2028"
@@ -116,12 +113,6 @@ def test_masks_are_nested_over_noise_levels_and_follow_the_seed():
     assert not torch.equal(hidden, other)
 
 
-@pytest.mark.parametrize("name", tiny.DIFFUSION)
-def test_a_view_survives_json(name):
-    found = view(tiny.model(name), window())
-    assert ChunkView.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-
-
 def test_a_text_shorter_than_the_number_of_chunks_has_empty_chunks():
     for name in ("paper", "causal", "strided"):
         found = view(tiny.model(name, num_chunks=5), window(3))
@@ -181,7 +172,7 @@ def test_pieces_of_other_tokenizers_keep_the_space_before_a_word():
 
 
 def test_labels_name_specials_and_write_parts_of_letters_as_bytes():
-    assert labels(byte_window("aé\n")) == ["<|bos|>", "a", "\\xc3", "\\xa9", "\n"]
+    assert byte_window("aé\n").labels == ["<|bos|>", "a", "\\xc3", "\\xa9", "\n"]
 
 
 def test_a_long_text_is_shown_in_windows_and_an_empty_one_is_refused():
@@ -238,6 +229,15 @@ def test_inks_are_readable_on_every_colour():
     for ground in (*palette.CHUNKS, palette.VISIBLE):
         low, high = sorted((palette.luminance(ground), palette.luminance(palette.ink(ground))))
         assert (high + 0.05) / (low + 0.05) > 4.5
+
+
+def test_a_line_end_with_its_indentation_begins_a_line():
+    tokens = [Token(0, text, "name", True) for text in ("if", " x", ":", "\n    ", " y", "\n")]
+    frame = Frame(1, [1, 1, 2, 2, 1, 1], [False] * 6, [[]] * 6, [4, 2])
+    found = ChunkView("m", "bdlm", "", "", "round", 2, tokens, [frame], 0, [], KindCounts("", 0, []))
+    assert coloured_text(found).plain == "if x:\n↵     y↵\n"
+    rows = [line for line in numbered_lines(found, 80) if line.startswith("text")]
+    assert rows == ["text   if x:", "text   ↵     y↵"]
 
 
 # --- the page ----------------------------------------------------------------------------------------------------
@@ -425,11 +425,3 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "empty" in refused([folder], capsys)
     main(["chunks", folder, "x" * 200])
     assert "Window 1 of 4" in capsys.readouterr().out
-
-
-def test_a_line_end_with_its_indentation_begins_a_line():
-    tokens, ids = ["if", " x", ":", "\n    ", " y", "\n"], [1, 1, 2, 2, 1, 1]
-    none = [False] * len(ids)
-    assert coloured_tokens(tokens, ids, none).plain == "if x:\n↵     y↵\n"
-    rows = [line for line in numbered_tokens(tokens, ids, none, 80) if line.startswith("text")]
-    assert rows == ["text   if x:", "text   ↵     y↵"]

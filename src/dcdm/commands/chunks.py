@@ -69,7 +69,7 @@ def chunks(
         round: The round to show, for every other model (default the last).
         lanes: For models that write in lanes: how many (default as in dcdm sample); each is a row, or a
             colour of the page.
-        drafts: For models with a draft head: lanes at the pace that so many guesses would have given them.
+        drafts: For models with a draft head: lanes as that many draft tokens would have written them.
         window: Which window to show of a text that is longer than the model's context.
         corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
             `dcdm data prepare` reads, or a folder that it wrote.
@@ -100,7 +100,7 @@ def chunks(
     )
     if html is not None:
         from dcdm.files import write_whole
-        from dcdm.viewing.chunks import chunks_page
+        from dcdm.viewing.pages import chunks_page
 
         html.parent.mkdir(parents=True, exist_ok=True)
         write_whole(html, chunks_page(chunked).encode())

@@ -42,7 +42,7 @@ EXAMPLE_LENGTH = 96
 CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
-PICTURES = (".png", ".svg", ".html")
+PICTURES = (".svg", ".html")
 DELIMITERS, DELIMITER_THRESHOLD = ("\n",), 0.3
 
 
@@ -106,8 +106,8 @@ def sample(
         blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
         stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
-        picture: Draw how the first text was filled, chunk by chunk or in lanes: a PNG stands still, an SVG moves by
-            itself, an HTML file is a page that replays it.
+        picture: Draw how the first text was filled, chunk by chunk or in lanes: an SVG moves by itself, an HTML
+            file is a page that replays it.
         batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
     """
@@ -120,7 +120,7 @@ def sample(
         temperature = 1.0 if model is not None else CAREFUL
     at_least_one(num=num, batch_size=batch_size)
     if picture is not None and picture.suffix not in PICTURES:
-        raise ConfigError(f"--picture {picture}: its name must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+        raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(PICTURES)}")
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
@@ -217,12 +217,11 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
 
 
 def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:
-    """How the first text was filled: PNG stands still, SVG moves, HTML has buttons."""
+    """How the first text was filled: SVG moves, HTML has buttons."""
     from dcdm.files import write_whole
-    from dcdm.viewing.chunks import Written, filling_of, replay_page
-    from dcdm.viewing.motion import moving_picture
+    from dcdm.viewing.filling import Written, filling_of, moving_picture
     from dcdm.viewing.page import many
-    from dcdm.viewing.plots import draw_filling
+    from dcdm.viewing.pages import replay_page
 
     filling = filling_of(result, tokenizer)
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -234,12 +233,10 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
         write_whole(
             picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
         )
-    elif picture.suffix == ".html":
+    else:
         what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
         page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
         write_whole(picture, page.encode())
-    else:
-        draw_filling(filling, picture)
 
 
 def _costs(result: Generation) -> str:

@@ -31,7 +31,7 @@ from dcdm.serving.schemas import (
     queue_full,
 )
 from dcdm.serving.settings import Settings
-from dcdm.viewing.exercises import exercises_for
+from dcdm.viewing.filling import exercises_for
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """What people look at, in terminals and pages.
 
-Parts: palette, page, tables, plots. What they show: chunks (with terminal), report, demo_report.
+Parts: palette, page (the one skeleton of all pages), tables, plots. What is shown: chunks (of a text), filling (of
+blanks), report (of runs). Where: terminal, pages.
 """

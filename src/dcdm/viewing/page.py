@@ -1,7 +1,7 @@
 """Self-contained pages: one file, nothing from outside, to be opened from a disk or sent by mail.
 
 Every page is `assets/page.html` around a body, NAME.html, its data as JSON, and pieces of style and script from
-`assets/`. Scripts there are modules, which the server's page loads as such; here all that a page needs are joined to
+`assets/`. Scripts there are modules, which the server's page loads as such; here all that a page needs become
 one script.
 """
 

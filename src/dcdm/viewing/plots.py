@@ -1,4 +1,4 @@
-"""Plots by matplotlib: as SVG inside pages, and as files of their own.
+"""Plots by matplotlib: charts as SVG inside pages, and masks as PNG files.
 
 In a page, text has neither colour nor family of its own, so that the page's style decides, and everything else is
 readable on light and on dark ground. The same numbers always give the same bytes.
@@ -29,8 +29,7 @@ from dcdm.model.masks import (
     left,
     noise,
 )
-from dcdm.viewing.chunks import Filling
-from dcdm.viewing.palette import colour, ink
+from dcdm.viewing.palette import colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,107 +165,6 @@ def averaged_points(values: Points, points: int = SMOOTHED) -> list[tuple[float,
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-# --- a text that was filled in -----------------------------------------------------------------------------------
-
-
-MOST_TOKENS = 64  # more do not fit beside each other
-MOST_BESIDE = 20  # tokens in a line of each of three pictures beside each other
-UNSEEN = dict.fromkeys((*range(32), 127), "▯") | {ord(" "): "·", ord("\n"): "↵", ord("\t"): "→"}
-
-
-def draw_filling(filling: Filling, path: Path) -> None:
-    """How a text was filled, PNG or SVG after the file's name.
-
-    One line per chunk, its tokens in its colour, blanks empty; a text in lanes at three moments instead, each lane
-    a line.
-    """
-    if filling.lanes:
-        _draw_lanes(filling, path)
-    else:
-        _draw_chunks(filling, path)
-
-
-def _draw_chunks(filling: Filling, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    length = min(MOST_TOKENS, len(filling.tokens))
-    lines = sorted({0, *filling.chunks})
-    figure = Figure(figsize=(1.8 + 0.2 * length, 0.3 + 0.32 * len(lines)), layout="constrained")
-    axis = figure.subplots()
-    for number, chunk in enumerate(lines):
-        for position in range(1, length):
-            by = filling.chunks[position]
-            ground = "#ffffff" if by > chunk else colour(by) if by == chunk > 0 else "#eeeeee"
-            _draw_token(axis, position, -number, "" if by > chunk else filling.tokens[position], ground)
-        label = "given" if chunk == 0 else f"chunk {chunk}, {_forwards(filling, chunk)}"
-        axis.text(0.8, 0.42 - number, label, ha="right", va="center", fontsize=7)
-    axis.set(xlim=(-7, length), ylim=(1 - len(lines), 1))
-    axis.axis("off")
-    figure.savefig(path, dpi=110)
-
-
-def _draw_token(axis: Axes, x: float, y: float, text: str, ground: str, head: bool = False) -> None:
-    """A cell; the head of a lane within a heavy frame."""
-    from matplotlib.patches import Rectangle
-
-    edge, width, above = ("#000000", 1.6, 2) if head else ("#999999", 0.4, 1)
-    axis.add_patch(Rectangle((x, y), 1, 0.9, facecolor=ground, edgecolor=edge, lw=width, zorder=above))
-    axis.text(
-        x + 0.5, y + 0.42, text.translate(UNSEEN), ha="center", va="center", fontsize=8, color=ink(ground),
-        family="monospace", parse_math=False, zorder=3,
-    )  # fmt: skip
-
-
-def _draw_lanes(filling: Filling, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    lines = _lane_lines(filling)
-    width, last = max(len(line) for _, line in lines), len(filling.steps)
-    moments = sorted({max(1, last // 4), max(1, round(last * 0.6)), last})
-    came = filling.came
-    across = (len(moments), 1) if width > MOST_BESIDE else (1, len(moments))
-    size = (0.8 + 0.19 * width * across[1] + 0.3 * (across[1] - 1), (0.5 + 0.3 * len(lines)) * across[0])
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(*across, squeeze=False).flatten()
-    for axis, at in zip(axes, moments, strict=True):
-        for number, (lane, line) in enumerate(lines):
-            for column, position in enumerate(line):
-                written = came[position] <= at
-                ground = (
-                    "#ffffff" if not written else colour(filling.lanes[position]) if came[position] else "#eeeeee"
-                )
-                text = filling.tokens[position] if written else ""
-                _draw_token(axis, column, -number, text, ground, head=came[position] == at)
-            if axis is axes[0] or across[1] == 1:
-                axis.text(
-                    -0.3, 0.42 - number, f"lane {lane}" if lane else "given", ha="right", va="center", fontsize=7
-                )
-        tokens = sum(0 < number <= at for number in came)
-        label = f"after {at} forward{'s' if at > 1 else ''}: {tokens} tokens" + (" (all)" if at == last else "")
-        axis.set_title(label, fontsize=8, loc="left")
-        axis.set(
-            xlim=(-3.2 if axis is axes[0] or across[1] == 1 else -0.4, width + 0.2), ylim=(0.9 - len(lines), 1)
-        )
-        axis.axis("off")
-    figure.savefig(path, dpi=110)
-
-
-def _lane_lines(filling: Filling) -> list[tuple[int, list[int]]]:
-    """Positions line by line, each with its lane: what is given between lanes stands with the lane before it."""
-    lines: list[tuple[int, list[int]]] = []
-    for position in range(1, len(filling.tokens)):
-        lane = filling.lanes[position]
-        if not lines or lane not in (0, lines[-1][0]) or len(lines[-1][1]) == MOST_TOKENS:
-            lines.append((lane or (lines[-1][0] if lines else 0), []))
-        lines[-1][1].append(position)
-    return lines
-
-
-def _forwards(filling: Filling, chunk: int) -> str:
-    count = sum(any(filling.chunks[p] == chunk for p in step) for step in filling.steps)
-    return f"{count} forward" + ("s" if count > 1 else "")
 
 
 # --- masks: `python -m dcdm.viewing.plots [FOLDER]` --------------------------------------------------------------

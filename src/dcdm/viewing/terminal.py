@@ -13,7 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView, Filling, Written
+from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView
+from dcdm.viewing.filling import Filling, Written
+from dcdm.viewing.page import many
 from dcdm.viewing.palette import colour, on_colour
 
 BAR = 10
@@ -30,12 +32,7 @@ def show(view: ChunkView, console: Console) -> None:
     show_text(view, console)
     console.print()
     console.print(_legend(view, _in_colour(console)))
-    source = f"sizes: this text; kinds: {view.kind_counts.source}"
-    console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
-    if view.runs:
-        runs = "  ".join(f"{text.translate(SIGNS).replace(' ', '·')} {count}" for text, count in view.runs)
-        console.print(f"\nin one forward of a lane most often ({view.kind_counts.source}):", highlight=False)
-        console.print(runs, markup=False, highlight=False)
+    _line(f"sizes: this text; kinds: {view.kind_counts.source}", console, "dim")
     if len(view.sizes) > MOST_ROWS:
         name = "lanes" if view.lanes else "chunks"
         console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
@@ -44,25 +41,27 @@ def show(view: ChunkView, console: Console) -> None:
 def show_text(view: ChunkView, console: Console) -> None:
     """Print the tokens of the view's frame, and what they are."""
     coloured = _in_colour(console)
-    console.print(headline(view), markup=False, highlight=False, soft_wrap=True)
+    _line(headline(view), console)
     if view.note:
-        console.print(view.note, markup=False, highlight=False, soft_wrap=True)
+        _line(view.note, console)
     console.print()
-    if view.lanes and not _as_it_reads(view, coloured):
+    if view.lanes and not _as_running_text(view, coloured):
         console.print(lane_rows(view, console.width, coloured), soft_wrap=True)
-    elif coloured and view.lanes:
-        texts = [token.text for token in view.tokens]
-        console.print(coloured_tokens(texts, view.frames[-1].ids, view.hidden), soft_wrap=True)
     elif coloured:
         console.print(coloured_text(view), soft_wrap=True)
     else:
         for line in numbered_lines(view, console.width):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(_key(view, coloured), style="dim", soft_wrap=True)
+            _line(line, console)
+    _line(_key(view, coloured), console, "dim")
 
 
-def _as_it_reads(view: ChunkView, coloured: bool) -> bool:
-    """Whether one lane is shown as running text: each forward on a colour of its own."""
+def _line(text: str, console: Console, style: str = "") -> None:
+    """Text that is not ours: neither markup nor wrapped."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _as_running_text(view: ChunkView, coloured: bool) -> bool:
+    """Whether one lane is shown as running text: each forward pass on a colour of its own."""
     return coloured and view.num_lanes == 1
 
 
@@ -75,31 +74,22 @@ def headline(view: ChunkView) -> str:
     where = f"noise level {view.frame.at:g}" if view.axis == "noise" else f"round {view.frame.at:g}"
     tokens = sum(token.free for token in view.tokens)
     if view.lanes:
-        lanes = f"{view.num_lanes} lane" + ("s" if view.num_lanes > 1 else "")
+        lanes = many(view.num_lanes, "lane")
         return f"{view.model}: {lanes}, {tokens:,} tokens and BOS, forward {view.frame.at:g} of {view.num_chunks}"
     routing = f", {view.routing} routing" if view.routing else ""
     return f"{view.model}: {view.kind}{routing}, {tokens:,} tokens and BOS, {view.num_chunks} chunks, {where}"
 
 
 def coloured_text(view: ChunkView) -> Text:
-    """Every token on its chunk's colour; MASK to the router: in its chunk's colour, underlined."""
-    return coloured_tokens([token.text for token in view.tokens], view.frame.ids, view.frame.hidden)
-
-
-def coloured_tokens(tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[bool]) -> Text:
-    """Tokens on their chunks' colours; hidden ones in the colour, underlined."""
+    """Every token on its chunk's colour; what is not known: in its chunk's colour, underlined."""
     text = Text()
-    for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
-        if _begins_line(token):
+    ids = view.frames[-1].ids if view.lanes else view.frame.ids
+    for token, chunk, hidden in zip(view.tokens, ids, view.hidden, strict=True):
+        if _begins_line(token.text):
             text.append("\n")
-        if chunk < 0:
-            style = "dim"
-        elif is_hidden:
-            style = f"underline {colour(chunk)}"
-        else:
-            style = on_colour(chunk)
-        text.append(token.translate(SIGNS), style=style)
-        if token.endswith("\n"):
+        style = "dim" if chunk < 0 else f"underline {colour(chunk)}" if hidden else on_colour(chunk)
+        text.append(token.text.translate(SIGNS), style=style)
+        if token.text.endswith("\n"):
             text.append("\n")
     return text
 
@@ -111,28 +101,28 @@ def _begins_line(token: str) -> bool:
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
     """Rows of tokens, the chunk's number under each, and a # under what is MASK to the router."""
-    texts = [token.text for token in view.tokens]
-    return numbered_tokens(texts, view.frame.ids, view.frame.hidden, width, spaced=view.num_chunks > 9)
-
-
-def numbered_tokens(
-    tokens: Sequence[str], ids: Sequence[int], hidden: Sequence[bool], width: int, spaced: bool = False
-) -> Iterator[str]:
-    """As `numbered_lines`; `spaced` sets numbers of several digits apart."""
     heads = ("text   ", "chunk  ", "mask   ")
     rows = [""] * 3
-    for token, chunk, is_hidden in zip(tokens, ids, hidden, strict=True):
-        cells = (token.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if is_hidden else "")
+
+    def finished() -> Iterator[str]:
+        for head, row in zip(heads, rows, strict=True):
+            if row.strip() or head == heads[0]:
+                yield (head + row).rstrip()
+        yield ""
+
+    spaced = view.num_chunks > 9  # sets numbers of several digits apart
+    for token, chunk, hidden in zip(view.tokens, view.frame.ids, view.frame.hidden, strict=True):
+        cells = (token.text.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if hidden else "")
         room = max(map(cell_len, cells)) + spaced
-        if rows[0] and (_begins_line(token) or len(heads[0]) + cell_len(rows[0]) + room > width):
-            yield from _finished(heads, rows)
+        if rows[0] and (_begins_line(token.text) or len(heads[0]) + cell_len(rows[0]) + room > width):
+            yield from finished()
             rows = [""] * 3
         rows = [row + cell + " " * (room - cell_len(cell)) for row, cell in zip(rows, cells, strict=True)]
-        if token.endswith("\n"):
-            yield from _finished(heads, rows)
+        if token.text.endswith("\n"):
+            yield from finished()
             rows = [""] * 3
     if rows[0]:
-        yield from _finished(heads, rows)
+        yield from finished()
 
 
 def lane_rows(view: ChunkView, width: int, coloured: bool) -> Text:
@@ -238,15 +228,8 @@ def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
     return text
 
 
-def _finished(heads: tuple[str, ...], rows: list[str]) -> Iterator[str]:
-    for head, row in zip(heads, rows, strict=True):
-        if row.strip() or head == heads[0]:
-            yield (head + row).rstrip()
-    yield ""
-
-
 def _key(view: ChunkView, coloured: bool) -> str:
-    if _as_it_reads(view, coloured):
+    if _as_running_text(view, coloured):
         parts = ["underlined: not written yet"] if any(view.hidden) else []
         return "; ".join([*parts, "same background: written by one forward"])
     if view.lanes:

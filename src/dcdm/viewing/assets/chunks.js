@@ -32,7 +32,7 @@ function caption() {
   }
   if (data.drafts) {
     const brought = frame.ids.filter((chunk) => chunk === frame.at).length;
-    return `Forward ${frame.at} brings ${brought} token${brought === 1 ? "" : "s"}: of each lane the guesses that stood, and one more. It saw what all lanes had before it, and the guesses of its own. ${data.rule}`;
+    return `Forward ${frame.at} brings ${brought} token${brought === 1 ? "" : "s"}: of each lane the accepted draft tokens, and one more. It saw what all lanes had before it, and the draft tokens of its own. ${data.rule}`;
   }
   if (lanes) return `Forward ${frame.at} writes the next token of every lane that is not full, seeing what all lanes have written before it. ${data.rule}`;
   if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
@@ -218,9 +218,6 @@ function showKinds() {
   body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
   byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
   const level = table.length > 1 ? ` at noise level ${frame.at}` : "";
-  byId("runs-panel").hidden = !data.runs.length;
-  byId("runs").replaceChildren(...data.runs.map(([run, count]) => make("li", {}, make("code", {}, run.replaceAll("\n", "↵").replaceAll(" ", "·")), ` ${count.toLocaleString("en")}`)));
-  byId("runs-source").textContent = `Several tokens that one forward brought to a lane, and how often; ${source}.`;
   byId("kinds-source").textContent = `Shares of each ${groupName} over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
 }
 

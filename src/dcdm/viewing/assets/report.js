@@ -86,5 +86,4 @@ function fillingReplay(container, fillings, name) {
 }
 
 for (const box of document.querySelectorAll(".scroll")) hintAtScrolling(box);
-if (data.viewer) fillingReplay(byId("viewer"), data.viewer, "lanes and chunks");
-for (const [name, fillings] of Object.entries(data.fillings ?? {})) fillingReplay(byId(name), [fillings].flat(), name);
+for (const [id, fillings] of Object.entries(data.fillings ?? {})) fillingReplay(byId(id), fillings, "texts");

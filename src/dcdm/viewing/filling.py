@@ -1,0 +1,292 @@
+"""Texts with blanks, and how decoders fill them: what is blanked out, what came with which forward pass, a picture.
+
+Exercises are what newcomers see a model do, in the demo and in the playground. The picture is one SVG that moves by
+itself, for a README, which can hold neither scripts nor buttons; `pages.replay_page` has buttons.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, zip_longest
+
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import Generation
+from dcdm.viewing.chunks import ChunkView, window_from
+from dcdm.viewing.page import escape
+from dcdm.viewing.palette import colour, ink
+
+# --- what was filled when ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One row of a generation that fits into one window."""
+
+    tokens: list[str]
+    """What each position shows, BOS first."""
+    chunks: list[int]
+    """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
+    steps: list[list[int]]
+    """Positions that each forward filled."""
+    lanes: list[int] = field(default_factory=list)
+    """The lane of each position, from 1, and 0 where the text was given; [] for models without lanes."""
+
+    @property
+    def came(self) -> list[int]:
+        """The forward that each position came with, 0 where the text was given."""
+        forwards = [0] * len(self.tokens)
+        for number, positions in enumerate(self.steps, start=1):
+            for position in positions:
+                forwards[position] = number
+        return forwards
+
+    @property
+    def groups(self) -> list[int]:
+        """What colours stand for: the lane of each position, or its chunk."""
+        return self.lanes or self.chunks
+
+    @property
+    def by_forward(self) -> Filling:
+        """One lane that takes several tokens in a forward is told by its forwards: its lane would be one colour."""
+        if max(self.lanes, default=0) != 1 or max(map(len, self.steps)) == 1:
+            return self
+        return replace(self, chunks=self.came, lanes=[])
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text as one decoder filled it, and what that took."""
+
+    label: str
+    """Which decoder, such as "4 lanes"."""
+    filling: Filling
+    seconds: float
+    nats: float | None = None
+    """−log p of what stood in the blanks before they were blanks, per token, under this decoder: exact."""
+
+    @property
+    def forwards(self) -> int:
+        return len(self.filling.steps)
+
+    @property
+    def sentence(self) -> str:
+        """What it took, in figures."""
+        tokens = sum(map(len, self.filling.steps))
+        exact = "" if self.nats is None else f"; exact −log p of the original: {self.nats:.2f} nats per token"
+        return f"{tokens} tokens in {self.forwards} forwards, {self.seconds:.2f} s{exact}"
+
+
+def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
+    """The row's tokens, and the chunk and the forward that each of them came with."""
+    events = [event for event in generation.history if event.row == row]
+    ids = [token for token in generation.tokens[row].tolist() if token != tokenizer.pad_id]
+    chunks, lanes = [0] * len(ids), [0] * len(ids)
+    for event in events:
+        for position, lane in zip_longest(event.positions, event.lanes, fillvalue=0):
+            if position < len(ids):  # what lies behind an EOS was cut off
+                chunks[position], lanes[position] = event.chunk, lane
+    steps = [[p for p in event.positions if p < len(ids)] for event in events]
+    return Filling(window_from(ids, tokenizer).labels, chunks, steps, lanes if any(lanes) else []).by_forward
+
+
+def as_filling(view: ChunkView) -> Filling:
+    """A text that is known, as its model would fill it: one forward for each chunk that holds free positions."""
+    ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
+    free = (token.free for token in view.tokens)  # the paper's routing puts BOS into a chunk, too
+    ids = [chunk if counts else 0 for chunk, counts in zip(ids, free, strict=True)]
+    steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
+    texts = [token.text for token in view.tokens]
+    return Filling(texts, ids, [step for step in steps if step], view.lanes).by_forward
+
+
+# --- exercises ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A text with parts of it blanked out: whole tokens, as the model reads the text when nothing is missing."""
+
+    name: str
+    about: str
+    marked: str
+    """The text; ⟦ and ⟧ stand around what is blanked out, with the space before a word."""
+
+    @property
+    def text(self) -> str:
+        return re.sub("[⟦⟧]", "", self.marked)
+
+    def original(self, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+        """The tokens of the whole text, without BOS, and which are blanked out: all that are marked in part."""
+        pieces = re.split("[⟦⟧]", self.marked)
+        marked = b"".join(bytes([number % 2]) * len(piece.encode()) for number, piece in enumerate(pieces))
+        ids = tokenizer.encode(self.text)
+        blank, at = [], 0
+        for piece in tokenizer.pieces(ids):
+            blank.append(any(marked[at : at + len(piece)]))
+            at += len(piece)
+        return ids, blank
+
+    def segments(self, tokenizer: Tokenizer) -> list[tuple[str, int]]:
+        """Stretches of the text, and how many tokens of each are blanked out: none, or all."""
+        ids, blank = self.original(tokenizer)
+        runs = [[at for at, _ in run] for _, run in groupby(enumerate(blank), key=lambda pair: pair[1])]
+        texts = [b"".join(tokenizer.pieces([ids[at] for at in run])).decode(errors="replace") for run in runs]
+        return [(text, len(run) if blank[run[0]] else 0) for text, run in zip(texts, runs, strict=True)]
+
+    def prompt(self, tokenizer: Tokenizer) -> str:
+        """The text with blanks of as many tokens as stood there."""
+        return "".join(f"[[{count}]]" if count else text for text, count in self.segments(tokenizer))
+
+
+CLASS = Exercise(
+    "blanks",
+    "Fill the blanks of a class",
+    'class Stack:\n    """A stack of items."""\n\n    def __init__(⟦self⟧):\n        self.items = []\n\n'
+    "    def push(⟦self, item⟧):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
+    '       ⟦ if⟧ not self.items:\n            raise ValueError("the stack is empty")\n'
+    "       ⟦ return⟧ self.items.pop()\n\n    def __len__(⟦self⟧):\n        return len(⟦self.items⟧)\n",
+)
+SHORT_CLASS = Exercise(
+    "blanks",
+    "Fill the blanks of a class",
+    "class Stack:\n    def __init__(⟦self⟧):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.⟦items.append⟧(item)\n",
+)
+FUNCTION = Exercise(
+    "function",
+    "Complete a function",
+    'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
+    "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
+    "    return [line.rstrip() for line in lines]\n⟧",
+)
+SHORT_FUNCTION = Exercise(
+    "function",
+    "Complete a function",
+    'def read(filename):\n    """Return the lines of a file."""'
+    "⟦\n    with open(filename) as file:\n        return file.readlines()\n⟧",
+)
+EXERCISES = ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION))
+"""Each in a longer and a shorter form."""
+
+
+def exercises_for(tokenizer: Tokenizer, length: int) -> list[Exercise]:
+    """The exercises that fit into a context of `length` tokens, BOS among them, each in its longest form."""
+    fitting = [[one for one in forms if len(one.original(tokenizer)[0]) < length] for forms in EXERCISES]
+    return [forms[0] for forms in fitting if forms]
+
+
+# --- a picture that moves ----------------------------------------------------------------------------------------
+
+
+WIDE, HIGH = 8.4, 20.0
+"""Pixels of a letter."""
+MARGIN, GAP, HEAD = 14.0, 18.0, 46.0
+MOST_COLUMNS = 64
+HOLD = 2.5
+"""Seconds for which the finished texts stay."""
+MOST_SECONDS = 9.0
+UNSEEN = {code: chr(0x2400 + code) for code in range(32) if code != 10} | {0x7F: "␡"}
+STYLE = """
+text { font: 14px ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }
+.ground { fill: #ffffff; stroke: #dcdcd6; } .given { fill: #1b1b1a; } .title { fill: #1b1b1a; font-weight: 700; }
+.small { fill: #62625e; font-size: 12px; } .blank { fill: #f0f0ec; stroke: #c9c9c3; stroke-width: 0.6; }
+.head { fill: none; stroke: #1b1b1a; stroke-width: 2; opacity: 0; }
+@media (prefers-color-scheme: dark) {
+.ground { fill: #1e2021; stroke: #3a3c3d; } .given, .title { fill: #e9e9e5; } .small { fill: #a3a39d; }
+.blank { fill: #2a2c2d; stroke: #505355; } .head { stroke: #ffffff; }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A piece of a token on one line of the text."""
+
+    position: int
+    line: int
+    column: int
+    text: str
+
+
+def cells(tokens: Sequence[str], came: Sequence[int]) -> Iterator[Cell]:
+    """Where the tokens behind BOS stand; a line end that was written is shown, and long lines are broken."""
+    line = column = 0
+    for position, token in enumerate(tokens[1:], start=1):
+        parts = token.expandtabs(4).split("\n")
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            shown = part + ("" if last or not came[position] else "↵")
+            while shown:
+                room = MOST_COLUMNS - column
+                if room < min(len(shown), 2):
+                    line, column = line + 1, 0
+                    continue
+                yield Cell(position, line, column, shown[:room])
+                column += len(shown[:room])
+                shown = shown[room:]
+            if not last:
+                line, column = line + 1, 0
+
+
+def moving_picture(texts: Sequence[Written], title: str = "A text being filled in") -> str:
+    """The texts side by side, as an SVG that stands alone."""
+    forwards = max(text.forwards for text in texts)
+    second = max(4.0, forwards / MOST_SECONDS)  # forwards in a second
+    total = forwards / second + HOLD
+    layouts = [list(cells(text.filling.tokens, text.filling.came)) for text in texts]
+    columns = max(max(cell.column + len(cell.text) for cell in layout) for layout in layouts)
+    columns = max(columns, *(len(text.label) + 4 for text in texts), 34)
+    lines = max(max(cell.line for cell in layout) for layout in layouts) + 1
+    panel, high = 2 * MARGIN + columns * WIDE, HEAD + lines * HIGH + MARGIN
+    width = len(texts) * panel + (len(texts) - 1) * GAP
+    parts = [
+        _panel(text, layout, number * (panel + GAP), panel, high)
+        for number, (text, layout) in enumerate(zip(texts, layouts, strict=True))
+    ]
+    times = "".join(_keyframes(number, second, total) for number in range(1, forwards + 1))
+    moves = f"@media (prefers-reduced-motion: no-preference) {{ {times} }}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {high:g}" width="{width:g}" '
+        f'height="{high:g}" role="img" aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}{moves}</style>\n{''.join(parts)}</svg>\n"
+    )
+
+
+def _keyframes(forward: int, second: float, total: float) -> str:
+    """What came with a forward is seen from then on; its frame until the next one."""
+    start, end = (100 * number / second / total for number in (forward, forward + 1))
+    return (
+        f"@keyframes f{forward}{{0%{{opacity:0}}{start:.2f}%{{opacity:1}}}}"
+        f".f{forward}{{animation:f{forward} {total:.2f}s step-end infinite}}"
+        f"@keyframes h{forward}{{0%{{opacity:0}}{start:.2f}%{{opacity:1}}{end:.2f}%{{opacity:0}}}}"
+        f".h{forward}{{animation:h{forward} {total:.2f}s step-end infinite}}"
+    )
+
+
+def _panel(text: Written, layout: list[Cell], left: float, width: float, high: float) -> str:
+    filling, came = text.filling, text.filling.came
+    parts = [
+        f'<rect class="ground" x="{left + 0.5:g}" y="0.5" width="{width - 1:g}" height="{high - 1:g}" rx="8"/>',
+        f'<text class="title" x="{left + MARGIN:g}" y="24">{escape(text.label)}</text>',
+        f'<text class="small f{text.forwards}" x="{left + width - MARGIN:g}" y="24" text-anchor="end">'
+        f"✓ {text.forwards} forwards</text>",
+    ]
+    for cell in layout:
+        x, y = left + MARGIN + cell.column * WIDE, HEAD + cell.line * HIGH
+        long, forward = len(cell.text) * WIDE, came[cell.position]
+        letters = escape(cell.text.translate(UNSEEN))
+        fitted = f'textLength="{long:.1f}" lengthAdjust="spacingAndGlyphs"'
+        if not forward:
+            if cell.text.strip():
+                parts.append(f'<text class="given" x="{x:.1f}" y="{y:g}" {fitted}>{letters}</text>')
+            continue
+        ground = colour(filling.groups[cell.position])
+        box = f'x="{x + 0.5:.1f}" y="{y - 14:g}" width="{long - 1:.1f}" height="{HIGH - 2:g}" rx="2"'
+        parts.append(
+            f'<rect class="blank" {box}/><g class="f{forward}"><rect {box} fill="{ground}"/>'
+            f'<text x="{x:.1f}" y="{y:g}" fill="{ink(ground)}" {fitted}>{letters}</text></g>'
+            f'<rect class="head h{forward}" {box}/>'
+        )
+    return "".join(f"{part}\n" for part in parts)
