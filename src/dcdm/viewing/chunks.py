@@ -18,6 +18,7 @@ import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from dcdm.keys import Key
 from dcdm.likelihood.estimators import forwards_along
 from dcdm.model.routing import lane_partition
 from dcdm.model.transformer import Model, Partition
+from dcdm.viewing.palette import colour, ink
 
 LEVELS = tuple(number / 10 for number in range(11))
 DEFAULT_LEVEL = 0.5
@@ -137,9 +139,19 @@ class ChunkView:
         return asdict(self)
 
     def _repr_html_(self) -> str:
-        from dcdm.viewing.pages import notebook_cell
-
-        return notebook_cell(self)
+        """For notebooks: the frame's tokens on the colours of their chunks, or outlined; a tip names the chunk."""
+        pieces = []
+        for token, group, hidden in zip(self.tokens, self.groups, self.hidden, strict=True):
+            ground = colour(group)
+            look = f"outline: 1px solid {ground}" if hidden else f"background: {ground}; color: {ink(ground)}"
+            name = f"{'lane' if self.lanes else 'chunk'} {group}" if group > 0 else "always visible"
+            tip = "in no chunk yet" if group == UNROUTED else name
+            pieces.append(f'<span style="{look}" title="{tip}">{escape(token.text)}</span>')
+        where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
+        outlined = "not written yet" if self.lanes else "MASK here"
+        below = f"{self.model}: {self.num_chunks} chunks, {where}; outlined: {outlined}. {self.rule} {self.note}"
+        style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
+        return f'<div style="{style}">{"".join(pieces)}</div><small>{escape(below)}</small>'
 
 
 @dataclass(frozen=True)

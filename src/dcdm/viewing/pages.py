@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcdm.shipped import Card
-from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView
+from dcdm.viewing.chunks import KINDS, ChunkView
 from dcdm.viewing.filling import Filling, Written, as_filling
 from dcdm.viewing.page import escape, grid, items, many, page, paragraph, section
-from dcdm.viewing.palette import colour, ink
 from dcdm.viewing.plots import Curve, line_plot
 
 # --- the chunks of a text ----------------------------------------------------------------------------------------
@@ -33,30 +32,6 @@ def page_data(view: ChunkView) -> dict[str, Any]:
 
 def _short(values: list[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
-
-
-def notebook_cell(view: ChunkView) -> str:
-    """The frame's tokens on the colours of their chunks; a token's tip names its chunk."""
-    name = "lane" if view.lanes else "chunk"
-    pieces = [
-        _token_html(token.text, group, hidden, name)
-        for token, group, hidden in zip(view.tokens, view.groups, view.hidden, strict=True)
-    ]
-    where = f"noise level {view.frame.at:g}" if view.axis == "noise" else f"round {view.frame.at:g}"
-    outlined = "not written yet" if view.lanes else "MASK here"
-    below = f"{view.model}: {view.num_chunks} chunks, {where}; outlined: {outlined}. {view.rule} {view.note}"
-    return (
-        f'<div style="font-family: monospace; white-space: pre-wrap; line-height: 1.6">{"".join(pieces)}</div>'
-        f"<small>{escape(below)}</small>"
-    )
-
-
-def _token_html(text: str, group: int, hidden: bool, name: str) -> str:
-    """A token on the colour of its chunk or lane, or, where it is not known, within an outline of it."""
-    ground = colour(group)
-    look = f"outline: 1px solid {ground}" if hidden else f"background: {ground}; color: {ink(ground)}"
-    tip = "in no chunk yet" if group == UNROUTED else f"{name} {group}" if group else "always visible"
-    return f'<span style="{look}" title="{tip}">{escape(text)}</span>'
 
 
 # --- a text being filled in --------------------------------------------------------------------------------------
