@@ -159,9 +159,7 @@ def verify_checkpoint(path: str | Path) -> list[str]:
     except OSError as error:
         return [f"the folder cannot be listed ({error.strerror})"]
     problems += [f"{name} is not in the manifest" for name in strays]
-    with (
-        ThreadPoolExecutor() as pool
-    ):  # hashing frees the interpreter; large checkpoints have many files
+    with ThreadPoolExecutor() as pool:  # hashing frees the interpreter; large checkpoints have many files
         found = pool.map(lambda entry: _damage(folder, *entry), manifest.files.items())
     return problems + [problem for problem in found if problem is not None]
 
