@@ -25,7 +25,8 @@ from typing import Any
 from dcdm.bench.harness import environment
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
+from dcdm.kinds import build
 from dcdm.presets import preset
 from dcdm.viewing.tables import Table
 

@@ -30,7 +30,6 @@ KINDS: dict[str, dict[str, object]] = {
     "causal": {**_CHUNKED, "routing": "causal"},
     "causal-contiguous": {**_CHUNKED, "routing": "causal", "prior": "contiguous", "prior_weight": float("inf")},
     "causal-strided": {**_CHUNKED, "routing": "causal", "prior": "strided", "prior_weight": 0.05},
-    "causal-growing": {**_CHUNKED, "routing": "causal", "chunk_growth": 3.0},
     "causal-moe": {**_CHUNKED, "routing": "causal", "moe": MOE, "intermediate_size": None},
     "positional": {**_CHUNKED, "routing": "positional"},
     "strided": {**_CHUNKED, "routing": "strided"},

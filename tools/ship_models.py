@@ -32,9 +32,9 @@ from dcdm.evaluation.windows import WindowSettings
 from dcdm.files import digest, file_digest
 from dcdm.io.export import check_free, write_export
 from dcdm.io.load import WEIGHTS, find_model, load_model
+from dcdm.kinds import parameter_counts
 from dcdm.likelihood.estimators import LABELS
 from dcdm.likelihood.statistics import with_stderr
-from dcdm.model.transformer import parameter_counts
 from dcdm.presets import preset, presets
 from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dcdm.decoding.engine import generate
     from dcdm.diffusion.objectives import Batch, loss
     from dcdm.io.load import load_model as load
+    from dcdm.kinds import build
     from dcdm.likelihood.estimators import score
     from dcdm.model import masks
-    from dcdm.model.transformer import build
 
 __version__ = VERSION
 
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "build": "dcdm.model.transformer",
+    "build": "dcdm.kinds",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
     "generate": "dcdm.decoding.engine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 VERSION = "0.2.0"
@@ -24,12 +25,24 @@ NUM_SPECIALS = 3  # BOS, PAD, MASK: the last three ids of every vocabulary, in t
 PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balance bias
 
 
+RETIRED: dict[str, dict[str, Any]] = {
+    "model": {"chunk_growth": 1.0},
+    "objective": {"noise_draws": 1, "complementary_draws": False, "grow_steps": 0},
+}
+"""Settings that are gone, with the value that says nothing: folders of earlier versions name them."""
+
+
 class ConfigError(ValueError):
     """A setting is wrong; the message names the setting and the fix."""
 
 
 class DataError(ValueError):
     """Data, a tokenizer or their settings are wrong; the message names the place and the fix."""
+
+
+def without_retired(values: Mapping[str, Any], retired: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without settings that are gone, where they say nothing; others are left to be refused by name."""
+    return {name: value for name, value in values.items() if name not in retired or value != retired[name]}
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -97,11 +110,11 @@ class ModelConfig:
     """What a model is. Every field is checked on construction.
 
     `kind` is `ar`, `mdlm`, `bdlm` (needs `block_size`) or `dcdm` (needs `num_chunks` and `chunk_dim`).
-    `routing`, `prior`, `prior_weight` and `chunk_growth` say how a `dcdm` model forms its chunks. A model of kind
-    `lanes` writes many runs of a text at once, each from left to right; the field `lanes` lists the numbers of
-    lanes to train with, `num_chunks` and `chunk_dim` give it a chunking attention, `drafts` a draft head. `predict`
-    says what predicts a token: a MASK slot in its own place, or, for partitions that do not depend on noise, the
-    token on its left wherever that is known.
+    `routing`, `prior` and `prior_weight` say how a `dcdm` model forms its chunks. A model of kind `lanes` writes
+    many runs of a text at once, each from left to right; `lanes` lists the numbers of lanes to train with,
+    `num_chunks` and `chunk_dim` give it a chunking attention, `drafts` a draft head. `predict` says what predicts a
+    token: a MASK slot in its own place, or, for partitions that do not depend on noise, the token on its left
+    wherever that is known.
     `vocab_size` counts the three specials BOS, PAD and MASK, which are its last three ids.
     The backbone is Qwen3's; with `attention_bias` and without `qk_norm` it is Qwen2's, with neither Llama's.
     """
@@ -120,7 +133,6 @@ class ModelConfig:
     routing: Routing = "paper"
     prior: Prior = "none"
     prior_weight: float = 0.0
-    chunk_growth: float = 1.0
     moe: MoEConfig | None = None
     context_length: int = 1024
     max_position: int = 40_960
@@ -250,7 +262,7 @@ class ModelConfig:
         if self.kind == "dcdm":
             self._check_routing()
             return
-        only_dcdm: dict[str, Any] = {"routing": "paper", "prior": "none", "prior_weight": 0.0, "chunk_growth": 1.0}
+        only_dcdm: dict[str, Any] = {"routing": "paper", "prior": "none", "prior_weight": 0.0}
         if self.kind != "lanes":
             only_dcdm |= {"num_chunks": None, "chunk_dim": None}
         for name, default in only_dcdm.items():
@@ -275,13 +287,6 @@ class ModelConfig:
         if self.prior != "none" and self.prior_weight == 0:
             raise ConfigError(
                 f"prior={self.prior!r} has no effect with prior_weight=0; give it a weight (inf: the prior decides)"
-            )
-        if not 0 < self.chunk_growth < math.inf:
-            raise ConfigError(f"chunk_growth={self.chunk_growth} must be a positive number (1: equal sizes)")
-        if self.chunk_growth != 1 and self.routing in ("paper", "strided"):
-            raise ConfigError(
-                f"chunk_growth={self.chunk_growth} needs a routing that chooses sizes "
-                f"(causal, positional, random), not {self.routing!r}"
             )
 
     @property
@@ -312,6 +317,12 @@ class ModelConfig:
         return self.predict == "left"
 
     @property
+    def default_lanes(self) -> int:
+        """Four where the model was trained with four, else its largest number below, else its smallest."""
+        assert self.lanes is not None
+        return max((number for number in self.lanes if number <= 4), default=min(self.lanes))
+
+    @property
     def has_chunking(self) -> bool:
         """Whether the network has a chunking attention layer."""
         return self.num_chunks is not None
@@ -319,8 +330,7 @@ class ModelConfig:
     @property
     def prior_decides(self) -> bool:
         """True where an infinitely weighted prior has no ties that the router could break."""
-        without_ties = self.prior == "contiguous" or (self.prior == "strided" and self.chunk_growth == 1)
-        return math.isinf(self.prior_weight) and without_ties
+        return math.isinf(self.prior_weight) and self.prior != "none"
 
     def num_groups(self, length: int) -> int:
         """How many chunks or blocks a sequence of `length` positions has at most."""
@@ -344,6 +354,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        values = without_retired(values, RETIRED["model"])
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"unknown model setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
@@ -365,17 +376,10 @@ class ObjectiveConfig:
     The loss is then no estimate of the bound."""
     full_mask_share: float = 0.0
     """Share of chunks trained fully masked (t = 1), as one-forward-per-chunk decoding needs."""
-    noise_draws: int = 1
-    """Noise draws over one clean stream (BDLM and DCDM with a partition that does not depend on noise)."""
-    complementary_draws: bool = False
-    """With noise_draws=2: the second draw masks what the first leaves visible."""
     prompt_share: float = 0.2
     """Share of training windows with a random visible prefix or random visible spans."""
     blank_share: float = 0.0
     """Share of training windows that are visible but for a few short blanks, as in filling code in."""
-    grow_steps: int = 0
-    """Steps over which the task grows, in equal stages: lanes from the fewest to all of the model's list, BDLM's
-    blocks by doubling from (nearly) single tokens to block_size. 0: the whole task from the first step."""
     chunk_loss_weight: float | None = None
     chunk_loss_eps: float | None = None
     """ε inside the logarithm of the per-sequence balance loss; None means 1/L."""
@@ -387,15 +391,6 @@ class ObjectiveConfig:
         if not 0 < self.t_min <= self.t_max <= 1:
             raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
         _one_of("t_shape", self.t_shape, get_args(NoiseShape))
-        _at_least("noise_draws", self.noise_draws, 1)
-        _at_least("grow_steps", self.grow_steps, 0)
-        if self.complementary_draws and self.noise_draws != 2:
-            raise ConfigError(f"complementary_draws needs noise_draws=2, got noise_draws={self.noise_draws}")
-        if self.complementary_draws and abs(self.t_min + self.t_max - 1) > 0.01:
-            raise ConfigError(
-                f"complementary_draws takes the levels t and 1 − t, which t_min={self.t_min}, t_max={self.t_max} "
-                "do not both allow; choose t_max = 1 − t_min, or leave them out"
-            )
         for name in ("full_mask_share", "prompt_share", "blank_share"):
             _within(name, getattr(self, name), 0, 1)
         for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):
@@ -407,7 +402,7 @@ class ObjectiveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
         values = asdict(self)
-        for name in ("grow_steps", "t_shape", "blank_share"):
+        for name in ("t_shape", "blank_share"):
             if values[name] == getattr(ObjectiveConfig, name):
                 del values[name]
         return values
@@ -421,7 +416,7 @@ class ObjectiveConfig:
             )
         if config.kind == "ar" or config.predicts_from_left:
             model = "AR" if config.kind == "ar" else "a model that predicts from the left"
-            for name in ("t_min", "t_max", "t_shape", "noise_draws", "complementary_draws"):
+            for name in ("t_min", "t_max", "t_shape"):
                 if getattr(self, name) != getattr(plain, name):
                     raise ConfigError(
                         f"{name}={getattr(self, name)} has no effect on {model}, which knows no noise; leave it out"
@@ -435,34 +430,6 @@ class ObjectiveConfig:
             raise ConfigError(f"bias_rate={self.bias_rate} has no effect without the paper's routing; leave it out")
         if self.chunk_loss_weight and config.kind != "dcdm":
             raise ConfigError(f"chunk_loss_weight={self.chunk_loss_weight} belongs to kind 'dcdm'; leave it out")
-        if config.routes_from_noise and self.noise_draws > 1:
-            raise ConfigError(
-                f"noise_draws={self.noise_draws} needs chunks that do not depend on noise; "
-                "set noise_draws=1 or routing='causal'"
-            )
-        if self.grow_steps and config.kind not in ("lanes", "bdlm"):
-            raise ConfigError(
-                f"grow_steps={self.grow_steps} needs lanes or blocks that can grow; kind={config.kind!r} has none: "
-                "leave it out, or choose kind lanes or bdlm"
-            )
-
-    def task_at(self, config: ModelConfig, step: int | None) -> ModelConfig:
-        """`config` with the lanes or blocks that are trained in `step`, counted from 1; None: with all of them."""
-        if step is None or step >= self.grow_steps:
-            return config
-        self.check_fits(config)
-        if config.kind == "lanes":
-            assert config.lanes is not None
-            order = sorted(range(len(config.lanes)), key=config.lanes.__getitem__)
-            kept = order[: math.ceil(step / self.grow_steps * len(order))]
-            weights = config.lane_weights
-            return replace(
-                config, lanes=tuple(config.lanes[at] for at in kept),
-                lane_weights=None if weights is None else tuple(weights[at] for at in kept),
-            )  # fmt: skip
-        assert config.block_size is not None
-        stages = config.block_size.bit_length()
-        return replace(config, block_size=config.block_size >> stages - math.ceil(step / self.grow_steps * stages))
 
     def chunk_weight_for(self, config: ModelConfig) -> float:
         return self._default_for(config, self.chunk_loss_weight)

@@ -12,10 +12,10 @@ from dcdm.bench import harness, subjects
 from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_of, network_of_transformers
 from dcdm.bench.harness import Case, measure_case, to_json
 from dcdm.cli import main
-from dcdm.model import masks
-from dcdm.model.costs import activation_bytes, bill, state_bytes
-from dcdm.model.layout import from_left
-from dcdm.model.transformer import build
+from dcdm.costs import activation_bytes, bill, state_bytes
+from dcdm.kinds import build
+from dcdm.lanes import masks as lane_masks
+from dcdm.lanes.masks import from_left
 
 TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
 
@@ -156,7 +156,7 @@ def test_arithmetic_of_predicting_from_the_left_counts_clean_and_seed_slots(kind
     place = from_left(ids, ids >= 1, (ids >= 0) & (ids < ids.max()))
     costs = bill(config, 33)
     assert costs.slots == (place.slots.chunk >= 0).sum()
-    pairs = masks.left.dense(place.slots).sum()
+    pairs = lane_masks.left.dense(place.slots).sum()
     assert costs.attention == 4 * config.num_heads * config.head_dim * config.num_layers * pairs
 
 

@@ -16,7 +16,7 @@ from dcdm.config import ConfigError
 from dcdm.data.chats import ChatTemplate
 from dcdm.decoding.config import DecodingConfig
 from dcdm.io.pretrained import import_model
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 from live import live
 
 

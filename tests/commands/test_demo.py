@@ -17,7 +17,7 @@ from browser import CHROMIUM, Page, artefacts, chromium, dumped
 from dcdm.cli import main
 from dcdm.commands.demo import FIGURES, MODELS, held_out, write
 from dcdm.decoding.prompts import with_blanks
-from dcdm.model.transformer import parameter_counts
+from dcdm.kinds import parameter_counts
 from dcdm.shipped import CHUNKS, LANES
 from dcdm.training.settings import resolve
 from dcdm.viewing.chunks import view, window_of

@@ -26,7 +26,7 @@ from dcdm.distributed import Precision, World
 from dcdm.io.export import export, write_export
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import leaks, verify_model
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
@@ -309,10 +309,7 @@ def test_figures_of_checkpoints_and_cards_are_those_of_their_weights(corpus, tmp
 def test_settings_that_have_no_effect_or_no_meaning_leave_no_folder(corpus, tmp_path):
     prepared = prepare([str(corpus)], "bytes", tmp_path / "prepared").folder
     for preset, changes, message in (
-        ("dcdm-debug", {"objective__noise_draws": 2}, "noise_draws=2 needs chunks"),
-        ("ar-debug", {"objective__noise_draws": 2}, "no effect on AR"),
         ("lanes-debug", {"objective__t_min": 0.5}, "no effect on a model that predicts from the left"),
-        ("lanes-debug", {"objective__grow_steps": 9, "train__steps": 5}, "would never be trained"),
         ("ar-debug", {"train__lora": 4}, "there are none: name them with init"),
         ("ar-debug", {"train__lora_alpha": 4.0}, "needs adapters"),
         ("ar-debug", {"train__weight_decay": float("nan")}, "weight_decay=nan"),
@@ -485,7 +482,6 @@ def test_where_chunks_have_levels_of_their_own_a_preset_s_noise_is_clipped_and_n
         assert noise(preset) == ("uniform", 0.3, 0.8)
         assert noise(preset, t_shape="uniform") == ("uniform", 0.001, 1.0)
         assert noise(preset, t_max=0.9) == ("uniform", 0.001, 0.9)
-        assert noise(preset, complementary_draws=True, noise_draws=2) == ("uniform", 0.001, 1.0)
     for preset in ("mdlm-debug", "dcdm-debug"):
         assert noise(preset) == ("bell", 0.001, 1.0)
     for preset in ("bdlm-0.1b", "dcdm-0.1b-k8", "bdlm-small"):

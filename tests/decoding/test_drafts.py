@@ -25,6 +25,7 @@ from dcdm.decoding.routes import router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.decoding.session import Decoding, Text
 from dcdm.keys import Key
+from dcdm.lanes import masks as lane_masks
 from dcdm.likelihood.estimators import score
 from dcdm.model import masks, reference
 from dcdm.model.transformer import Model
@@ -155,8 +156,8 @@ def test_guesses_of_other_lanes_are_not_seen(monkeypatch: pytest.MonkeyPatch) ->
     other = torch.where(changed, (tokens + 1) % (model.config.vocab_size - 3), tokens)
     same = (lane == 1) & (known <= 2)
     torch.testing.assert_close(first_guessed(other)[0][same], log_p[same], atol=1e-12, rtol=0)
-    leaking = masks.left_with_guesses | masks.Mask("leak", lambda q, k: (q.stream >= 2) & (k.stream >= 2))
-    monkeypatch.setattr(masks, "left_with_guesses", leaking)
+    leaking = lane_masks.left_with_drafts | masks.Mask("leak", lambda q, k: (q.stream >= 2) & (k.stream >= 2))
+    monkeypatch.setattr(lane_masks, "left_with_drafts", leaking)
     leaked = [first_guessed(text)[0][same] for text in (tokens, other)]
     assert not torch.allclose(*leaked, atol=1e-6)
 

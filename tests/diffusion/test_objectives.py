@@ -7,9 +7,8 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion import noise
-from dcdm.diffusion.objectives import Batch, GlobalBatch, draw, loss, visibility
+from dcdm.diffusion.objectives import Batch, draw, loss, with_prompts
 from dcdm.keys import Key
-from dcdm.training.settings import RunConfig
 
 PLAIN = ObjectiveConfig(prompt_share=0.0)
 
@@ -39,15 +38,6 @@ def test_levels_in_a_bell_keep_to_their_range_and_are_rare_at_its_ends():
         assert (t <= 0.2 + 0.6 * x).double().mean().item() == pytest.approx(3 * x**2 - 2 * x**3, abs=0.001)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_weights_of_complementary_draws_are_1_on_average_however_much_is_fully_masked(share):
-    settings = ObjectiveConfig(noise_draws=2, complementary_draws=True, full_mask_share=share)
-    groups = torch.arange(1, 17).repeat(4)[None].expand(512, -1)
-    masked, weight = noise.draws(Key(0), torch.arange(512), 512, groups, 16, settings)
-    assert weight.mean().item() == pytest.approx(1, abs=0.02)
-    assert torch.equal(weight > 0, masked)
-
-
 @pytest.mark.parametrize("kind", tiny.DIFFUSION)
 def test_splitting_a_batch_over_processes_changes_no_noise_and_no_gradient(kind):
     model = tiny.model(kind, seed=1)
@@ -57,9 +47,9 @@ def test_splitting_a_batch_over_processes_changes_no_noise_and_no_gradient(kind)
     parts = [Batch(clean[at : at + 2], rows=torch.arange(at, at + 2), num_rows=6, index=index[at : at + 2])
              for at in (0, 2, 4)]  # fmt: skip
     key, settings = Key(7).fold("noise", 0), ObjectiveConfig(prompt_share=0.5)
-    together = draw(model, whole, key, settings)
-    apart = [draw(model, part, key, settings) for part in parts]
-    for field in ("masked", "weight", "free", "prompt"):
+    together = draw(model, with_prompts(model, whole, key, settings), key, settings)
+    apart = [draw(model, with_prompts(model, part, key, settings), key, settings) for part in parts]
+    for field in ("masked", "weight", "free"):
         assert torch.equal(getattr(together, field), torch.cat([getattr(p, field) for p in apart]))
     results = [loss(model, part, key, settings) for part in parts]
     nll = sum(r.nll * r.tokens for r in results) / sum(r.tokens for r in results)
@@ -111,8 +101,8 @@ def test_blanks_come_at_their_share_are_short_and_take_the_place_of_other_prompt
     model, batch = tiny.model("bdlm", 60), Batch(tiny.tokens(8, 200, 60))
     both = ObjectiveConfig(prompt_share=1.0, blank_share=1.0)
     only = ObjectiveConfig(prompt_share=0.0, blank_share=1.0)
-    for one, other in zip(*(visibility(model, batch, Key(0), how) for how in (both, only)), strict=True):
-        assert torch.equal(one, other)
+    one, other = (with_prompts(model, batch, Key(0), how).prompt for how in (both, only))
+    assert torch.equal(one, other)
     with pytest.raises(ConfigError, match="blank_share"):
         only.check_fits(tiny.config("ar"))
 
@@ -197,39 +187,6 @@ def test_loss_takes_a_key_a_seed_or_a_generator():
 def same_weights(target, source):
     target.load_state_dict({k: v for k, v in source.state_dict().items() if k in target.state_dict()}, strict=False)
     return target
-
-
-def test_lanes_and_blocks_grow_in_equal_stages():
-    growing = ObjectiveConfig(grow_steps=6)
-    lanes = tiny.config("mdlm", kind="lanes", lanes=(4, 1, 2), lane_weights=(3.0, 1.0, 2.0))
-    told = [growing.task_at(lanes, step) for step in (1, 2, 3, 4, 5, 6, None)]
-    assert [task.lanes for task in told] == [(1,), (1,), (1, 2), (1, 2), (1, 2, 4), (4, 1, 2), (4, 1, 2)]
-    assert told[2].lane_weights == (1.0, 2.0)
-    assert told[-1] is told[-2] is lanes
-    blocks = tiny.config("bdlm", block_size=6)
-    assert [growing.task_at(blocks, step).block_size for step in (1, 2, 3, 4, 5, 6)] == [1, 1, 3, 3, 6, 6]
-    assert ObjectiveConfig().task_at(blocks, 1) is blocks
-    for kind in ("ar", "mdlm", "causal"):
-        with pytest.raises(ConfigError, match="grow_steps=6 needs lanes or blocks"):
-            RunConfig(tiny.config(kind), growing)
-
-
-@pytest.mark.parametrize(
-    ("kind", "whole", "early"),
-    [("mdlm", {"kind": "lanes", "lanes": (1, 2, 4)}, {"kind": "lanes", "lanes": (1, 2)}),
-     ("bdlm", {"block_size": 4}, {"block_size": 2}),
-     ("bdlm", {"block_size": 4, "predict": "left"}, {"block_size": 2, "predict": "left"})],
-)  # fmt: skip
-def test_a_growing_task_is_that_of_the_smaller_model(kind, whole, early):
-    model = tiny.model(kind, **whole)
-    smaller = same_weights(tiny.model(kind, seed=5, **early), model)
-    batch = Batch(tiny.tokens(4, 17))
-    growing = ObjectiveConfig(prompt_share=0.0, grow_steps=6)
-    free = torch.tensor(4 * 16)
-    for step, same in ((4, smaller), (6, model)):
-        found = loss(model, batch, 3, growing, GlobalBatch(free, 4, step=step))
-        torch.testing.assert_close(found.total, loss(same, batch, 3, PLAIN).total)
-    assert loss(smaller, batch, 3, PLAIN).nll != loss(model, batch, 3, PLAIN).nll
 
 
 def test_bdlm_with_one_block_is_mdlm():

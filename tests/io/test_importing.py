@@ -18,7 +18,8 @@ from torch import Tensor
 import pretrained
 from dcdm.config import ConfigError, ModelConfig, MoEConfig, RopeScaling
 from dcdm.io.importing import config_from_transformers, load_transformers
-from dcdm.model.transformer import Model, build
+from dcdm.kinds import build
+from dcdm.model.transformer import Model
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from dcdm.data.tokenizers import Tokenizer, adopted
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import Wheel, import_model
 from dcdm.io.verify import verify_model
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 
 TEXT = "It is a truth universally acknowledged, that 42 is one."
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig, RopeScaling
+from dcdm.kinds import build
 from dcdm.likelihood.estimators import score
 from dcdm.model import reference
 from dcdm.model.blocks import Experts, SparseMoE, load_balancing_loss
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
 
 transformers = pytest.importorskip("transformers")
 qwen2_moe = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")

@@ -8,7 +8,7 @@ import torch
 import dcdm
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 
 PRESETS = ["ar-debug", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "dcdm-debug-causal", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-moe-debug", "dcdm-moe-debug-causal",

@@ -9,8 +9,9 @@ import tiny
 from dcdm.config import ModelConfig
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
+from dcdm.kinds import build
 from dcdm.model import lora, reference
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
 
 KINDS = {
     "lanes": {"kind": "lanes", "lanes": (1, 2, 3)},

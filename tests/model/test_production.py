@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.decoding import routes
-from dcdm.diffusion.objectives import Batch, draw, loss
+from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.model import masks, reference, tiling
 from dcdm.model.attention import AttentionPlan, choose_backend, tiled_attention, tiles_by_autograd
@@ -129,7 +129,7 @@ def test_the_decoding_pass_equals_the_literal_one(kind, many_tiles):
     torch.testing.assert_close(states[ids >= 0], expected[ids >= 0], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["causal", "causal-strided", "causal-growing", "causal-moe"])
+@pytest.mark.parametrize("kind", ["causal", "causal-strided", "causal-moe"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_accumulated_rounds_equal_rounds_that_start_over(kind, kv_heads):
     model = tiny.model(kind, num_chunks=5, num_kv_heads=kv_heads)
@@ -274,39 +274,6 @@ def test_the_sliced_loss_equals_cross_entropy_in_value_and_gradient(slice_bytes,
     for a, b in zip(torch.autograd.grad(3 * fast, (states, weight)),
                     torch.autograd.grad(3 * (nll * importance).sum(), (states, weight)), strict=True):  # fmt: skip
         torch.testing.assert_close(a, b, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["mdlm", "bdlm", "causal", "strided", "causal-moe"])
-@pytest.mark.parametrize("complementary", [False, True])
-def test_noise_draws_over_one_clean_stream_equal_the_mean_of_separate_passes(kind, complementary, many_tiles):
-    model = tiny.model(kind)
-    clean = tiny.tokens(3, 19, padding=(3,))
-    objective = ObjectiveConfig(
-        noise_draws=2, complementary_draws=complementary, prompt_share=0.0, moe_loss_weight=0.0
-    )
-    together = loss(model, Batch(clean), Key(5), objective)
-    sample = draw(model, Batch(clean), Key(5), objective)
-    assert sample.masked.shape == (3, 2, 19)
-    if complementary:
-        assert torch.equal(sample.masked.sum(dim=1) == 1, sample.free)
-    else:
-        assert not torch.equal(sample.masked[:, 0], sample.masked[:, 1])
-    apart = []
-    for number in range(2):
-        masked, weight = sample.masked[:, number], sample.weight[:, number]
-        states = reference.encode(model, clean, masked, chunk_ids=sample.ids).states
-        nll = -model.token_logits(states).log_softmax(-1).gather(-1, clean.clamp(max=19)[..., None]).squeeze(-1)
-        apart.append((nll * weight).sum() / together.tokens)
-    mean = sum(apart) / 2
-    torch.testing.assert_close(together.nll, mean, **CLOSE)
-    assert_same_gradients(gradients(model, together.total), gradients(model, mean))
-
-
-def test_noise_draws_are_refused_where_chunks_depend_on_noise():
-    with pytest.raises(ConfigError, match="noise_draws"):
-        loss(tiny.model("paper"), Batch(tiny.tokens(2, 8)), 0, ObjectiveConfig(noise_draws=2))
-    with pytest.raises(ConfigError, match="complementary_draws"):
-        ObjectiveConfig(complementary_draws=True)
 
 
 def test_no_tensor_of_all_logits_exists_during_a_training_step():

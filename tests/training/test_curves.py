@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcdm
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 from dcdm.training.loop import TrainConfig, train_windows
 
 STORED = Path(__file__).parents[1] / "data" / "curves.json"

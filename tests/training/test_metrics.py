@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 import dcdm
+from dcdm.costs import BF16_PEAKS, bf16_peak, bill
 from dcdm.distributed import World
-from dcdm.model.costs import BF16_PEAKS, bf16_peak, bill
 from dcdm.training.loop import StepReport, TrainConfig
 from dcdm.training.metrics import Recorder
 from dcdm.training.settings import RunConfig

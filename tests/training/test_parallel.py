@@ -17,7 +17,7 @@ from torch import Tensor
 import tiny
 from dcdm import distributed
 from dcdm.config import ObjectiveConfig
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss, with_prompts
 from dcdm.distributed import ParallelError, World
 from dcdm.keys import Key
 from dcdm.model import head
@@ -65,7 +65,7 @@ def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
     def total(x: torch.Tensor) -> torch.Tensor:
         return distributed.sum_over_ranks(x, world)
 
-    tokens = total(visibility(model, batch, key, objective(model))[0].sum())
+    tokens = total(counted(model, with_prompts(model, batch, key, objective(model))))
     return loss(model, batch, key, objective(model), GlobalBatch(tokens, ROWS, total=total))
 
 

@@ -8,7 +8,7 @@ import tiny
 from dcdm.config import ConfigError
 from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
-from dcdm.model.transformer import build
+from dcdm.kinds import build
 from dcdm.training.loop import TrainConfig, learning_rate, train_windows
 from dcdm.training.optimizers import adamw
 

@@ -32,8 +32,9 @@ from dcdm.evaluation.decoders import DecoderScore, score_under_decoder
 from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
+from dcdm.kinds import OWN_PARTS
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
-from dcdm.model.transformer import OWN_PARTS, Model
+from dcdm.model.transformer import Model
 from dcdm.viewing.page import many
 from dcdm.viewing.tables import Table
 

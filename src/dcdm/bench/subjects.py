@@ -22,11 +22,12 @@ from dcdm.bench.harness import Case, Run, forget_peak, peak_megabytes
 from dcdm.config import ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
+from dcdm.kinds import build
 from dcdm.model import layout, masks, reference
 from dcdm.model.attention import AttentionPlan, Backend, attend
 from dcdm.model.chunking import subspace_mixture
 from dcdm.model.masks import Slots
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
 from dcdm.presets import preset
 
 LITERAL_FITS = 2048  # beyond this length explicit softmax over z ⊕ x needs more memory than a laptop has

@@ -166,7 +166,7 @@ def adapted(
 
 def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:
     """Windows of one pass such that backward keeps at most `ACTIVATIONS`; if one is too much, blocks recompute."""
-    from dcdm.model.costs import activation_bytes
+    from dcdm.costs import activation_bytes
 
     one = 2 * activation_bytes(config, 1, window)  # fp32
     share = batch_size // int(os.environ.get("WORLD_SIZE", "1"))  # of one process under torchrun

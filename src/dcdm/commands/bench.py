@@ -105,7 +105,7 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
     Columns: L; operations of training per token; the share of attention and of the head; gigabytes of weights,
     gradients and moments; gigabytes of activations per sequence; global batch; seconds per step.
     """
-    from dcdm.model.costs import H800_BF16, activation_bytes, bill, state_bytes
+    from dcdm.costs import H800_BF16, activation_bytes, bill, state_bytes
     from dcdm.presets import preset, presets
 
     rows = []

@@ -141,10 +141,9 @@ def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0)
 
     The same weights and the same seed.
     """
-    from dcdm.model.routing import default_lanes
 
     ahead = model.config.drafts
-    orders = [(default_lanes(model.config), 0), (1, 0), *([(1, ahead)] if ahead else [])]
+    orders = [(model.config.default_lanes, 0), (1, 0), *([(1, ahead)] if ahead else [])]
     return [_written(model, tokenizer, exercise, lanes, drafts, seed) for lanes, drafts in orders]
 
 
@@ -301,7 +300,7 @@ def _page(
     folder: Path, written: dict[str, list[Written]], views: list[ChunkView], lines: list[ComparedEstimate],
     steps: int, data: tuple[str, ...],
 ) -> str:  # fmt: skip
-    from dcdm.model.transformer import parameter_counts
+    from dcdm.kinds import parameter_counts
     from dcdm.presets import preset
     from dcdm.training.metrics import read_rows
     from dcdm.viewing.pages import DemoReport, demo_page

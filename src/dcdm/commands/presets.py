@@ -11,7 +11,7 @@ EXAMPLES = ("dcdm presets", "dcdm presets --json")
 
 def presets(json: JsonOption = False) -> None:
     """List the model presets with their sizes."""
-    from dcdm.model.transformer import parameter_counts
+    from dcdm.kinds import parameter_counts
     from dcdm.presets import preset
     from dcdm.presets import presets as preset_names
 

@@ -257,14 +257,13 @@ def _can_revise(config: ModelConfig) -> bool:
 
 def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
     """The number of lanes that None means for a model, or a ConfigError where it does not fit."""
-    from dcdm.model.routing import default_lanes
 
     if config.kind != "lanes":
         if lanes is not None:
             raise ConfigError(f"lanes={lanes} does not fit a model of kind {config.kind}; leave it out")
         return None
     if lanes is None:
-        return default_lanes(config)
+        return config.default_lanes
     if whole_number("lanes", lanes) < 1:
         raise ConfigError(f"lanes={lanes} must be at least 1")
     return lanes

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from dcdm.decoding.commits import View
 from dcdm.decoding.sampling import Sampling
+from dcdm.lanes.model import LaneModel as Model
 from dcdm.model.head import SLICE_BYTES
 from dcdm.model.layout import RaggedIndex
-from dcdm.model.transformer import Model
 
 LogP = Callable[[Tensor], Tensor]
 """States (n, d) → log-probabilities (n, V)."""

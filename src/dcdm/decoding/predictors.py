@@ -17,9 +17,10 @@ from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.decoding.commits import Distributions
 from dcdm.decoding.prefixes import Beginning, PrefixStore
 from dcdm.decoding.routes import Route, without_hidden
+from dcdm.lanes.masks import DRAFTS, led_positions
 from dcdm.model.attention import at_least_fp32
 from dcdm.model.layout import RaggedIndex, stack_rows, widen
-from dcdm.model.masks import CLEAN, GUESSES, NOISY, Slots, led_positions
+from dcdm.model.masks import CLEAN, NOISY, Slots
 from dcdm.model.transformer import Model, Sets
 
 
@@ -252,7 +253,7 @@ def _streams(guesses: Tensor) -> Tensor:
     """(B, L): the stream of each guess, one for every run of them."""
     place = torch.arange(guesses.shape[1], device=guesses.device)
     begins = guesses & ~F.pad(guesses[:, :-1], (1, 0))
-    return GUESSES + torch.where(begins, place, 0).cummax(dim=-1).values
+    return DRAFTS + torch.where(begins, place, 0).cummax(dim=-1).values
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
+from dcdm.lanes.partition import lane_partition
 from dcdm.model import routing
 from dcdm.model.layout import stack_rows
 from dcdm.model.transformer import Model, Sets, StageOne
@@ -175,7 +176,7 @@ def router_of(
     if config.kind == "dcdm" and config.routing == "causal" and not config.prior_decides:
         return _CausalRounds(model, sets)
     if config.kind == "lanes":
-        ids, lane = routing.lane_partition(config, sets.free, sets.real, lanes)
+        ids, lane = lane_partition(config, sets.free, sets.real, lanes)
         return _Paced(sets, lane) if paced else _Fixed(sets, ids, ids, lane)
     fixed = routing.fixed_partition(config, sets.free, sets.real, index)
     if not name.startswith("blocks"):

@@ -39,29 +39,6 @@ def corrupt(key: Key, rows: Tensor, groups: Tensor, t: Tensor) -> tuple[Tensor, 
     return masked, torch.where(masked, 1 / level, 0.0)
 
 
-def draws(
-    key: Key, rows: Tensor, num_rows: int, groups: Tensor, num_groups: int, settings: ObjectiveConfig
-) -> tuple[Tensor, Tensor]:
-    """`settings.noise_draws` independent draws, or a draw and its complement: masked and weight, (B, n, L).
-
-    The complement of a draw at level t is a draw at level 1 − t; what is fully masked is so in both.
-    """
-    pairs = []
-    for number in range(settings.noise_draws):
-        part = key if number == 0 else key.fold("draw", number)
-        t = levels(part, rows, num_rows, num_groups, settings)
-        pairs.append(corrupt(part, rows, groups, t))
-        if settings.complementary_draws:
-            level = t.gather(-1, (groups - 1).clamp(min=0))
-            full = level == 1
-            other = (groups >= 1) & (full | ~pairs[0][0])
-            level = torch.where(full, 1.0, 1 - level)
-            pairs.append((other, torch.where(other, 1 / level.clamp(min=1e-12), 0.0)))
-            break
-    masked, weight = zip(*pairs, strict=True)
-    return torch.stack(masked, dim=1), torch.stack(weight, dim=1)
-
-
 def visible_spans(key: Key, rows: Tensor, free: Tensor, share: float) -> Tensor:
     """Random prompts: a `share` of the rows gets a visible prefix or up to three visible spans, half each.
 

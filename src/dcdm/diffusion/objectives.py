@@ -1,24 +1,26 @@
-"""The training objective of every kind, under one interface: `loss(model, batch, generator)`.
+"""The training objective: `loss(model, batch, generator)`.
 
-B batch   L positions   V vocabulary
+`diffusion_loss` is the paper's, from top to bottom: noise, route, mask, denoise, weigh, balance. AR has its own,
+and other networks register theirs with `objective`.
+
+B batch   L positions   K chunks   t noise level
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
-from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
+from dcdm.config import ObjectiveConfig
 from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
-from dcdm.model.drafting import SHARE, guesses
 from dcdm.model.head import weighted_nll
-from dcdm.model.routing import fixed_partition
 from dcdm.model.transformer import Encoded, Model
 
 
@@ -37,6 +39,14 @@ class Batch:
     num_rows: int | None = None
     index: Tensor | None = None
 
+    def numbers(self) -> tuple[Tensor, int]:
+        """`rows` on the CPU, and the size of the global batch."""
+        if self.rows is None:
+            return torch.arange(len(self.tokens)), len(self.tokens)
+        if self.num_rows is None:
+            raise ValueError("Batch.rows needs Batch.num_rows: the size of the global batch")
+        return self.rows.cpu(), self.num_rows
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -49,8 +59,6 @@ class GlobalBatch:
     micro_steps: int = 1
     total: Callable[[Tensor], Tensor] = lambda x: x
     """Sums over ranks."""
-    step: int | None = None
-    """The step's number, from 1, for objectives that grow; None: fully grown."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,7 @@ class Loss:
     counts: Tensor | None = None
     """N_k per sequence (B, K), without BOS and PAD."""
     draft_loss: Tensor | None = None
-    """Cross-entropy of the draft head's guesses, of which the rest of the network learns nothing."""
-
-
-DRAFT_WEIGHT = 0.1
-"""Of the draft head's loss: its steps hardly depend on it, the norm at which all gradients are clipped does."""
+    """Cross-entropy of a draft head's tokens, of which the rest of the network learns nothing."""
 
 
 def loss(
@@ -87,157 +91,121 @@ def loss(
     """The kind's training loss on one batch.
 
     `generator` is the step's `Key`, a seed, or a `torch.Generator`; all randomness follows from it and from
-    `batch.rows`, so that splitting a batch over processes changes nothing. Without
-    `global_batch` the batch is all there is.
+    `batch.rows`, so that splitting a batch over processes changes nothing. Without `global_batch` the batch is all
+    there is.
     """
     settings = settings or ObjectiveConfig()
     settings.check_fits(model.config)
     key = Key.of(generator)
-    task = settings.task_at(model.config, None if global_batch is None else global_batch.step)
+    batch = with_prompts(model, batch, key, settings)
+    return objective(
+        model, batch, key, settings, global_batch or GlobalBatch(counted(model, batch), len(batch.tokens))
+    )
+
+
+def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Batch:
+    """The batch with training's random prompts among what stays visible."""
     if model.config.kind == "ar":
-        free = visibility(model, batch, key, settings)[0][:, 1:]
-        encoded = model.encode(batch.tokens)
-        states, targets = encoded.states[:, :-1][free], batch.tokens[:, 1:][free]
-        weight = torch.ones_like(targets)
-    elif model.config.predicts_from_left:
-        free, prompt = visibility(model, batch, key, settings)
-        lanes = draw_lanes(task, key, _rows(batch)[0], free.sum(dim=-1).cpu())
-        ids = _partition(model, task, batch, prompt, lanes)
-        encoded = model.encode(batch.tokens, prompt=prompt, chunk_ids=ids)
-        states, targets = encoded.states[free], batch.tokens[free]
-        weight = torch.ones_like(targets)
-    else:
-        sample = draw(model, batch, key, settings, task)
-        encoded = model.encode(batch.tokens, sample.masked, prompt=sample.prompt, chunk_ids=sample.ids)
-        where, free = sample.masked, sample.free
-        clean = batch.tokens if where.ndim == 2 else batch.tokens[:, None].expand_as(where)
-        states, targets, weight = encoded.states[where], clean[where], sample.weight[where]
-    tokens = free.sum()
-    global_batch = global_batch or GlobalBatch(tokens, rows=len(batch.tokens))
-    summed = weighted_nll(states, model.head_weight(), targets, weight)
-    passes = 1 if model.config.kind == "ar" or model.config.predicts_from_left else settings.noise_draws
-    nll = summed / (passes * global_batch.tokens.clamp(min=1))
-    return _with_balance(model, batch, key, settings, encoded, nll, tokens, global_batch)
-
-
-def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) -> Tensor | None:
-    """How many lanes each row is trained with, (B,): from the list, none shorter than `LANE_LENGTH` if possible."""
-    if config.lanes is None:
-        return None
-    choices = torch.tensor(sorted(config.lanes))
-    fits = (num_free[:, None] >= LANE_LENGTH * choices).sum(dim=-1).clamp(min=1)
-    drawn = key.fold("lanes").rows(rows, 1)[:, 0]
-    if config.lane_weights is None:
-        return choices[(drawn * fits).long()]
-    by_lanes = dict(zip(config.lanes, config.lane_weights, strict=True))
-    upto = torch.tensor([by_lanes[number] for number in choices.tolist()], dtype=torch.float64).cumsum(dim=0)
-    reached = (drawn * upto[fits - 1])[:, None] >= upto  # of the weights of those that fit
-    return choices[torch.minimum(reached.sum(dim=-1), fits - 1)]
-
-
-def visibility(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> tuple[Tensor, Tensor]:
-    """Free and visible positions of a training batch, random prompts included: two (B, L) bool."""
-    sets = model.sets(batch.tokens, batch.prompt)
-    if model.config.kind == "ar":
-        return sets.free, sets.visible
-    rows, free = _rows(batch)[0], sets.free.cpu()
+        return batch
+    rows, free = batch.numbers()[0], model.sets(batch.tokens, batch.prompt).free.cpu()
     around = noise.visible_around_blanks(key, rows, free, settings.blank_share)
     spans = noise.visible_spans(key, rows, free, settings.prompt_share) & ~around.any(dim=-1, keepdim=True)
-    spans = (spans | around).to(batch.tokens.device)
-    return sets.free & ~spans, sets.visible | spans
+    shown = (spans | around).to(batch.tokens.device)
+    return replace(batch, prompt=shown if batch.prompt is None else batch.prompt | shown)
+
+
+def counted(model: Model, batch: Batch) -> Tensor:
+    """How many tokens of a batch `objective` predicts."""
+    free = model.sets(batch.tokens, batch.prompt).free
+    return (free[:, 1:] if model.config.kind == "ar" else free).sum()
+
+
+@singledispatch
+def objective(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch) -> Loss:
+    """The loss of a part of a global batch, whose prompts have been drawn (`with_prompts`)."""
+    if model.config.kind == "ar":
+        return next_token_loss(model, batch, key, settings, global_batch)
+    return diffusion_loss(model, batch, key, settings, global_batch)
+
+
+def diffusion_loss(
+    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
+) -> Loss:
+    """The NELBO of MDLM, BDLM and DCDM, and what balances the chunks."""
+    # noise: which positions of z hold MASK
+    sample, tokens = draw(model, batch, key, settings), batch.tokens
+    masked = sample.masked
+
+    # route, mask, denoise: block 0 and μ give the ids, the other blocks see z ⊕ x under the mask of these chunks
+    encoded = model.encode(tokens, masked, prompt=batch.prompt, chunk_ids=sample.ids)
+
+    # weigh: −log p of the masked tokens, each by 1/t
+    summed = weighted_nll(encoded.states[masked], model.head_weight(), tokens[masked], sample.weight[masked])
+
+    # balance: L_chunk, and N_k for the bias of the hard assignment
+    return balanced(model, batch, key, settings, encoded, summed, sample.free.sum(), global_batch)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One draw of training noise."""
+    """One draw of training noise; each (B, L)."""
 
     masked: Tensor
-    """(B, L) bool; with several noise draws (B, n, L)."""
     weight: Tensor
-    """1/t where masked, else 0; of the same shape."""
+    """1/t where masked, else 0."""
     free: Tensor
-    prompt: Tensor
     ids: Tensor | None
     """Chunk ids where they do not depend on noise; None in the paper's routing."""
 
 
-def draw(
-    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, task: ModelConfig | None = None
-) -> Sample:
-    """Which positions of `batch` are visible, masked and with what weight, and its partition.
-
-    `task` has the sizes of blocks that are trained, where they are not yet those of the model.
-    """
-    tokens, task = batch.tokens, task or model.config
-    rows, num_rows = _rows(batch)
-    free, prompt = visibility(model, batch, key, settings)
-    if model.config.routes_from_noise:
+def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sample:
+    """Which tokens are masked: at one level t where chunks follow from the noisy stream, else one for each."""
+    tokens, config = batch.tokens, model.config
+    rows, num_rows = batch.numbers()
+    free = model.sets(tokens, batch.prompt).free
+    if config.routes_from_noise:
         ids, groups, num_groups = None, free.long(), 1
     else:
-        ids = _partition(model, task, batch, prompt)
-        groups, num_groups = ids, task.num_groups(tokens.shape[1])
-    masked, weight = noise.draws(key, rows, num_rows, groups.cpu(), num_groups, settings)
-    if settings.noise_draws == 1:
-        masked, weight = masked[:, 0], weight[:, 0]
-    return Sample(masked.to(tokens.device), weight.to(tokens.device), free, prompt, ids)
+        ids = groups = model.partition(tokens, batch.prompt, batch.index).ids
+        num_groups = config.num_groups(tokens.shape[1])
+    t = noise.levels(key, rows, num_rows, num_groups, settings)
+    masked, weight = noise.corrupt(key, rows, groups.cpu(), t)
+    return Sample(masked.to(tokens.device), weight.to(tokens.device), free, ids)
 
 
-def _partition(
-    model: Model, task: ModelConfig, batch: Batch, prompt: Tensor, lanes: Tensor | None = None
-) -> Tensor:
-    """Chunk ids of the clean tokens; where the task still grows, those of its own sizes."""
-    if task is model.config:
-        return model.partition(batch.tokens, prompt, batch.index, lanes).ids
-    sets = model.sets(batch.tokens, prompt)
-    return fixed_partition(task, sets.free, sets.real, batch.index, lanes)
+def next_token_loss(
+    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
+) -> Loss:
+    """AR: position ℓ predicts ℓ+1."""
+    free = model.sets(batch.tokens, batch.prompt).free[:, 1:]
+    encoded = model.encode(batch.tokens)
+    targets = batch.tokens[:, 1:][free]
+    summed = weighted_nll(encoded.states[:, :-1][free], model.head_weight(), targets, torch.ones_like(targets))
+    return balanced(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
 
 
-def _with_balance(
+def balanced(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig,
-    encoded: Encoded, nll: Tensor, tokens: Tensor, global_batch: GlobalBatch,
+    encoded: Encoded, summed: Tensor, tokens: Tensor, global_batch: GlobalBatch,
 ) -> Loss:  # fmt: skip
-    """Add the auxiliary losses to the cross-entropy and count the chunks."""
-    config, total = model.config, nll
-    counted = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id)
-    chunk_loss = moe_loss = draft_loss = counts = None
+    """The cross-entropy per token with the losses that balance chunks and experts, and the chunks counted."""
+    config = model.config
+    nll = total = summed / global_batch.tokens.clamp(min=1)
+    chunk_loss = moe_loss = counts = None
     if config.kind == "dcdm":
         assert config.num_chunks is not None
         assert encoded.chunk_ids is not None
         assert encoded.router_scores is not None
-        counted = counted & (encoded.chunk_ids >= 1)
-        counts = chunk_counts(encoded.chunk_ids, counted, config.num_chunks)
+        in_chunk = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id) & (encoded.chunk_ids >= 1)
+        counts = chunk_counts(encoded.chunk_ids, in_chunk, config.num_chunks)
         if (weight := settings.chunk_weight_for(config)) > 0:
             r = encoded.router_scores
-            gumbel = key.fold("gumbel").gumbel_rows(_rows(batch)[0], *r.shape[1:]).to(r)
-            chunk_loss = sequence_balance_loss(r, counted, gumbel, settings.chunk_loss_eps)
+            gumbel = key.fold("gumbel").gumbel_rows(batch.numbers()[0], *r.shape[1:]).to(r)
+            chunk_loss = sequence_balance_loss(r, in_chunk, gumbel, settings.chunk_loss_eps)
             chunk_loss = chunk_loss * (len(batch.tokens) / global_batch.rows)
             total = total + weight * chunk_loss
     if config.moe is not None:
         moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, global_batch.total)
         moe_loss = moe_loss / global_batch.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
-    if config.drafts:
-        draft_loss = _draft_loss(model, batch, encoded) / global_batch.tokens.clamp(min=1)
-        total = total + DRAFT_WEIGHT * draft_loss
-    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts, draft_loss)
-
-
-def _draft_loss(model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-    """Cross-entropy of the draft head's guesses, scaled to what all rows would add; it moves the head alone."""
-    assert model.drafting is not None
-    assert encoded.chunk_ids is not None
-    rows, num_rows = _rows(batch)
-    chosen = (rows % SHARE == 0).to(batch.tokens.device)
-    scale = num_rows / -(-num_rows // SHARE) / model.config.drafts
-    tokens, ids, states = batch.tokens[chosen], encoded.chunk_ids[chosen], encoded.states[chosen].detach()
-    embedded = model.embed_tokens(tokens).detach()
-    made, truths = guesses(model.drafting, states, embedded, tokens, ids, model.config.drafts)
-    return scale * weighted_nll(made, model.head_weight().detach(), truths, torch.ones_like(truths))
-
-
-def _rows(batch: Batch) -> tuple[Tensor, int]:
-    if batch.rows is None:
-        return torch.arange(len(batch.tokens)), len(batch.tokens)
-    if batch.num_rows is None:
-        raise ValueError("Batch.rows needs Batch.num_rows: the size of the global batch")
-    return batch.rows.cpu(), batch.num_rows
+    return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)

@@ -18,8 +18,8 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.files import UnreadableFile, listed_file, read_json_object, write_tensors
 from dcdm.io.importing import EMBEDDING, fitted
+from dcdm.kinds import OWN_PARTS
 from dcdm.model import lora
-from dcdm.model.transformer import OWN_PARTS
 
 SETTINGS, PEFT, WEIGHTS = "dcdm.json", "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model.model."

@@ -19,7 +19,6 @@ from dcdm.io import adapters
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
-from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights
@@ -147,7 +146,7 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
         figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
-        label += f", {lanes_in_words(default_lanes(config))}"
+        label += f", {lanes_in_words(config.default_lanes)}"
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6

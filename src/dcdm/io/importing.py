@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig, RopeScaling
 from dcdm.files import UnreadableFile, read_json_object
-from dcdm.model.transformer import OWN_PARTS, Model
+from dcdm.kinds import OWN_PARTS
+from dcdm.model.transformer import Model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

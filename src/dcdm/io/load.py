@@ -18,8 +18,9 @@ from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
 from dcdm.io.importing import FIXED, fitted, is_transformers, load_transformers
+from dcdm.kinds import OWN_PARTS, build, state_shapes
 from dcdm.model import lora
-from dcdm.model.transformer import OWN_PARTS, Model, build, state_shapes
+from dcdm.model.transformer import Model
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import (

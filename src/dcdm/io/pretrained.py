@@ -25,7 +25,8 @@ from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import file_digest
 from dcdm.io import export, gguf_files
 from dcdm.io.importing import EMBEDDING, HEAD, Source
-from dcdm.model.transformer import Model, build
+from dcdm.kinds import build
+from dcdm.model.transformer import Model
 
 MEAN = "mean"
 """Name of the initial value that is the mean of all rows."""

@@ -42,24 +42,22 @@ def choose_backend(name: str, device: torch.device, training: bool) -> Backend:
 class AttentionPlan:
     """A mask over given slots: what the attention layers of one pass share.
 
-    The first `num_queries` slots ask, all of them may be asked; `draws` counts the noisy streams. What a
-    backend needs is made on first use.
+    The first `num_queries` slots ask, all of them may be asked. What a backend needs is made on first use.
     """
 
     mask: Mask
     slots: Slots
     backend: Backend
     num_queries: int
-    draws: int = 1
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mask: Mask, slots: Slots, backend: Backend, draws: int = 1) -> AttentionPlan:
-        return cls(mask, slots, backend, slots.chunk.shape[1], draws)
+    def of(cls, mask: Mask, slots: Slots, backend: Backend) -> AttentionPlan:
+        return cls(mask, slots, backend, slots.chunk.shape[1])
 
     def narrow(self, num_queries: int) -> AttentionPlan:
         """The same keys, fewer queries."""
-        return AttentionPlan(self.mask, self.slots, self.backend, num_queries, self.draws)
+        return AttentionPlan(self.mask, self.slots, self.backend, num_queries)
 
     @cached_property
     def dense(self) -> Tensor:
@@ -104,7 +102,7 @@ class AttentionPlan:
 
     @cached_property
     def block_mask(self) -> Any:
-        return blockmask.from_slots(self.mask, self.slots, self.num_queries, self.draws)
+        return blockmask.from_slots(self.mask, self.slots, self.num_queries)
 
     def inputs(self, dtype: torch.dtype) -> AttentionInputs:
         """What `attend` takes: everything made, so that a compiled block only passes it on."""

@@ -5,6 +5,8 @@ B batch   S slots   T tiles of `BLOCK` slots
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,9 +22,13 @@ BLOCK = 128
 _FAR = 1 << 40  # beyond every chunk id
 
 
-def from_slots(mask: Mask, slots: Slots, num_queries: int, draws: int = 1, block: int = BLOCK) -> BlockMask:
+def from_slots(mask: Mask, slots: Slots, num_queries: int, block: int = BLOCK) -> BlockMask:
     """The block mask of `mask` over slots sorted for it; no host sync, no B × S × S tensor."""
-    some, every = _tile_relations(mask, slots, draws, block)
+    cut = SlotTiles(
+        _blocks(slots.chunk, block, -1), _blocks(slots.stream, block, CLEAN),
+        _blocks(slots.masked, block, False), block,
+    )  # fmt: skip
+    some, every = RELATIONS[mask](cut)
     tiles = -(-num_queries // block)
     some, every = some[:, :tiles], every[:, :tiles]
     partial_count, partial_index = _ordered(some & ~every)
@@ -50,75 +56,80 @@ def _ordered(live: Tensor) -> tuple[Tensor, Tensor]:
     return count[:, None], index[:, None]
 
 
-def _tile_relations(mask: Mask, slots: Slots, draws: int, block: int) -> tuple[Tensor, Tensor]:
-    """For each pair of tiles whether some, and whether every, query may attend to some or every key: (B, T, T)."""
-    chunk = _blocks(slots.chunk, block, -1)
-    stream = _blocks(slots.stream, block, CLEAN)
-    real = chunk >= 0
-    whole = real.all(dim=-1)
-    both_whole = whole[:, :, None] & whole[:, None, :]
-    if mask is masks.noise:
-        return _noise_relations(slots, real, both_whole, block)
-    if mask is masks.causal:
-        return _causal_relations(real, both_whole)
-    if mask is masks.chunk_causal:
-        low, high, _ = _ranges(chunk, real)
-        return _at_least(high, low), _at_least(low, high) & both_whole
-    if mask is masks.left:
-        return _left_relations(chunk, stream, real, both_whole)
-    some, every = torch.zeros_like(both_whole), both_whole.clone()
-    clean_low, clean_high, has_clean = _ranges(chunk, real & (stream == CLEAN))
-    for number in range(1, draws + 1):
-        low, high, has = _ranges(chunk, real & (stream == number))
-        touching = (low[:, :, None] <= high[:, None, :]) & (high[:, :, None] >= low[:, None, :])
-        one = (
-            (low == high)[:, :, None]
-            & (low[:, :, None] == low[:, None, :])
-            & (high[:, :, None] == high[:, None, :])
-        )
-        some |= touching | (high[:, :, None] > clean_low[:, None, :])
-        every &= ~(has[:, :, None] & has[:, None, :]) | one
-        every &= ~(has[:, :, None] & has_clean[:, None, :]) | (low[:, :, None] > clean_high[:, None, :])
-        every &= ~(has_clean[:, :, None] & has[:, None, :])
-        for other in range(1, number):
-            has_other = (real & (stream == other)).any(dim=-1)
-            every &= ~(has[:, :, None] & has_other[:, None, :]) & ~(has_other[:, :, None] & has[:, None, :])
-    some |= _at_least(clean_high, clean_low)
-    every &= ~(has_clean[:, :, None] & has_clean[:, None, :]) | _at_least(clean_low, clean_high)
+@dataclass(frozen=True)
+class SlotTiles:
+    """Slots cut into tiles of `block`; each (B, T, block)."""
+
+    chunk: Tensor
+    stream: Tensor
+    masked: Tensor
+    block: int
+
+    @property
+    def real(self) -> Tensor:
+        return self.chunk >= 0
+
+    @property
+    def both_whole(self) -> Tensor:
+        """(B, T, T): pairs of tiles without padding."""
+        whole = self.real.all(dim=-1)
+        return whole[:, :, None] & whole[:, None, :]
+
+
+Relations = tuple[Tensor, Tensor]
+"""For each pair of tiles whether some, and whether every, query may attend to some or every key: (B, T, T)."""
+
+
+def _chunk_causal_relations(tiles: SlotTiles) -> Relations:
+    low, high, _ = ranges(tiles.chunk, tiles.real)
+    return at_least(high, low), at_least(low, high) & tiles.both_whole
+
+
+def _dual_stream_relations(tiles: SlotTiles) -> Relations:
+    clean_low, clean_high, has_clean = ranges(tiles.chunk, tiles.real & (tiles.stream == CLEAN))
+    low, high, has = ranges(tiles.chunk, tiles.real & (tiles.stream != CLEAN))
+    touching = (low[:, :, None] <= high[:, None, :]) & (high[:, :, None] >= low[:, None, :])
+    one = (
+        (low == high)[:, :, None]
+        & (low[:, :, None] == low[:, None, :])
+        & (high[:, :, None] == high[:, None, :])
+    )  # fmt: skip
+    some = touching | (high[:, :, None] > clean_low[:, None, :]) | at_least(clean_high, clean_low)
+    every = tiles.both_whole & (~(has[:, :, None] & has[:, None, :]) | one)
+    every &= ~(has[:, :, None] & has_clean[:, None, :]) | (low[:, :, None] > clean_high[:, None, :])
+    every &= ~(has_clean[:, :, None] & has[:, None, :])
+    every &= ~(has_clean[:, :, None] & has_clean[:, None, :]) | at_least(clean_low, clean_high)
     return some, every
 
 
-def _left_relations(chunk: Tensor, stream: Tensor, real: Tensor, both_whole: Tensor) -> tuple[Tensor, Tensor]:
-    low, high, has = _ranges(chunk, real & (stream == CLEAN))
-    seed_low, seed_high, has_seed = _ranges(chunk, real & (stream != CLEAN))
-    some = _at_least(high, low) | (seed_high[:, :, None] > low[:, None, :]) | torch.diag_embed(has_seed)
-    # within chunk 0, whose tokens see what stands before them, tiles are left to the predicate
-    above = (low[:, :, None] > high[:, None, :]) | (_at_least(low, high) & (high >= 1)[:, None, :])
-    every = both_whole & ~has_seed[:, None, :]
-    every &= ~(has[:, :, None] & has[:, None, :]) | above
-    every &= ~(has_seed[:, :, None] & has[:, None, :]) | (seed_low[:, :, None] > high[:, None, :])
-    return some, every
-
-
-def _noise_relations(slots: Slots, real: Tensor, both_whole: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    masked = _blocks(slots.masked, block, False)
+def _noise_relations(tiles: SlotTiles) -> Relations:
+    real, masked = tiles.real, tiles.masked
     visible = (real & ~masked).any(dim=-1)
     itself = torch.diag_embed((real & masked).any(dim=-1))
     some = (real.any(dim=-1)[:, :, None] & visible[:, None, :]) | itself
-    every = both_whole & (~masked).all(dim=-1)[:, None, :]
-    if block == 1:  # a tile of one masked slot sees itself, wholly
-        every |= itself & both_whole
+    every = tiles.both_whole & (~masked).all(dim=-1)[:, None, :]
+    if tiles.block == 1:  # a tile of one masked slot sees itself, wholly
+        every |= itself & tiles.both_whole
     return some, every
 
 
-def _causal_relations(real: Tensor, both_whole: Tensor) -> tuple[Tensor, Tensor]:
-    number = real.shape[1] * real.shape[2]
-    place = torch.arange(number, device=real.device).view(1, real.shape[1], real.shape[2])
-    low, high, _ = _ranges(place.expand_as(real), real)
-    return _at_least(high, low), _at_least(low, high) & both_whole
+def _causal_relations(tiles: SlotTiles) -> Relations:
+    real = tiles.real
+    place = torch.arange(real.shape[1] * real.shape[2], device=real.device).view(1, *real.shape[1:])
+    low, high, _ = ranges(place.expand_as(real), real)
+    return at_least(high, low), at_least(low, high) & tiles.both_whole
 
 
-def _at_least(left: Tensor, right: Tensor) -> Tensor:
+RELATIONS: dict[Mask, Callable[[SlotTiles], Relations]] = {
+    masks.noise: _noise_relations,
+    masks.causal: _causal_relations,
+    masks.chunk_causal: _chunk_causal_relations,
+    masks.dual_stream: _dual_stream_relations,
+}
+"""What tiles see of each other under each mask. A new mask adds its own."""
+
+
+def at_least(left: Tensor, right: Tensor) -> Tensor:
     return left[:, :, None] >= right[:, None, :]
 
 
@@ -127,7 +138,7 @@ def _blocks(x: Tensor, block: int, fill: int | bool) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
-def _ranges(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ranges(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Smallest and largest value of each tile where `where`, and whether there is any: an empty tile has none
     that is reached (smallest beyond everything, largest below everything)."""
     low = values.masked_fill(~where, _FAR).amin(dim=-1)

@@ -3,7 +3,7 @@
 RoPE takes original positions, so a pass may hold its slots in any order. Sorted, what a run of queries may
 attend to is one or two ranges of keys, and slots that nobody reads are left out.
 
-    B batch   L positions   n noise draws   N, M slots of a noisy stream and of the clean one   S = nN + M
+    B batch   L positions   N, M slots of the noisy stream and of the clean one   S = N + M
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcdm.model.masks import CLEAN, NOISY, Slots, led_positions, read_slots
+from dcdm.model.masks import CLEAN, NOISY, Slots, read_slots
 
 _LAST = torch.iinfo(torch.long).max  # sorts behind every chunk
 
@@ -25,13 +25,13 @@ class Layout:
     slots: Slots
     """(B, S); slots of chunk −1 are fillers."""
     source: Tensor
-    """(B, S): where a slot's content comes from, in the concatenation of the streams (…, L each, clean last)."""
+    """(B, S): where a slot's content comes from, in the concatenation of the streams (L each, clean last)."""
     num_noisy: int
     """The first slots: all noisy ones are among them, and of most rows no others."""
     home: Tensor
-    """(B, n·L): the slot of every noisy position; meaningless where `held` is False."""
+    """(B, L): the slot of every noisy position; meaningless where `held` is False."""
     held: Tensor
-    """(B, n·L) bool: whether a noisy position has a slot."""
+    """(B, L) bool: whether a noisy position has a slot."""
 
     def packed(self) -> Layout:
         """The same slots without fillers between the streams of a row: rows are padded at their ends alone.
@@ -45,15 +45,15 @@ class Layout:
             return self
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         noisy = int(kept[:, : self.num_noisy].sum(dim=-1).max())
-        home = _inverse(order, kept.shape[1]).gather(1, self.home).masked_fill(~self.held, 0)
+        home = inverse(order, kept.shape[1]).gather(1, self.home).masked_fill(~self.held, 0)
         return Layout(self.slots.gather(order), self.source.gather(1, order), max(1, noisy), home, self.held)
 
     def gather(self, streams: Tensor) -> Tensor:
-        """Values of the streams, (B, (n+1)·L) or with a trailing dimension, to (B, S, …)."""
+        """Values of the streams, (B, 2L) or with a trailing dimension, to (B, S, …)."""
         return _pick(streams, self.source)
 
     def restore(self, slot_values: Tensor) -> Tensor:
-        """Values of the noisy slots (B, nN, …) to positions (B, n·L, …); 0 where a position has no slot."""
+        """Values of the noisy slots (B, N, …) to positions (B, L, …); 0 where a position has no slot."""
         picked = _pick(slot_values, self.home)
         held = self.held if picked.ndim == 2 else self.held[..., None]
         return picked.masked_fill(~held, 0)
@@ -65,7 +65,7 @@ def _pick(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def _sorted_stream(keep: Tensor, by: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
+def sorted_stream(keep: Tensor, by: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
     """Positions ordered by `by` with those not kept at the end: order (B, N) and which of them are kept."""
     order = torch.where(keep, by, _LAST).argsort(dim=-1, stable=True)
     if compact:
@@ -73,71 +73,46 @@ def _sorted_stream(keep: Tensor, by: Tensor, compact: bool) -> tuple[Tensor, Ten
     return order, keep.gather(1, order)
 
 
-def dual_stream(ids: Tensor, masked_bnl: Tensor, compact: bool = True) -> Layout:
-    """n noisy streams and the clean one, each sorted by chunk, without the slots that nobody reads.
+def dual_stream(ids: Tensor, masked: Tensor, compact: bool = True) -> Layout:
+    """The noisy stream and the clean one, each sorted by chunk, without the slots that nobody reads.
 
     `compact` False keeps static shapes (N = M = L) and so avoids a host sync.
     """
-    _, draws, length = masked_bnl.shape
-    noisy_read, clean_read = read_slots(ids).chunk(2, dim=-1)
-    noisy_order, noisy_kept = _sorted_stream(noisy_read, ids, compact)
-    clean_order, clean_kept = _sorted_stream(clean_read, ids, compact)
-    parts, sources = [], []
-    for draw in range(draws):
-        parts.append(_slots(ids, noisy_order, noisy_kept, NOISY + draw, masked_bnl[:, draw]))
-        sources.append(noisy_order + draw * length)
-    parts.append(_slots(ids, clean_order, clean_kept, CLEAN, torch.zeros_like(noisy_read)))
-    sources.append(clean_order + draws * length)
-    size = noisy_order.shape[1]
-    home = torch.cat([_inverse(noisy_order, length) + draw * size for draw in range(draws)], dim=1)
-    held = noisy_read.repeat(1, draws)
-    place = Layout(Slots.cat(*parts), torch.cat(sources, dim=1), draws * size, home, held)
-    return place.packed() if compact else place
-
-
-def from_left(ids: Tensor, wanted: Tensor, clean: Tensor, compact: bool = True) -> Layout:
-    """Slots of the `clean` positions (B, L) sorted by chunk, and behind them seed slots.
-
-    A led position is predicted by the clean slot on its left, every other `wanted` position by a seed slot of its
-    own; `home` is that slot. Of the streams, the first is the seeds' (MASK), the second the clean one.
-    """
     length = ids.shape[1]
-    led = led_positions(ids) & wanted
-    clean_order, clean_kept = _sorted_stream(clean, ids, compact)
-    seed_order, seed_kept = _sorted_stream(wanted & ~led, ids, compact)
-    nothing = torch.zeros_like(wanted)
+    noisy_read, clean_read = read_slots(ids).chunk(2, dim=-1)
+    noisy_order, noisy_kept = sorted_stream(noisy_read, ids, compact)
+    clean_order, clean_kept = sorted_stream(clean_read, ids, compact)
     slots = Slots.cat(
-        _slots(ids, clean_order, clean_kept, CLEAN, nothing), _slots(ids, seed_order, seed_kept, NOISY, ~nothing)
+        slots_of(ids, noisy_order, noisy_kept, NOISY, masked),
+        slots_of(ids, clean_order, clean_kept, CLEAN, torch.zeros_like(masked)),
     )
-    source = torch.cat([clean_order + length, seed_order], dim=1)
-    left_home = torch.nn.functional.pad(_inverse(clean_order, length)[:, :-1], (1, 0))
-    home = torch.where(led, left_home, _inverse(seed_order, length) + clean_order.shape[1])
-    place = Layout(slots, source, slots.chunk.shape[1], home, wanted)
+    source = torch.cat([noisy_order, clean_order + length], dim=1)
+    place = Layout(slots, source, noisy_order.shape[1], inverse(noisy_order, length), noisy_read)
     return place.packed() if compact else place
 
 
 def chunk_sorted(ids: Tensor, masked: Tensor, compact: bool = False) -> Layout:
     """One stream sorted by chunk, padding last or, if `compact`, mostly left out."""
-    order, kept = _sorted_stream(ids >= 0, ids, compact)
-    return _one_stream(_slots(ids, order, kept, NOISY, masked), order, ids >= 0)
+    order, kept = sorted_stream(ids >= 0, ids, compact)
+    return _one_stream(slots_of(ids, order, kept, NOISY, masked), order, ids >= 0)
 
 
 def visible_first(real: Tensor, masked: Tensor, compact: bool = False) -> Layout:
     """One stream with its visible tokens before its masked ones, padding as in `chunk_sorted`."""
-    order, kept = _sorted_stream(real, masked.long(), compact)
-    return _one_stream(_slots(torch.zeros_like(real, dtype=torch.long), order, kept, NOISY, masked), order, real)
+    order, kept = sorted_stream(real, masked.long(), compact)
+    return _one_stream(slots_of(torch.zeros_like(real, dtype=torch.long), order, kept, NOISY, masked), order, real)
 
 
 def _one_stream(slots: Slots, order: Tensor, held: Tensor) -> Layout:
-    return Layout(slots, order, order.shape[1], _inverse(order, held.shape[1]), held)
+    return Layout(slots, order, order.shape[1], inverse(order, held.shape[1]), held)
 
 
-def _slots(ids: Tensor, order: Tensor, kept: Tensor, stream: int, masked: Tensor) -> Slots:
+def slots_of(ids: Tensor, order: Tensor, kept: Tensor, stream: int, masked: Tensor) -> Slots:
     chunk = torch.where(kept, ids.gather(1, order), -1)
     return Slots(order, chunk, torch.full_like(order, stream), masked.gather(1, order) & kept)
 
 
-def _inverse(order: Tensor, length: int) -> Tensor:
+def inverse(order: Tensor, length: int) -> Tensor:
     """(B, L): where each position stands in `order`; 0 for those it leaves out."""
     place = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.zeros(len(order), length, dtype=torch.long, device=order.device).scatter_(1, order, place)

@@ -78,9 +78,9 @@ def attach(model: Model, rank: int, alpha: float | None = None, seed: int = 0) -
                 setattr(module, name, LoraLinear(child, rank, scale, generator))
     if not model.config.predicts_specials:  # else a tied head has these rows, too
         model.embed_tokens = LoraEmbedding(model.embed_tokens)
-    for whole in (model.chunking, model.drafting):
-        if whole is not None:
-            whole.requires_grad_(True)
+    for name, part in model.named_children():
+        if name in ("chunking", "drafting"):
+            part.requires_grad_(True)
 
 
 def adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

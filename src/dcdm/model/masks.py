@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-CLEAN, NOISY = 0, 1  # stream numbers; further noise draws over one clean stream count on from NOISY
-GUESSES = 2  # in decoding from the left: the first of the streams of guesses, which count on by position
+CLEAN, NOISY = 0, 1  # stream numbers
 
 
 @dataclass(frozen=True)
@@ -109,29 +108,6 @@ clean_to_clean = Mask(
 )
 dual_stream = (not_padding & (noisy_to_noisy | noisy_to_clean | clean_to_clean)).named("dual_stream")
 
-# predict from the left: clean slots, and where nothing known stands left MASK slots that nobody else sees, "seeds".
-# Always-visible tokens see what stands before them, as in AR; later chunks see each other whole.
-clean_in_order = Mask(
-    "clean in order",
-    lambda q, k: (
-        (q.stream == CLEAN)
-        & (k.stream == CLEAN)
-        & ((k.chunk < q.chunk) | ((k.chunk == q.chunk) & ((q.chunk > 0) | (k.position <= q.position))))
-    ),
-)
-seed_itself = Mask(
-    "seed itself", lambda q, k: (q.stream != CLEAN) & (k.stream == q.stream) & (k.position == q.position)
-)
-left = (not_padding & (clean_in_order | noisy_to_clean | seed_itself)).named("left")
-
-# guesses at what follows in a lane see each other from left to right, each lane's in a stream of their own, and
-# nobody else sees them
-guess_to_own = Mask(
-    "guess to own",
-    lambda q, k: (q.stream >= GUESSES) & (k.stream == q.stream) & (k.position <= q.position),
-)
-left_with_guesses = (left | (not_padding & guess_to_own)).named("left_with_guesses")
-
 # next-token prediction
 causal = (not_padding & Mask("not later", lambda q, k: k.position <= q.position)).named("causal")
 
@@ -158,18 +134,6 @@ def read_slots(ids: Tensor) -> Tensor:
     """
     clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
     return torch.cat([ids >= 1, clean], dim=-1)
-
-
-def led_positions(ids: Tensor) -> Tensor:
-    """(…, L) bool: positions whose left neighbour stands exactly one chunk earlier, and so can predict them.
-
-    Given tokens see only what is given before them, as in AR. So the first position of a blank, with given tokens
-    behind it, is not led by the one on its left, which does not know them: a seed slot sees them all.
-    """
-    before = torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-2)
-    given = ids == 0
-    given_behind = given.flip(-1).cumsum(dim=-1).flip(-1) > given  # the sum counts the position itself
-    return (ids >= 1) & (before == ids - 1) & ~((ids == 1) & given_behind)
 
 
 def dual_stream_mask(ids: Tensor) -> Tensor:

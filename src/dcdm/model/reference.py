@@ -10,6 +10,7 @@ logits. It reads the weights of a `Model` and shares with it the predicates of `
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -86,17 +87,17 @@ def router_scores(model: Model, z: Tensor, real: Tensor) -> Tensor:
     return torch.einsum("bld,kdh->blkh", x_bld, model.chunking.mu).norm(dim=-1)
 
 
+@singledispatch
 def partition(
     model: Model,
     tokens: Tensor,
     prompt: Tensor | None = None,
     index: Tensor | None = None,
-    lanes: int | Tensor | None = None,
 ) -> Tensor:
     """Chunk ids (B, L) where they do not depend on noise; causal rounds run all of block 0 each."""
     sets = model.sets(tokens, prompt)
     if model.config.kind != "dcdm" or model.config.routing != "causal":
-        return routing.fixed_partition(model.config, sets.free, sets.real, index, lanes)
+        return routing.fixed_partition(model.config, sets.free, sets.real, index)
 
     revealed = torch.zeros_like(sets.real)
 
@@ -107,59 +108,7 @@ def partition(
     return routing.causal_partition(router, sets.free, sets.real, model.config)[0]
 
 
-def _encode_from_left(model: Model, tokens: Tensor, ids: Tensor) -> Encoded:
-    """All L clean slots, and all L MASK slots, which nobody but themselves sees; each free position takes its own.
-
-    A position whose left neighbour stands exactly one chunk earlier is predicted there, the others by their MASK.
-    """
-    length = tokens.shape[1]
-    only = Pass(model, masks.left, masks.dual_stream_slots(ids))
-    both = torch.cat([torch.full_like(tokens, model.config.mask_id), tokens], dim=1)
-    seed_bld, clean_bld = model.norm(only.run(model.embed_tokens(both))).split(length, dim=1)
-    led = masks.led_positions(ids)
-    states = torch.where(led[..., None], clean_bld.roll(1, dims=1), seed_bld)
-    read = torch.cat([(ids >= 1) & ~led, (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))], dim=1)
-    r = (
-        None
-        if only.r is None
-        else torch.where(led[..., None], only.r[:, length:].roll(1, dims=1), only.r[:, :length])
-    )
-    return Encoded(states, ids, r, [gate[read] for gate in only.gates])
-
-
-def encode_paced(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> Tensor:
-    """States (B, L, d) that predict each free position when lanes had a pace of their own, in one pass.
-
-    `known` (B, L) numbers the forward that brought each token, 0 for given ones and −1 for padding; `lane` counts
-    from 1. A token whose right neighbour in its lane came with the same forward was a guess, read in that forward;
-    every other one was read by the next. A slot sees what was known before its forward, and its own lane up to
-    itself.
-    """
-    length = tokens.shape[1]
-    position = torch.arange(length, device=tokens.device).expand_as(tokens)
-    on = (lane > 0) & (lane == F.pad(lane[:, 1:], (0, 1)))  # the lane continues at the next position
-    guessed = on & (known == F.pad(known[:, 1:], (0, 1), value=-1))
-    view = torch.where(guessed, known - 1, known)
-
-    known_q, known_k = known[:, :, None], known[:, None, :]
-    not_later = position[:, None, :] <= position[:, :, None]
-    given = (known_q == 0) & (known_k == 0)
-    earlier = (known_k >= 0) & (known_k <= view[:, :, None]) & (~given | not_later)
-    clean_to_clean = earlier | ((lane[:, :, None] == lane[:, None, :]) & (lane > 0)[:, :, None] & not_later)
-    seed_to_clean = (known_k >= 0) & (known_k < known_q)
-    itself = torch.eye(length, dtype=torch.bool, device=tokens.device).expand_as(seed_to_clean)
-    allowed = torch.cat(
-        [torch.cat([itself, seed_to_clean], dim=2), torch.cat([torch.zeros_like(itself), clean_to_clean], dim=2)],
-        dim=1,
-    )
-    only = Pass(model, masks.left, masks.dual_stream_slots(known))
-    only.allowed = allowed
-    both = torch.cat([torch.full_like(tokens, model.config.mask_id), tokens], dim=1)
-    seed_bld, clean_bld = model.norm(only.run(model.embed_tokens(both))).split(length, dim=1)
-    led = masks.led_positions(known) | F.pad(guessed[:, :-1], (1, 0))
-    return torch.where(led[..., None], clean_bld.roll(1, dims=1), seed_bld)
-
-
+@singledispatch
 def encode(
     model: Model,
     tokens: Tensor,
@@ -168,18 +117,14 @@ def encode(
     prompt: Tensor | None = None,
     chunk_ids: Tensor | None = None,
     index: Tensor | None = None,
-    lanes: int | Tensor | None = None,
 ) -> Encoded:
-    """Final states of the noisy stream, at every position."""
+    """Final states of the noisy stream, at every position. Other networks register their own version."""
     config, length = model.config, tokens.shape[1]
     sets = model.sets(tokens, prompt)
     if config.kind == "ar":
         only = Pass(model, masks.causal, Slots.of(torch.where(sets.real, 0, -1)))
         states = model.norm(only.run(model.embed_tokens(tokens)))
         return Encoded(states, None, None, [gate[sets.real] for gate in only.gates])
-    if config.predicts_from_left:
-        ids = partition(model, tokens, prompt, index, lanes) if chunk_ids is None else chunk_ids
-        return _encode_from_left(model, tokens, ids)
     assert masked is not None
     noisy = tokens.masked_fill(masked, config.mask_id)
     if config.routes_from_noise:
@@ -209,8 +154,7 @@ def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **option
     if not model.config.predicts_specials:
         logits[..., -NUM_SPECIALS:] = -torch.inf
     if model.config.kind != "ar":
-        if model.config.predicts_from_left:
-            masked = model.sets(tokens, options.get("prompt")).free
-        assert masked is not None
-        logits = substitute(logits, tokens, masked)
+        logits = substitute(
+            logits, tokens, model.sets(tokens, options.get("prompt")).free if masked is None else masked
+        )
     return Output(logits, encoded.chunk_ids, encoded.router_scores)

@@ -29,19 +29,11 @@ def label(free: Tensor, real: Tensor, ids_of_free: Tensor) -> Tensor:
     return torch.where(free, ids_of_free, torch.where(real, 0, -1))
 
 
-def chunk_sizes(num_free: Tensor, num_chunks: int, growth: float = 1.0) -> Tensor:
-    """Sizes of chunks 1…K for n free positions: ⌈remaining · g^k / Σ_{j≥k} g^j⌉, (B,) to (B, K).
-
-    Empty chunks come last: each takes at least one position while any remain.
-    """
+def chunk_sizes(num_free: Tensor, num_chunks: int) -> Tensor:
+    """Sizes of chunks 1…K for n free positions, ⌈remaining / (K−k+1)⌉: (B,) to (B, K). Empty chunks come last."""
     remaining, sizes = num_free.long(), []
-    powers = torch.tensor(growth, dtype=torch.double) ** torch.arange(num_chunks)
     for left in range(num_chunks, 0, -1):
-        if growth == 1:
-            size = (remaining + left - 1) // left
-        else:  # the small subtraction keeps a rounding error from making ⌈3.0000…1⌉ a 4
-            size = torch.ceil(remaining.double() / powers[:left].sum().item() - 1e-9).long().clamp(min=1)
-        sizes.append(torch.minimum(size, remaining))
+        sizes.append((remaining + left - 1) // left)
         remaining = remaining - sizes[-1]
     return torch.stack(sizes, dim=-1)
 
@@ -80,7 +72,7 @@ def causal_round(r_blk: Tensor, revealed: Tensor, free: Tensor, k: Tensor, confi
     """The members of chunk k (B,), from the scores of that round and what is revealed: (B, L) bool."""
     assert config.num_chunks is not None
     num_free = free.sum(dim=-1)
-    sizes = chunk_sizes(num_free, config.num_chunks, config.chunk_growth)
+    sizes = chunk_sizes(num_free, config.num_chunks)
     size = sizes.gather(-1, k[:, None] - 1).squeeze(-1)
     prior_bl = prior(config.prior, free_rank(free), num_free, k, config.num_chunks)
     return choose(r_blk, free & ~revealed, size, k, prior_bl, config.prior_weight)
@@ -108,65 +100,11 @@ def causal_partition(
     return ids, deciding
 
 
-def even_starts(num_free: Tensor, lanes: Tensor, most: int) -> Tensor:
-    """Where lanes begin, as ranks from 0 among the free positions: (B, most), n for lanes that a row does not have.
+def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None) -> Tensor:
+    """Ids of the partitions that need no router: MDLM, BDLM, the controls, and priors that decide alone.
 
-    Lanes differ by at most one position, longer ones first, so that chunks never grow.
+    `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only.
     """
-    lanes = torch.minimum(lanes, num_free.clamp(min=1))
-    number = torch.arange(most, device=num_free.device)
-    size, longer = (num_free // lanes)[:, None], (num_free % lanes)[:, None]
-    starts = number * size + torch.minimum(number, longer)
-    return torch.where(number < lanes[:, None], starts, num_free[:, None])
-
-
-def lane_numbers(free: Tensor, starts: Tensor) -> Tensor:
-    """The lane (B, L), from 0, of each free position, by the starts of the row's lanes; elsewhere meaningless."""
-    rank = (free_rank(free) - 1).clamp(min=0)
-    return (torch.searchsorted(starts, rank, right=True) - 1).clamp(min=0)
-
-
-def lane_ids(free: Tensor, real: Tensor, starts: Tensor) -> Tensor:
-    """Chunk k holds the k-th position of every lane: ids (B, L) from the starts (B, S) of the row's lanes."""
-    rank = free_rank(free) - 1
-    start = starts.gather(1, lane_numbers(free, starts))
-    return label(free, real, rank - start + 1)
-
-
-def lane_partition(
-    config: ModelConfig, free: Tensor, real: Tensor, lanes: int | Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Chunk ids (B, L), and the lane of each free position, from 1; 0 elsewhere."""
-    wanted = lanes_of_rows(config, lanes, len(free), free.device)
-    num_free = free.sum(dim=-1)
-    starts = even_starts(num_free, wanted, max(1, min(int(wanted.max()), int(num_free.max()))))
-    return lane_ids(free, real, starts), torch.where(free, lane_numbers(free, starts) + 1, 0)
-
-
-def lanes_of_rows(config: ModelConfig, lanes: int | Tensor | None, rows: int, device: torch.device) -> Tensor:
-    """The number of lanes of each row, (B,): given, or the model's default."""
-    lanes = default_lanes(config) if lanes is None else lanes
-    if isinstance(lanes, int):
-        return torch.full((rows,), lanes, device=device)
-    return lanes.to(device)
-
-
-def default_lanes(config: ModelConfig) -> int:
-    """Four where the model was trained with four, else its largest number below, else its smallest."""
-    assert config.lanes is not None
-    return max((number for number in config.lanes if number <= 4), default=min(config.lanes))
-
-
-def fixed_partition(
-    config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None, lanes: int | Tensor | None = None
-) -> Tensor:
-    """Ids of the partitions that need no router: MDLM, BDLM, lanes, the controls, and priors that decide alone.
-
-    `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only. `lanes` is the number of
-    lanes, of all rows or of each (B,).
-    """
-    if config.kind == "lanes":
-        return lane_partition(config, free, real, lanes)[0]
     rank = free_rank(free)
     if config.kind == "mdlm":
         ids = torch.ones_like(rank)
@@ -185,7 +123,7 @@ def _control_ids(config: ModelConfig, rank: Tensor, free: Tensor, index: Tensor 
         return 1 + (rank - 1) % config.num_chunks
     if config.routing == "random":
         rank = _shuffled_rank(config.routing_seed, rank, free, index)
-    ends = chunk_sizes(free.sum(dim=-1), config.num_chunks, config.chunk_growth).cumsum(dim=-1)
+    ends = chunk_sizes(free.sum(dim=-1), config.num_chunks).cumsum(dim=-1)
     return 1 + (rank[..., None] > ends[:, None, :]).sum(dim=-1).clamp(max=config.num_chunks - 1)
 
 

@@ -6,7 +6,7 @@ Most tiles need no mask at all. Chunks too small for a tile of their own share o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,10 +61,10 @@ class Run:
     end: int
 
 
-def runs_of(stream: list[int], chunk: list[int]) -> list[Run]:
+def runs_of(row: Slots) -> list[Run]:
     """The runs of one row; fillers are left out."""
     runs, start = [], 0
-    for (number, name), members in itertools.groupby(zip(stream, chunk, strict=True)):
+    for (number, name), members in itertools.groupby(zip(row.stream.tolist(), row.chunk.tolist(), strict=True)):
         end = start + sum(1 for _ in members)
         if name >= 0:
             runs.append(Run(number, name, start, end))
@@ -85,28 +85,13 @@ def tiles_of(mask: Mask, slots: Slots, num_queries: int) -> list[Tile]:
     tiles = [
         replace(tile, r0=r0, r1=r1, q1=min(tile.q1, num_queries))
         for r0, r1 in groups
-        for tile in _row_tiles(mask, slots[r0])
+        for tile in TILES[mask](slots[r0])
         if tile.q0 < num_queries
     ]
     whole = Tile(0, rows, 0, num_queries, 0, total, masked=True)
     if whole.pairs + CALL_COST < sum(t.pairs + CALL_COST for t in tiles):
         return [whole]
     return tiles
-
-
-def _row_tiles(mask: Mask, row: Slots) -> Iterator[Tile]:
-    """Tiles of one row, rows not yet filled in."""
-    if mask is masks.noise:
-        yield from _noise_tiles(row)
-    elif mask is masks.left:
-        yield from _left_tiles(runs_of(row.stream.tolist(), row.chunk.tolist()))
-    elif mask is masks.causal:
-        total = len(row.chunk)
-        for start in range(0, total, ROW_BLOCK):
-            end = min(total, start + ROW_BLOCK)
-            yield Tile(0, 0, start, end, 0, end, masked=True)
-    else:
-        yield from _chunk_tiles(mask, runs_of(row.stream.tolist(), row.chunk.tolist()))
 
 
 def _noise_tiles(row: Slots) -> Iterator[Tile]:
@@ -118,14 +103,28 @@ def _noise_tiles(row: Slots) -> Iterator[Tile]:
         yield Tile(0, 0, visible, real, 0, visible, own=True)
 
 
-def _chunk_tiles(mask: Mask, runs: list[Run]) -> Iterator[Tile]:
+def _causal_tiles(row: Slots) -> Iterator[Tile]:
+    total = len(row.chunk)
+    for start in range(0, total, ROW_BLOCK):
+        end = min(total, start + ROW_BLOCK)
+        yield Tile(0, 0, start, end, 0, end, masked=True)
+
+
+def _chunk_causal_tiles(row: Slots) -> Iterator[Tile]:
+    runs = runs_of(row)
+    for _, of_stream in itertools.groupby(runs, key=lambda run: run.stream):
+        for group in shared(list(of_stream)):
+            yield Tile(0, 0, group[0].start, group[-1].end, runs[0].start, group[-1].end, masked=len(group) > 1)
+
+
+def _dual_stream_tiles(row: Slots) -> Iterator[Tile]:
+    runs = runs_of(row)
     clean = [run for run in runs if run.stream == CLEAN]
     for _, of_stream in itertools.groupby(runs, key=lambda run: run.stream):
-        for group in _shared(list(of_stream)):
+        for group in shared(list(of_stream)):
             q0, q1, masked = group[0].start, group[-1].end, len(group) > 1
-            if mask is masks.chunk_causal or group[0].stream == CLEAN:
-                first = runs[0].start if mask is masks.chunk_causal else clean[0].start
-                yield Tile(0, 0, q0, q1, first, q1, masked=masked)
+            if group[0].stream == CLEAN:
+                yield Tile(0, 0, q0, q1, clean[0].start, q1, masked=masked)
                 continue
             earlier = [run for run in clean if run.chunk < group[-1].chunk]
             if earlier:
@@ -134,23 +133,7 @@ def _chunk_tiles(mask: Mask, runs: list[Run]) -> Iterator[Tile]:
                 yield Tile(0, 0, q0, q1, q0, q1, masked=masked)
 
 
-def _left_tiles(runs: list[Run]) -> Iterator[Tile]:
-    """Clean slots see all up to their chunk's end; seed slots the clean ones of earlier chunks, and themselves."""
-    clean = [run for run in runs if run.stream == CLEAN]
-    for group in _shared(clean, ROW_BLOCK):
-        alone = len(group) == 1 and (group[0].chunk > 0 or group[0].end - group[0].start == 1)
-        yield Tile(0, 0, group[0].start, group[-1].end, clean[0].start, group[-1].end, masked=not alone)
-    for group in _shared([run for run in runs if run.stream != CLEAN]):
-        q0, q1 = group[0].start, group[-1].end
-        earlier = [run for run in clean if run.chunk < group[-1].chunk]
-        a0, a1 = (earlier[0].start, earlier[-1].end) if earlier else (0, 0)
-        if len(group) == 1:
-            yield Tile(0, 0, q0, q1, a0, a1, own=True)
-        else:
-            yield Tile(0, 0, q0, q1, a0, a1, q0, q1, masked=True)
-
-
-def _shared(runs: list[Run], smallest: int = SMALLEST) -> Iterator[list[Run]]:
+def shared(runs: list[Run], smallest: int = SMALLEST) -> Iterator[list[Run]]:
     """Runs that make a tile together: large ones alone, small ones in company."""
     group: list[Run] = []
     for run in runs:
@@ -163,3 +146,12 @@ def _shared(runs: list[Run], smallest: int = SMALLEST) -> Iterator[list[Run]]:
             group = []
     if group:
         yield group
+
+
+TILES: dict[Mask, Callable[[Slots], Iterator[Tile]]] = {
+    masks.noise: _noise_tiles,
+    masks.causal: _causal_tiles,
+    masks.chunk_causal: _chunk_causal_tiles,
+    masks.dual_stream: _dual_stream_tiles,
+}
+"""The tiles of one row under each mask, r0 and r1 not yet filled in. A new mask adds its own."""

@@ -6,7 +6,6 @@ B batch   L positions   S slots (L, or 2L for z ⊕ x)   d hidden size   V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +18,9 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
-from dcdm.model.drafting import DraftHead
 from dcdm.model.linear import product
 from dcdm.model.masks import Slots
 from dcdm.model.rounds import Rounds
-
-OWN_PARTS = ("chunking.", "drafting.")
-"""What names of parameters begin with that no other architecture has: AR weights bring none of them."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +37,12 @@ class Encoded:
     """Final states of the noisy stream and what was decided on the way to them."""
 
     states: Tensor
-    """(B, L, d), normed: input of the head. Only masked positions are meaningful (AR: all). With several noise
-    draws (B, n, L, d)."""
+    """(B, L, d), normed: input of the head. Only masked positions are meaningful (AR: all)."""
     chunk_ids: Tensor | None
     """(B, L): −1 padding, 0 always visible (never so in the paper's routing), 1…K; None for AR."""
     router_scores: Tensor | None
     """r (B, L, K) of the noisy stream, with gradient; None for kinds without chunking attention, 0 at positions
-    of chunk 0, and with several draws that of the first."""
+    of chunk 0."""
     gate_logits: list[Tensor]
     """Router logits (T, E) of each mixture layer at the slots that are computed, padding left out."""
 
@@ -79,7 +73,7 @@ class StageOne:
 
 
 class Model(nn.Module):
-    """AR, MDLM, BDLM, DCDM or lanes, as its `config` says."""
+    """AR, MDLM, BDLM or DCDM, as its `config` says; `dcdm.lanes` has a subclass that predicts from the left."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,7 +87,6 @@ class Model(nn.Module):
         self.lm_head = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self.drafting = DraftHead(config) if config.drafts else None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -113,8 +106,6 @@ class Model(nn.Module):
             self.chunking.mu.normal_(std=std, generator=generator)
             self.chunking.o_proj.weight.normal_(std=self.config.chunk_out_init_std, generator=generator)
             self.chunking.balance_bias.zero_()
-        if self.drafting is not None:
-            self.drafting.down.weight.zero_()
 
     def compile_blocks(self) -> None:
         """Compile every block by itself, without graph breaks; lengths may vary from batch to batch."""
@@ -129,19 +120,14 @@ class Model(nn.Module):
         prompt: Tensor | None = None,
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
-        lanes: int | Tensor | None = None,
     ) -> Output:
         """Predict `tokens` (B, L), clean ids, where `masked` (B, L) hides them.
 
         BOS and the positions in `prompt` (bool) are always visible and may not be masked; PAD is ignored.
-        `chunk_ids` replaces the model's own partition. `index` (B,) numbers the sequences for random routing,
-        `lanes` (one number, or one for each row) says how many lanes a model of that kind writes. A model that
-        predicts from the left takes no `masked`: it predicts every free token, each given the earlier chunks.
+        `chunk_ids` replaces the model's own partition. `index` (B,) numbers the sequences for random routing.
         """
-        encoded = self.encode(tokens, masked, prompt=prompt, chunk_ids=chunk_ids, index=index, lanes=lanes)
+        encoded = self.encode(tokens, masked, prompt=prompt, chunk_ids=chunk_ids, index=index)
         logits = self.head(encoded.states)
-        if self.config.predicts_from_left:
-            masked = self.sets(tokens, prompt).free
         if self.config.kind != "ar":
             assert masked is not None
             logits = substitute(logits, tokens, masked)
@@ -155,49 +141,23 @@ class Model(nn.Module):
         prompt: Tensor | None = None,
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
-        lanes: int | Tensor | None = None,
     ) -> Encoded:
-        """`forward` without the head. `masked` may be (B, n, L): n noise draws over one clean stream."""
+        """`forward` without the head."""
         sets = self.sets(tokens, prompt)
         if self.config.kind == "ar":
             h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(sets.real))
             return Encoded(self.norm(h_bld), None, None, gates)
-        if self.config.predicts_from_left:
-            if masked is not None and not torch.equal(masked, sets.free):
-                raise ValueError(
-                    "a model that predicts from the left predicts every free token: leave `masked` out"
-                )
-            ids = self.partition(tokens, prompt, index, lanes).ids if chunk_ids is None else chunk_ids
-            clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
-            return self._encode_from_left(tokens, ids, ids >= 1, clean)
         masked = self._checked(tokens, masked, sets)
         if self.config.routes_from_noise:
-            if masked.ndim == 3:
-                raise ValueError("several noise draws need a partition that does not depend on noise")
             return self._encode_from_noise(tokens, masked, sets, chunk_ids)
         ids = self.partition(tokens, prompt, index).ids if chunk_ids is None else chunk_ids
-        draws_bnl = masked if masked.ndim == 3 else masked[:, None]
-        noisy = [tokens.masked_fill(draw, self.config.mask_id) for draw in draws_bnl.unbind(1)]
-        place = layout.dual_stream(ids, draws_bnl, compact=self._backend() != "flex")
-        plan = self._plan(masks.dual_stream, place.slots, len(noisy))
-        h_bsd = self.embed_tokens(place.gather(torch.cat([*noisy, tokens], dim=1)))
+        noisy = tokens.masked_fill(masked, self.config.mask_id)
+        place = layout.dual_stream(ids, masked, compact=self._compact)
+        plan = self._plan(masks.dual_stream, place.slots)
+        h_bsd = self.embed_tokens(place.gather(torch.cat([noisy, tokens], dim=1)))
         h_bqd, r, gates = self._run(h_bsd, plan, num_out=place.num_noisy)
         states = place.restore(self.norm(h_bqd))
-        if masked.ndim == 3:
-            states = states.unflatten(1, (len(noisy), -1))
-        if r is not None:
-            r = place.restore(r[:, : place.num_noisy])[:, : tokens.shape[1]]
-        return Encoded(states, ids, r, gates)
-
-    def _encode_from_left(self, tokens: Tensor, ids: Tensor, wanted: Tensor, clean: Tensor) -> Encoded:
-        """One stream of `clean` slots, and seed slots where no known token stands on the left of a `wanted` one."""
-        place = layout.from_left(ids, wanted, clean, compact=self._backend() != "flex")
-        plan = self._plan(masks.left, place.slots)
-        streams = torch.cat([torch.full_like(tokens, self.config.mask_id), tokens], dim=1)
-        h_bsd, r, gates = self._run(self.embed_tokens(place.gather(streams)), plan)
-        if r is not None:
-            r = place.restore(r)
-        return Encoded(place.restore(self.norm(h_bsd)), ids, r, gates)
+        return Encoded(states, ids, None if r is None else place.restore(r[:, : place.num_noisy]), gates)
 
     def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
@@ -206,7 +166,7 @@ class Model(nn.Module):
         h, r = self._routed(stage_one)
         r_blk = r.chunk(2)[0]
         ids = self._assign(r_blk, sets.real) if chunk_ids is None else chunk_ids
-        place = layout.dual_stream(ids, masked[:, None], compact=self._backend() != "flex")
+        place = layout.dual_stream(ids, masked, compact=self._compact)
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
@@ -223,14 +183,10 @@ class Model(nn.Module):
         if self.config.kind == "ar":
             return self.norm(self._run(self.embed_tokens(z), self._causal_plan(real))[0])
         masked = z == self.config.mask_id
-        if self.config.predicts_from_left:
-            return self._encode_from_left(z, ids, real & masked, real & ~masked).states
-        place = layout.chunk_sorted(ids, masked, compact=self._backend() != "flex")
+        place = layout.chunk_sorted(ids, masked, compact=self._compact)
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            stage_one = (
-                self.run_stage_one(z, real, compact=self._backend() != "flex") if stage_one is None else stage_one
-            )
+            stage_one = self.run_stage_one(z, real, compact=self._compact) if stage_one is None else stage_one
             h_bld, _ = self._routed(stage_one)
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
@@ -249,8 +205,7 @@ class Model(nn.Module):
         paper's routing there are none; keeping them anyway is the approximation named "frozen".)
         """
         cache.place(slots, keep, rows)
-        left = masks.left_with_guesses if self.config.drafts else masks.left
-        routed = cache.allowed(left if self.config.predicts_from_left else masks.chunk_causal)
+        routed = cache.allowed(self.decoding_mask)
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config, h_bqd.dtype)
@@ -264,6 +219,11 @@ class Model(nn.Module):
                 assert cache.chunking is not None
                 h_bqd = self.chunking.extend(h_bqd, cache.chunking, None if first is None else first.allowed)
         return self.norm(h_bqd[:, :num_out])
+
+    @property
+    def decoding_mask(self) -> masks.Mask:
+        """Who sees whom in `extend`."""
+        return masks.chunk_causal
 
     def new_cache(self, rows: int = 0, capacity: int = 0) -> KVCache:
         """An empty cache for `extend`, to which rows can be added."""
@@ -308,12 +268,15 @@ class Model(nn.Module):
         index: Tensor | None = None,
         lanes: int | Tensor | None = None,
     ) -> Partition:
-        """Chunk ids of clean tokens, for every diffusion kind whose ids do not depend on noise."""
+        """Chunk ids of clean tokens, for every diffusion kind whose ids do not depend on noise.
+
+        `lanes` is for models that write in lanes.
+        """
         if self.config.kind == "ar" or self.config.routes_from_noise:
             raise ValueError("AR has no chunks, and the paper's routing has none without noise: call the model")
         sets, config = self.sets(tokens, prompt), self.config
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
-            return Partition(routing.fixed_partition(config, sets.free, sets.real, index, lanes), None)
+            return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
         with torch.no_grad():
             rounds = self.rounds(sets.free)
 
@@ -399,8 +362,8 @@ class Model(nn.Module):
     def _rotary(self, plan: AttentionPlan, h: Tensor) -> Rotary:
         return rotary_tables(plan.slots.position, self.config, h.dtype)
 
-    def _plan(self, mask: masks.Mask, slots: Slots, draws: int = 1) -> AttentionPlan:
-        return AttentionPlan.of(mask, slots, self._backend(), draws)
+    def _plan(self, mask: masks.Mask, slots: Slots) -> AttentionPlan:
+        return AttentionPlan.of(mask, slots, self._backend())
 
     def _causal_plan(self, real: Tensor) -> AttentionPlan:
         return self._plan(masks.causal, Slots.of(torch.where(real, 0, -1)))
@@ -408,16 +371,20 @@ class Model(nn.Module):
     def _backend(self) -> Backend:
         return choose_backend(self.backend, self.embed_tokens.weight.device, torch.is_grad_enabled())
 
+    @property
+    def _compact(self) -> bool:
+        """Whether slots that nobody reads are left out: not under FlexAttention, which wants static shapes."""
+        return self._backend() != "flex"
+
     def _checked(self, tokens: Tensor, masked: Tensor | None, sets: Sets) -> Tensor:
         if masked is None:
             raise ValueError(f"a {self.config.kind} model needs `masked`: which positions are hidden, (B, L) bool")
-        shape = masked.shape if masked.ndim == 2 else (masked.shape[0], *masked.shape[2:])
-        if shape != tokens.shape or masked.dtype != torch.bool:
+        if masked.shape != tokens.shape or masked.dtype != torch.bool:
             raise ValueError(
                 f"masked must be bool of the shape {tuple(tokens.shape)}, got {masked.dtype} {tuple(masked.shape)}"
             )
         problem = "masked may not cover BOS, prompt or PAD positions: they are always visible"
-        outside = (masked & ~(sets.free if masked.ndim == 2 else sets.free[:, None])).any()
+        outside = (masked & ~sets.free).any()
         if outside.device.type != "cpu":
             torch._assert_async(~outside, problem)  # no host sync
         elif outside:
@@ -437,47 +404,3 @@ def substitute(logits: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
     """SUBS: a visible token is carried over, its distribution a point mass."""
     carried = torch.full_like(logits, -torch.inf).scatter_(-1, tokens[..., None], 0.0)
     return torch.where(masked[..., None], logits, carried)
-
-
-# --- making a network from its settings, and counting what one would hold -----------------------------------------
-
-
-def build(
-    config: ModelConfig,
-    *,
-    seed: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    backend: str = "auto",
-) -> Model:
-    """A freshly initialised model. Without `seed`, PyTorch's global generator gives the weights.
-
-    `backend` forces an attention path: `reference`, `sdpa`, `sdpa-tiled` or `flex`.
-    """
-    choose_backend(backend, torch.device(device), training=False)
-    with torch.device("meta"):
-        model = Model(config).to(dtype)
-    model.to_empty(device=device)
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    model.init_weights(generator)
-    model.backend = backend
-    return model
-
-
-def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's state dict; nothing is allocated for it."""
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in Model(config).state_dict().items()}
-
-
-@cache
-def parameter_counts(config: ModelConfig) -> tuple[int, int]:
-    """(total, active per token), counted on the meta device."""
-    with torch.device("meta"):
-        model = Model(config)
-    total = sum(p.numel() for p in model.parameters())
-    if config.moe is None:
-        return total, total
-    idle = config.moe.num_experts - config.moe.experts_per_token
-    per_expert = 3 * config.hidden_size * config.moe.expert_size
-    return total, total - config.num_layers * idle * per_expert

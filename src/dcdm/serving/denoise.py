@@ -13,7 +13,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.session import Ended, Event
-from dcdm.model.routing import lane_partition
+from dcdm.lanes.partition import lane_partition
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
 from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request
 from dcdm.serving.served import Served

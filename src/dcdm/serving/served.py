@@ -19,7 +19,6 @@ from dcdm.decoding.constraints import ENTRIES, CompilerBusy, Constraint, Guide, 
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import described, fitting_routings
-from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import (
     FORMAT,
@@ -174,7 +173,7 @@ class Served:
                 "vocab_size": config.vocab_size,
                 "num_chunks": config.num_chunks,
                 "lanes": config.lanes,
-                "default_lanes": None if config.lanes is None else default_lanes(config),
+                "default_lanes": None if config.lanes is None else config.default_lanes,
                 "drafts": config.drafts,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "routings": fitting_routings(config),

@@ -46,7 +46,7 @@ def _afterwards(commands: Sequence[str], runs: Sequence[str]) -> list[str]:
 
 def _job(name: str, rate: float, steps: int) -> tuple[str, str, float, float]:
     """(run, command, EFLOP, GPU-hours) of a preset with the paper's settings on the paper's number of devices."""
-    from dcdm.model.costs import activation_bytes, bill, state_bytes
+    from dcdm.costs import activation_bytes, bill, state_bytes
     from dcdm.training.settings import TrainConfig, preset_defaults
 
     config, costs = preset(name), bill(preset(name))

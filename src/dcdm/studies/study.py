@@ -173,13 +173,12 @@ class Study:
 
     def main_figure(self, name: str) -> str:
         """The figure that stands for a variant: `valid`; of lanes of the model's default number, else the first."""
-        from dcdm.model.routing import default_lanes
 
         model = self.config(name).model
         if model.lanes is None:
             return "valid"
         numbers = self.variants[name].lanes or model.lanes
-        return f"{default if (default := default_lanes(model)) in numbers else numbers[0]} lanes"
+        return f"{default if (default := model.default_lanes) in numbers else numbers[0]} lanes"
 
     def sides(self, text: str) -> tuple[tuple[str, str], tuple[str, str]]:
         """Variant and figure on both sides of a comparison such as `paper surrogate < bdlm`."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
 from dcdm.data.loader import InMemory, Loader
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, loss, visibility
+from dcdm.diffusion import objectives
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, with_prompts
 from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
@@ -160,16 +161,15 @@ def _gradients(
     def total(x: Tensor) -> Tensor:
         return sum_over_ranks(x, world)
 
-    free = [visibility(model, batch, key, objective)[0] for batch in micro]
-    counted = [f[:, 1:] if model.config.kind == "ar" else f for f in free]
-    tokens = total(torch.stack([f.sum() for f in counted]).sum())
-    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total, step + 1)
+    micro = [with_prompts(model, batch, key, objective) for batch in micro]
+    tokens = total(torch.stack([counted(model, batch) for batch in micro]).sum())
+    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total)
     model.zero_grad(set_to_none=True)
     parts: list[Loss] = []
     for number, batch in enumerate(micro):
         sync_gradients(model, number == len(micro) - 1)
         with types.autocast(world.device) if world.size == 1 else nullcontext():
-            part = run_gathered(model, loss, model, batch, key, objective, global_batch)
+            part = run_gathered(model, objectives.objective, model, batch, key, objective, global_batch)
         part.total.backward()
         parts.append(part)
     norm = clip_gradients(model, settings.clip)

@@ -20,10 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from dcdm.config import ConfigError
+from dcdm.costs import bf16_peak, bill
 from dcdm.distributed import World
 from dcdm.files import write_whole
 from dcdm.likelihood.statistics import with_stderr
-from dcdm.model.costs import bf16_peak, bill
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw as adamw_step
 
 from dcdm.config import ModelConfig
-from dcdm.model.transformer import Model, state_shapes
+from dcdm.kinds import state_shapes
+from dcdm.model.transformer import Model
 from dcdm.training.settings import TrainConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from dcdm.config import ConfigError
+from dcdm.costs import activation_bytes, bill
 from dcdm.data.loader import Loader, WindowSet
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
@@ -25,9 +26,9 @@ from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.distributed import World, any_true, broadcast_object, init_distributed, precision, shutdown
 from dcdm.files import stops_handled_by
+from dcdm.kinds import build
 from dcdm.model import lora
-from dcdm.model.costs import activation_bytes, bill
-from dcdm.model.transformer import Model, build
+from dcdm.model.transformer import Model
 from dcdm.progress import ConsoleProgress
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dcdm.config import ConfigError, Dtype, ModelConfig, ObjectiveConfig
+from dcdm.config import RETIRED, ConfigError, Dtype, ModelConfig, ObjectiveConfig, without_retired
 from dcdm.data.settings import DataConfig
 from dcdm.files import UnreadableFile, read_yaml, write_whole
 from dcdm.presets import preset
@@ -147,11 +147,6 @@ class RunConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         self.objective.check_fits(self.model)
-        if self.objective.grow_steps > self.train.steps:
-            raise ConfigError(
-                f"objective.grow_steps={self.objective.grow_steps} is above train.steps={self.train.steps}: the "
-                "whole task would never be trained; lower it"
-            )
         if self.train.lora and self.init is None:
             raise ConfigError(
                 f"train.lora={self.train.lora} trains adapters beside frozen weights, and there are none: name "
@@ -187,7 +182,7 @@ def preset_defaults(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-NOISE = {"t_shape", "t_min", "t_max", "complementary_draws"}
+NOISE = {"t_shape", "t_min", "t_max"}
 """Settings of the objective that a preset's noise stands for; one of them named gives up all of it."""
 
 
@@ -230,7 +225,7 @@ def _sources(
     """Where settings come from, the later winning over the earlier, and what each says."""
     from_file: dict[str, Any] = {}
     if file is not None:
-        from_file = _read_yaml(Path(file), f"--config {file}")
+        from_file = _without_retired(_read_yaml(Path(file), f"--config {file}"))
         for group in ("model", "objective", "train", "data"):
             if group in from_file and not isinstance(from_file[group], Mapping):
                 raise ConfigError(f"--config {file}: {group} must hold settings by name, not {from_file[group]!r}")
@@ -290,7 +285,14 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Settings from the plain values that `to_dict` gave."""
-    return made(RunConfig, values, "")
+    return made(RunConfig, _without_retired(values), "")
+
+
+def _without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are gone are left out where they said nothing."""
+    groups = {name: without_retired(values[name], gone) for name, gone in RETIRED.items()
+              if isinstance(values.get(name), Mapping)}  # fmt: skip
+    return {**values, **groups}
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:

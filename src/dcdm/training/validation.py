@@ -8,7 +8,6 @@ from dcdm.data.loader import WindowSet, in_order
 from dcdm.distributed import World, gather_objects
 from dcdm.likelihood.estimators import Estimator, default_estimator, score
 from dcdm.likelihood.statistics import known, mean_and_stderr
-from dcdm.model.routing import default_lanes
 from dcdm.model.transformer import Model
 from dcdm.training.fsdp import unsharded
 
@@ -43,7 +42,7 @@ def evaluate(
             if (error := known(stderr)) is not None:
                 figures[f"{name}_stderr"] = error
     if model.config.lanes is not None:
-        ours = f"lanes_{default_lanes(model.config)}_nll"
+        ours = f"lanes_{model.config.default_lanes}_nll"
         main = {name.replace(ours, MAIN): value for name, value in figures.items() if name.startswith(ours)}
         figures = main | figures
     return figures

@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcdm.model.masks import (
-    CLEAN,
-    Mask,
-    Slots,
-    causal,
-    chunk_causal,
-    dual_stream,
-    dual_stream_slots,
-    led_positions,
-    left,
-    noise,
-)
+from dcdm.lanes.masks import led_positions, left
+from dcdm.model.masks import CLEAN, Mask, Slots, causal, chunk_causal, dual_stream, dual_stream_slots, noise
 from dcdm.viewing.palette import colour
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.evaluation.perplexity import names_of
+from dcdm.kinds import parameter_counts
 from dcdm.likelihood.statistics import with_stderr
-from dcdm.model.transformer import parameter_counts
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import read_rows
 from dcdm.training.settings import RunConfig

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcdm.config import ModelConfig
-from dcdm.model.drafting import SHARE
-from dcdm.model.masks import led_positions
+from dcdm.kinds import parameter_counts
+from dcdm.lanes.draft_head import SHARE
+from dcdm.lanes.masks import led_positions
 from dcdm.model.routing import fixed_partition
-from dcdm.model.transformer import parameter_counts
 
 BF16_PEAKS = {
     "B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12,

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 import dcdm
 import tiny
 from dcdm.config import ObjectiveConfig
-from dcdm.diffusion.objectives import DRAFT_WEIGHT, Batch, GlobalBatch, draw_lanes, loss
+from dcdm.diffusion.objectives import Batch, GlobalBatch, loss
 from dcdm.io.export import export
 from dcdm.io.load import load_init
 from dcdm.io.verify import cache_errors
 from dcdm.keys import Key
-from dcdm.model.drafting import SHARE
-from dcdm.model.masks import led_positions
+from dcdm.lanes.draft_head import SHARE
+from dcdm.lanes.masks import led_positions
+from dcdm.lanes.objective import DRAFT_WEIGHT, draw_lanes
 from dcdm.model.transformer import Model
 
 SETTINGS = ObjectiveConfig(prompt_share=0.5)
