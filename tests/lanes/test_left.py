@@ -57,7 +57,7 @@ def test_chunks_of_lanes_never_grow_and_cover_every_free_position_once(lanes):
     config = tiny.config("mdlm", **LANES["lanes"])
     tokens = tiny.tokens(3, 14, padding=(3, 1))
     sets = dcdm.build(config).sets(tokens, spans(3, 14))
-    ids = routing.fixed_partition(config, sets.free, sets.real, lanes=lanes)
+    ids = partition.lane_partition(config, sets.free, sets.real, lanes)[0]
     assert torch.equal(ids >= 1, sets.free)
     assert torch.equal(ids < 0, ~sets.real)
     for row in ids:
@@ -73,7 +73,7 @@ def test_strided_chunks_are_lanes_of_as_many_positions_as_there_are_chunks():
     free[0, 0] = False
     real = torch.ones_like(free)
     expected = routing.fixed_partition(strided, free, real)
-    assert torch.equal(routing.fixed_partition(lanes, free, real, lanes=3), expected)
+    assert torch.equal(partition.lane_partition(lanes, free, real, 3)[0], expected)
 
 
 def test_the_number_of_lanes_is_drawn_per_row_and_leaves_them_long_enough():
@@ -232,7 +232,7 @@ def test_the_leak_test_catches_what_leaks(control, monkeypatch):
         def led(ids):
             return torch.nn.functional.pad(ids[:, :-1], (1, 0), value=-1).ge(0) & (ids >= 1)
 
-        monkeypatch.setattr("dcdm.model.layout.led_positions", led)
+        monkeypatch.setattr("dcdm.lanes.masks.led_positions", led)
     free = ids[0].ge(1).nonzero().squeeze(-1).tolist()
     leaks = [p for p in free if (changes(network, tokens, prompt, ids, p) <= ids[0, p]).any()]
     assert leaks
@@ -483,5 +483,5 @@ def test_a_blank_s_first_token_knows_what_is_given_behind_it(monkeypatch):
     def led_by_any_neighbour(ids):
         return (ids >= 1) & (torch.nn.functional.pad(ids[..., :-1], (1, 0), value=-2) == ids - 1)
 
-    monkeypatch.setattr("dcdm.model.layout.led_positions", led_by_any_neighbour)
+    monkeypatch.setattr("dcdm.lanes.masks.led_positions", led_by_any_neighbour)
     assert first(tokens) == first(other)  # as it was: the token on the left did not know
