@@ -1,4 +1,4 @@
-"""Names in documents are true: commands and flags, files, modules, classes and their members, versions, figures."""
+"""Names in documents and docstrings are true: commands, flags, files, modules, members, versions, figures."""
 
 import ast
 import re
@@ -13,13 +13,22 @@ from dcdm.cli import COMMANDS, GROUPS, flags_of
 from test_docs import PAGES, ROOT, blocks
 
 SRC = ROOT / "src" / "dcdm"
-HISTORY = {"LOG.md", "CHANGELOG.md"}
-"""Pages that tell what was: their names need not exist any more."""
+TRUE_PAGES = [page for page in PAGES if page.name not in {"LOG.md", "CHANGELOG.md"}]
+"""Those two tell what was: their names need not exist any more."""
+NO_FLAGS = {"--nproc-per-node", "--tyro-write-completion", "--says", "--chunk", "--ink"}
+"""In docstrings: torchrun's, tyro's own, of a program for developers, variables of CSS."""
 
 
-def inline_code(page: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+def inline_code(text: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
+def docstrings(file: Path) -> str:
+    """All of a Python file: every string that stands alone."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    alone = (node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    return "\n\n".join(node.value for node in alone if isinstance(node.value, str))
 
 
 # --- commands and flags ------------------------------------------------------------------------------------------
@@ -27,7 +36,11 @@ def inline_code(page: Path) -> list[str]:
 
 def lines_of_code(page: Path) -> list[str]:
     shell = [block.text.replace("\\\n", " ") for block in blocks(page) if block.language in ("", "sh", "bash")]
-    return [*(line for text in shell for line in text.splitlines()), *inline_code(page)]
+    return [*(line for text in shell for line in text.splitlines()), *inline_code(page.read_text(encoding="utf-8"))]
+
+
+def runs() -> list:
+    return [command.run for command in COMMANDS.values()]
 
 
 def wrong_names(line: str) -> list[str]:
@@ -50,9 +63,21 @@ def wrong_names(line: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TRUE_PAGES, ids=lambda page: page.name)
 def test_every_command_and_flag_exists(page):
     assert [wrong for line in lines_of_code(page) for wrong in wrong_names(line)] == []
+
+
+def test_every_command_and_flag_in_docstrings_exists():
+    flags = set().union(NO_FLAGS, {"--debug", "--version", "--run-folder"}, *map(flags_of, runs()))
+    wrong = {}
+    for file in SRC.rglob("*.py"):
+        text = docstrings(file)
+        found = [name for code in inline_code(text) for name in wrong_names(code)]
+        found += sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)) - flags)
+        if found:
+            wrong[file.relative_to(SRC).as_posix()] = found
+    assert wrong == {}
 
 
 def test_the_check_finds_commands_and_flags_that_do_not_exist():
@@ -78,12 +103,14 @@ def missing_files(code: str) -> list[str]:
     return [
         name for name in found
         if not (ROOT / name).exists() and not any(file.endswith(f"/{name}") for file in python_files())
+        and not name.rpartition("/")[2].isupper()  # stands for a name
     ]  # fmt: skip
 
 
 def missing_modules(code: str) -> list[str]:
     """Dotted names of this package that cannot be found."""
-    return [name for name in re.findall(r"(?<![\w./-])dcdm(?:\.\w+)+", code) if not exists(name)]
+    found = re.findall(r"(?<![\w./-])dcdm(?:\.\w+)+", code.replace("dcdm.json", ""))  # a file
+    return [name for name in found if not exists(name)]
 
 
 def exists(name: str) -> bool:
@@ -134,13 +161,34 @@ def missing_members(code: str) -> list[str]:
     return [f"{one}.{member}" for one, member in named if one in members() and member not in members()[one]]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TRUE_PAGES, ids=lambda page: page.name)
 def test_every_file_module_and_member_exists(page):
-    code = inline_code(page)
-    assert [name for text in code for name in missing_files(text)] == []
+    code = inline_code(page.read_text(encoding="utf-8"))
     python = [block.text for block in blocks(page) if block.language == "python"]
-    assert [name for text in (*code, *python) for name in missing_modules(text)] == []
-    assert [name for text in code for name in missing_members(text)] == []
+    assert missing("\n".join(code)) == []
+    assert [name for text in python for name in missing_modules(text)] == []
+
+
+def test_every_file_module_and_member_in_docstrings_exists():
+    wrong = {file.relative_to(SRC).as_posix(): missing(docstrings(file)) for file in SRC.rglob("*.py")}
+    assert {file: names for file, names in wrong.items() if names} == {}
+
+
+def missing(text: str) -> list[str]:
+    return [*missing_files(text), *missing_modules(text), *missing_programs(text), *missing_members(text)]
+
+
+def missing_programs(code: str) -> list[str]:
+    """Modules that `python -m` cannot run."""
+    return [name for name in re.findall(r"-m (dcdm\.[\w.]*\w)", code) if not runnable(name)]
+
+
+def runnable(name: str) -> bool:
+    place = SRC.joinpath(*name.split(".")[1:])
+    file = place.with_suffix(".py")
+    return (place / "__main__.py").exists() or (
+        file.exists() and '__name__ == "__main__"' in file.read_text(encoding="utf-8")
+    )
 
 
 def test_the_check_finds_names_that_do_not_exist():
@@ -154,6 +202,7 @@ def test_the_check_finds_names_that_do_not_exist():
         "dcdm.model.masks.far",
     ]
     assert missing_members("Model._stage_1, Model.encode") == ["Model._stage_1"]
+    assert missing_programs("python -m dcdm.config, -m dcdm.model.masks") == ["dcdm.config"]
 
 
 # --- versions, figures, installation -----------------------------------------------------------------------------

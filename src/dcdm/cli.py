@@ -50,8 +50,6 @@ class Command:
     run: Callable[..., None]
     """Its signature and docstring are the command's options and help."""
     examples: tuple[str, ...]
-    details: Callable[[], str] | None = None
-    """More for its help: names out of tables that take long to import."""
 
     @property
     def text(self) -> str:
@@ -59,8 +57,7 @@ class Command:
         return inspect.cleandoc(self.run.__doc__ or "").partition("\n\nArgs:")[0]
 
     def help(self) -> str:
-        details = [] if self.details is None else [self.details()]
-        return "\n\n".join([self.text, *details, "Examples:", *self.examples])
+        return "\n\n".join([self.text, "Examples:", *self.examples])
 
 
 COMMANDS: dict[str, Command] = {
@@ -77,7 +74,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(export.export, export.EXAMPLES),
     "import": Command(import_model.import_model, import_model.EXAMPLES),
     "verify": Command(verify.verify, verify.EXAMPLES),
-    "bench": Command(bench.bench, bench.EXAMPLES, bench.details),
+    "bench": Command(bench.bench, bench.EXAMPLES),
     "data prepare": Command(data.prepare_text, data.EXAMPLES),
     "eval ppl": Command(eval_ppl.ppl, eval_ppl.EXAMPLES),
     "eval tasks": Command(eval_tasks.tasks, eval_tasks.EXAMPLES),
@@ -150,10 +147,8 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
     command = COMMANDS[name]
     _hide_none(command.run)
-    text = command.help() if {*HELP} & {*arguments} else ""
-    tyro.cli(
-        command.run, prog=f"dcdm {name}", description=text, args=arguments, config=(tyro.conf.DisallowNone,)
-    )  # fmt: skip
+    markers = (tyro.conf.DisallowNone,)
+    tyro.cli(command.run, prog=f"dcdm {name}", description=command.help(), args=arguments, config=markers)
 
 
 def _hide_none(run: Callable[..., None]) -> None:

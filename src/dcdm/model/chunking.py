@@ -130,7 +130,7 @@ def max_violation(counts: Tensor) -> Tensor:
 class _Mixture(torch.autograd.Function):
     """The K softmaxes summed per block of queries, then one product with the values; recomputed in backward.
 
-    KVCache is linear in the number of slots: no more than `BLOCK_BYTES` of scores exist at one time.
+    Memory is linear in the number of slots: no more than `BLOCK_BYTES` of scores exist at one time.
     """
 
     @staticmethod

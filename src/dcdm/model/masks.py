@@ -7,7 +7,7 @@ slot; dense masks, tiles and block masks all derive from it.
 
     B batch   L positions   Q, S query and key slots   chunk −1 padding, 0 always visible, 1…K chunks
 
-`python -m dcdm.model.masks [FOLDER]` draws each of them.
+`python -m dcdm.model.masks` draws the paper's three for six tokens in three chunks.
 """
 
 from __future__ import annotations
@@ -139,3 +139,14 @@ def read_slots(ids: Tensor) -> Tensor:
 def dual_stream_mask(ids: Tensor) -> Tensor:
     """M^chunk of chunk ids (…, L) on z ⊕ x, as in training: (…, 2L, 2L), noisy half first."""
     return dual_stream.dense(dual_stream_slots(ids))
+
+
+if __name__ == "__main__":
+    masked, ids = torch.tensor([0, 1, 0, 1, 1, 0]).bool(), torch.tensor([0, 2, 1, 3, 2, 1])
+    print(f"masked {masked.int().tolist()}, chunks {ids.tolist()}; a row is a query, # a key that it sees")
+    for name, mask in (
+        ("noise_mask: chunking attention", noise_mask(masked)),
+        ("chunk_causal_mask: decoding", chunk_causal_mask(ids)),
+        ("dual_stream_mask: training, the noisy stream before the clean one", dual_stream_mask(ids)),
+    ):
+        print(f"\n{name}", *("".join("#" if seen else "." for seen in row) for row in mask.tolist()), sep="\n")
