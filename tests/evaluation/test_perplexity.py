@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import dcdm
 import tiny
@@ -226,24 +225,9 @@ def uniformly_sampled(model, tokens, samples, seed):
 
 
 def test_estimators_are_chosen_by_kind():
+    asked = ("surrogate", "auto", "sequential")
     assert chosen_estimators(tiny.config("ar"), ("auto", "surrogate")) == (["exact"], ["surrogate"])
-    assert chosen_estimators(tiny.config("paper"), ("surrogate", "auto", "sequential")) == (
-        ["sequential", "surrogate"],
-        [],
-    )
-    with pytest.raises(ConfigError, match="unknown estimator 'elbo'"):
-        chosen_estimators(tiny.config("ar"), ("elbo",))
-
-
-def exported(kind, folder):
-    """A model with the byte tokenizer in a folder that `dcdm.load` reads."""
-    folder.mkdir(exist_ok=True)
-    model = dcdm.build(tiny.config(kind, symbols=257, context_length=32), seed=0)
-    byte_tokenizer().save(folder)
-    (folder / "config.json").write_text(json.dumps({"dcdm": model.config.to_dict()}))
-    save_file({f"model.{name}": value.contiguous() for name, value in model.state_dict().items()},
-              folder / "model.safetensors")  # fmt: skip
-    return str(folder)
+    assert chosen_estimators(tiny.config("paper"), asked) == (["sequential", "surrogate"], [])
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +237,7 @@ def place(tmp_path_factory):
     write_jsonl(folder / "pubmed.jsonl", rows)
     (folder / "mine.txt").write_text(prose(30))
     for kind in ("ar", "paper", "bdlm"):
-        exported(kind, folder / kind)
+        tiny.exported(kind, folder / kind, context_length=32)
     return folder
 
 
@@ -288,9 +272,10 @@ def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
     assert float(table[0]["perplexity"]) > 1
 
 
-def test_json_holds_every_setting_and_count(place, capsys):
-    main(["eval", "ppl", str(place / "paper"), "--data", str(place / "pubmed.jsonl"), *COMMON, "--json"])
+def test_json_holds_every_setting_and_count_and_the_split_that_was_read(place, capsys):
+    main(["eval", "ppl", str(place / "paper"), "--data", str(place / "pubmed.jsonl"), "stdlib", *COMMON, "--json"])
     found = json.loads(capsys.readouterr().out)
+    assert [corpus["split"] for corpus in found["corpora"].values()] == [None, "validation"]
     assert found["settings"]["samples"] == 2
     assert found["settings"]["window_limit"] == 3
     assert found["models"]["paper"]["routing"] == "paper"
@@ -302,7 +287,6 @@ def test_json_holds_every_setting_and_count(place, capsys):
     assert row["left_out"]["tokens beyond the limit"] > 0
     assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
     assert row["bits_per_byte"] == pytest.approx(row["nats_per_token"] * row["tokens"] / math.log(2) / row["bytes"])
-    assert list(found["corpora"]) == ["pubmed"]
 
 
 def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place):
@@ -332,13 +316,6 @@ def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place)
     assert [*evaluate_perplexity(models[:1], corpora, ("trajectory",), only, WindowSettings(limit=1)).models] == [
         "bdlm, steps:2"
     ]
-
-
-def test_the_table_names_the_split_of_the_standard_library(place, capsys):
-    main(["eval", "ppl", str(place / "ar"), "--data", "stdlib", str(place / "mine.txt"), *COMMON])
-    shown = capsys.readouterr().out
-    assert "stdlib (validation)" in shown
-    assert "mine (" not in shown
 
 
 @pytest.mark.parametrize(
@@ -371,16 +348,16 @@ def test_wrong_use_ends_with_one_line_and_code_2(arguments, problem, place, caps
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(place, tmp_path):
-    exported("ar", tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
+    file = tiny.exported("ar", tmp_path / "ar") / "config.json"
+    settings = json.loads(file.read_text())
     settings["dcdm"]["vocab_size"] = 300
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    file.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="260 tokens, and its model 300"):
-        evaluate_perplexity([str(tmp_path)], [read_corpus(str(place / "mine.txt"))])
+        evaluate_perplexity([str(file.parent)], [read_corpus(str(place / "mine.txt"))])
 
 
 def test_models_with_one_folder_name_are_told_apart(place, tmp_path):
-    twin = exported("ar", tmp_path / "ar")
+    twin = str(tiny.exported("ar", tmp_path / "ar", context_length=32))
     corpora = [read_corpus(str(place / "mine.txt"))]
     result = evaluate_perplexity([str(place / "ar"), twin], corpora, window=WindowSettings(limit=2))
     assert list(result.models) == [str(place / "ar"), twin]

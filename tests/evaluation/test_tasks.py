@@ -271,7 +271,7 @@ def test_damaged_and_empty_files_name_the_line(tmp_path):
     with pytest.raises(ConfigError, match="no rows"):
         read_rows(tmp_path / "b.jsonl", ("goal",))
     (tmp_path / "c.jsonl").write_bytes(b'{"goal": 1}\n{"goal": "caf\xe9"}\n')
-    with pytest.raises(ConfigError, match=r"c\.jsonl, line 2: not UTF-8 .*; save the file as UTF-8"):
+    with pytest.raises(ConfigError, match=r"c\.jsonl: not UTF-8 .*byte 25\); save it as UTF-8"):
         read_rows(tmp_path / "c.jsonl", ("goal",))
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"goal": 1}\n' * 9)[:-9])
     with pytest.raises(ConfigError, match=r"d\.jsonl\.gz cannot be read"):

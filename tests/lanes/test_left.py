@@ -409,7 +409,7 @@ def test_the_harness_scores_and_generates_with_one_lane_unless_told():
     network = tiny.model("mdlm", tokenizer.vocab_size - 3, kind="lanes", lanes=(1, 2)).float()
     one, two = (HarnessModel((network, tokenizer), lanes=lanes) for lanes in (None, 2))
     row = [tokenizer.bos_id, *tokenizer.encode("a question and its answer")]
-    from dcdm.evaluation.decoders import Continuation
+    from dcdm.evaluation.harness import Continuation
 
     for harness, lanes in ((one, 1), (two, 2)):
         nats, error, _ = harness._score([Continuation(row, 12, 0)])[0]

@@ -11,6 +11,7 @@ cost.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,11 +29,10 @@ from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import DecodingConfig, adablock_of, lane_decoders
 from dcdm.decoding.engine import generate
 from dcdm.decoding.routes import described
-from dcdm.evaluation.decoders import DecoderScore, score_under_decoder
-from dcdm.evaluation.windows import WindowBatch
 from dcdm.io.load import load_model
 from dcdm.keys import Key
 from dcdm.kinds import OWN_PARTS
+from dcdm.likelihood.estimators import Scorer
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
 from dcdm.model.transformer import Model
 from dcdm.viewing.page import many
@@ -107,18 +107,18 @@ def measure_decoders(
         say(f"{path}: {decoder.routing} {_commit(decoder)} cache={decoder.cache}")
         drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
         costs = drawn.statistics
-        score = _score(model, held_out, decoder, seed)
+        nats, tokens = _score(model, held_out, decoder, seed)
         paced = bool(decoder.drafts) and decoder.lanes != 1
         what = "bound" if commit_policy(decoder.commit).random or paced else "trajectory"
         of_samples: tuple[float | None, float | None] = (None, None)
         if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
-            of_samples = _score(model, drawn.tokens, replace(decoder, cache="none"), seed).bits_per_token
+            of_samples = _bits(*_score(model, drawn.tokens, replace(decoder, cache="none"), seed))
         rows.append(
             DecoderTiming(
                 Path(path).name, kind_of(model.config), decoder.routing, _commit(decoder), decoder.cache,
                 costs.tokens_per_second, float(costs.forwards.double().mean()), costs.tokens_per_forward,
-                float(costs.computed.sum() / costs.new_tokens.sum()), *score.bits_per_token,
-                *mean_and_stderr(zip(score.nats, sizes, strict=True)), what, *of_samples,
+                float(costs.computed.sum() / costs.new_tokens.sum()), *_bits(nats, tokens),
+                *mean_and_stderr(zip(nats, sizes, strict=True)), what, *of_samples,
             )
         )  # fmt: skip
     return rows
@@ -145,8 +145,23 @@ def _held_out(model: Model, tokenizer: Tokenizer, windows: int) -> Tensor:
     return packed[Key(0).permutation(len(packed))[:windows]]
 
 
-def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> DecoderScore:
-    return score_under_decoder(model, [WindowBatch.of(tokens)], decoder, seed)
+@torch.no_grad()
+def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> tuple[list[float], list[int]]:
+    """−log p and tokens of each window, walking the decoder along it.
+
+    This is exact for a decoder whose order follows from probabilities. One of random order is walked along one
+    order drawn for each window, one with drafts along one acceptance pattern: on average a bound.
+    """
+    scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
+    walk = scorer.drafted if decoder.drafts else scorer.trajectory
+    part = walk(tokens, model.sets(tokens), torch.arange(len(tokens)))
+    return part.by_position.sum(dim=-1).tolist(), part.tokens.tolist()
+
+
+def _bits(nats: list[float], tokens: list[int]) -> tuple[float, float]:
+    """Bits per token, with the standard error over windows."""
+    mean, stderr = mean_and_stderr(zip(nats, tokens, strict=True))
+    return mean / math.log(2), stderr / math.log(2)
 
 
 def measure_generation(

@@ -64,13 +64,13 @@ def quality(
         print_json(source | settings | result.to_dict() | ({} if forwards is None else {"forwards": forwards}))
     else:
         _print(result)
-        print("" if forwards is None else f"{forwards:.1f} forwards per text\n", end="")
+        print("" if forwards is None else f"{forwards:.1f} forward passes per text\n", end="")
 
 
 def _generated(
     path: str, num: int, batch_size: int, device: Device, dtype: Dtype, settings: dict[str, Any]
 ) -> tuple[list[str], float]:
-    """Texts from nothing but BOS, and the forwards that one took on average."""
+    """Texts from nothing but BOS, and the forward passes that one took on average."""
     from dcdm.decoding.engine import generate
 
     at_least_one(num=num, length=settings["max_new_tokens"])

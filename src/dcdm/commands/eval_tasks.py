@@ -136,8 +136,8 @@ def _model(**settings: Any) -> HarnessModel:
 def _settings(lm: HarnessModel) -> dict[str, Any]:
     names = ("model_kind", "estimator", "estimator_label", "samples", "noise_seed", "max_length")
     info = lm.get_model_info()
-    asked = {"max_new_tokens": lm.max_gen_toks, "lanes": lm.lanes, "add_bos_token": lm.add_bos_token}
-    return {name: info[name] for name in names} | asked | lm.decoding
+    asked = {"max_new_tokens": lm.max_gen_toks, "window": lm.window, "add_bos_token": lm.add_bos_token}
+    return {name: info[name] for name in names} | asked | asdict(lm.decoder)
 
 
 def _fingerprint(lm: HarnessModel) -> str:

@@ -48,7 +48,7 @@ def study(
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON. Runs that the file has already, of the same settings,
             stay in it and are not made again: a study may be carried out in parts, on several machines.
-        plot: Draw exact nats per token against forwards into this PNG or SVG.
+        plot: Draw exact nats per token against forward passes into this PNG or SVG.
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
         verdicts: Draw the comparisons of the study's claims with their intervals into this PNG or SVG.
     """

@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -23,26 +23,86 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from tqdm import tqdm
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.config import resolve_lanes
+from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.engine import generate
-from dcdm.decoding.predictors import resolve_cache
-from dcdm.decoding.routes import check_routing
+from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.routes import router_of
 from dcdm.distributed import choose_device
-from dcdm.evaluation.decoders import Continuation, is_greedy, padded
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
-from dcdm.model.transformer import Model
+from dcdm.model.transformer import Model, Sets
 
 log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
 DEFAULT_DEVICE = "cuda:0"  # what the harness's command line passes without --device
 SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One sequence to score: the first `given` tokens are visible; `index` keys the noise of the rest."""
+
+    tokens: list[int]
+    given: int
+    index: int
+
+    @property
+    def free(self) -> int:
+        return len(self.tokens) - self.given
+
+
+def padded(rows: Sequence[Continuation], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, L), the mask of given ones (B, L), and the rows' numbers (B,)."""
+    width = max(len(row.tokens) for row in rows)
+    tokens = torch.full((len(rows), width), pad_id)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.tokens)] = torch.tensor(row.tokens)
+    given = torch.tensor([row.given for row in rows])
+    prompt = torch.arange(width) < given[:, None]
+    return tokens.to(device), prompt.to(device), torch.tensor([row.index for row in rows])
+
+
+def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor, lanes: int | None = None) -> Tensor:
+    """(B,) whether the most probable tokens are the true ones wherever `prompt` does not give them.
+
+    AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one forward,
+    given the earlier ones.
+    """
+    sets = model.sets(tokens, prompt)
+    if model.config.routes_from_noise:
+        return _greedy_walk(model, tokens, sets, index)
+    with torch.no_grad():
+        if model.config.kind == "ar":
+            states, truth, where = model.encode(tokens).states[:, :-1], tokens[:, 1:], sets.free[:, 1:]
+        else:
+            ids = model.partition(tokens, sets.visible, index, lanes).ids
+            states = model.encode(tokens, sets.free, prompt=sets.visible, chunk_ids=ids).states
+            truth, where = tokens, sets.free
+        right = torch.ones_like(where)
+        right[where] = model.token_logits(states[where]).argmax(dim=-1) == truth[where]
+    return right.all(dim=-1)
+
+
+def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Tensor:
+    right = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+
+    def reveal(view: View, fill: Tensor) -> Tensor:
+        true = tokens.gather(1, view.position)
+        right.logical_and_(((view.predicted.best[1] == true) | ~fill).all(dim=-1))
+        return true
+
+    z = tokens.masked_fill(sets.free, model.config.mask_id)
+    router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
+    fill_canvas(z, sets, router, predictor, commit_policy("chunk"), reveal)
+    return right
 
 
 class Estimate(float):
@@ -77,8 +137,8 @@ class HarnessModel(TemplateLM):
     `samples` mask draws per continuation give a bound; a continuation with no more mask sets than that is summed
     exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
     neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
-    `window`, `routing`, `commit` and `cache` go to `dcdm.generate`. `lanes` is how many lanes a model of that kind
-    is asked with, for likelihoods and for generation; one, its best, by default.
+    Further arguments are fields of `DecodingConfig` and choose the decoder of generated text; `lanes` holds for
+    likelihoods, too, and is one, the model's best, by default. `window` is that of `dcdm.generate`.
     """
 
     def __init__(
@@ -94,26 +154,32 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool = True,
-        lanes: int | None = None,
+        window: int | None = None,
         **decoding: Any,
     ) -> None:
         super().__init__()
-        loaded = pretrained if isinstance(pretrained, tuple) else None
-        config = loaded[0].config if loaded else find_model(str(pretrained)).config
+        if isinstance(pretrained, tuple):
+            config, tokenizer = pretrained[0].config, pretrained[1]
+        else:
+            source = find_model(str(pretrained))
+            config, tokenizer = source.config, source.tokenizer
         self.estimator = likelihood.estimators_of(config)[0] if estimator == "auto" else estimator
-        _check(config, self.estimator, samples, decoding)
-        if lanes is None and config.kind == "lanes":
-            lanes = 1
-        self.lanes = resolve_lanes(config, lanes)
+        if samples == 1:
+            raise ConfigError("samples=1 gives no Monte-Carlo error; take at least 2")
+        likelihood.check(config, self.estimator, samples)
+        if config.kind == "lanes" and decoding.get("lanes") is None:
+            decoding["lanes"] = 1
+        self.decoder = DecodingConfig.of(**decoding).resolve(config, tokenizer)
         self.is_ar = config.kind == "ar"
         if not add_bos_token and not self.is_ar:
             raise ConfigError("add_bos_token=False needs an AR model: the others are trained with BOS in front")
         self.batch_size = _batch_size(batch_size)
-        self.samples, self.seed, self.add_bos_token, self.decoding = samples, seed, add_bos_token, decoding
+        self.samples, self.seed, self.add_bos_token = samples, seed, add_bos_token
         self.max_length = config.context_length if max_length is None else int(max_length)
         if not 4 <= self.max_length <= config.max_position:
             raise ConfigError(f"max_length={self.max_length} must lie between 4 and {config.max_position}")
-        self.model, self.text = loaded or load(str(pretrained), device, dtype)
+        self.window = self.max_length if window is None else int(window)
+        self.model, self.text = pretrained if isinstance(pretrained, tuple) else load(pretrained, device, dtype)
         self.max_gen_toks = max_gen_toks
         self.counts = RequestCounts()
         self._device = next(self.model.parameters()).device
@@ -283,9 +349,9 @@ class HarnessModel(TemplateLM):
         tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
         score = likelihood.score(
             self.model, tokens, self.estimator, self.samples, self.seed,
-            prompt=prompt, index=index, batch_size=len(rows), lanes=self.lanes,
+            prompt=prompt, index=index, batch_size=len(rows), lanes=self.decoder.lanes,
         )  # fmt: skip
-        greedy = is_greedy(self.model, tokens, prompt, index, self.lanes)
+        greedy = is_greedy(self.model, tokens, prompt, index, self.decoder.lanes)
         return list(zip((-score.nats).tolist(), score.stderr.tolist(), greedy.tolist(), strict=True))
 
     # --- text ---
@@ -305,7 +371,7 @@ class HarnessModel(TemplateLM):
         done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
             index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
-            lanes=self.lanes, **sampling, **{"window": self.max_length, **self.decoding},
+            window=self.window, decoding=replace(self.decoder, **sampling),
         )  # fmt: skip
         texts = [self.text.decode(completion) for completion in done.completions]
         return [postprocess_generated_text(text, until, None) for text in texts]
@@ -332,22 +398,6 @@ def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
     place = choose_device("auto" if device == DEFAULT_DEVICE else device)
     return load_model(path, device=place, dtype=kinds[dtype])
-
-
-def _check(config: ModelConfig, estimator: str, samples: int, decoding: dict[str, Any]) -> None:
-    """Refuse what could only fail later, after hours perhaps."""
-    if samples == 1:
-        raise ConfigError("samples=1 gives no Monte-Carlo error; take at least 2")
-    try:
-        likelihood.check(config, estimator, samples)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if unknown := sorted(set(decoding) - {"window", "routing", "commit", "cache", "drafts"}):
-        raise ConfigError(f"unknown model argument {', '.join(unknown)}")
-    if (commit := decoding.get("commit", "auto")) != "auto":
-        commit_policy(commit)
-    check_routing(config, decoding.get("routing", "auto"))
-    resolve_cache(config, decoding.get("cache", "auto"))
 
 
 def _batch_size(value: int | str) -> int:

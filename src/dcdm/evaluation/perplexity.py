@@ -43,7 +43,7 @@ class EstimatorSettings:
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score models with that write in lanes; none means each model's own list."""
     commits: tuple[str, ...] = ("chunk",)
-    """Decoders of `trajectory` for models that can fill a chunk in several forwards."""
+    """Decoders of `trajectory` for models that can fill a chunk in several forward passes."""
 
     def __post_init__(self) -> None:
         if min(self.lanes, default=1) < 1:
@@ -134,7 +134,7 @@ def measure_perplexity(
 
 @dataclass
 class Tally:
-    """Of every window: its number, the variance of its score, its forwards, and its shares."""
+    """Of every window: its number, the variance of its score, its forward passes, and its shares."""
 
     rows: list[tuple[int, float, float, list[Share]]] = field(default_factory=list)
 
@@ -277,7 +277,7 @@ def _variants(
 
 
 def fills_in_steps(config: ModelConfig) -> bool:
-    """Whether a chunk may take several forwards: with masks, not where the token on the left predicts."""
+    """Whether a chunk may take several forward passes: with masks, not where the token on the left predicts."""
     return config.kind != "ar" and not config.predicts_from_left
 
 
@@ -312,7 +312,7 @@ def _check(
     ):
         raise ConfigError(
             f"--commit {' '.join(sampling.commits)} belongs to --estimator trajectory of models that fill a chunk "
-            "in several forwards (mdlm, bdlm, dcdm with masks); leave it out"
+            "in several forward passes (mdlm, bdlm, dcdm with masks); leave it out"
         )
     if nowhere := sorted(set.intersection(*unsupported)):
         kinds = ", ".join(sorted({source.config.kind.upper() for source in sources.values()}))

@@ -5,7 +5,6 @@ Data come from the hub, as those definitions say, or from a folder of files name
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import zlib
@@ -165,33 +164,28 @@ def _check_files(chosen: Chosen, folder: Path) -> None:
 @cache
 def read_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of a JSONL file, every one with the fields that its task needs."""
-    rows = []
     try:
-        for number, line in _lines(path):
-            try:
-                row = json.loads(line.decode())
-            except UnicodeDecodeError as error:
-                reason = f"{error.reason} at byte {error.start} of the line"
-                raise ConfigError(f"{path}, line {number}: not UTF-8 ({reason}); save the file as UTF-8") from error
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
-            missing = [name for name in fields if name not in row] if isinstance(row, dict) else list(fields)
-            if missing:
-                raise ConfigError(f"{path}, line {number}: the fields {', '.join(missing)} are missing")
-            rows.append(row)
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = content.decode("utf-8-sig").split("\n")  # without a byte order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error.reason}, byte {error.start}); save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
+        missing = [name for name in fields if name not in row] if isinstance(row, dict) else list(fields)
+        if missing:
+            raise ConfigError(f"{path}, line {number}: the fields {', '.join(missing)} are missing")
+        rows.append(row)
     if not rows:
         raise ConfigError(f"{path} holds no rows")
     return rows
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers, without a byte order mark."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if text := line.removeprefix(codecs.BOM_UTF8).strip():
-                yield number, text
 
 
 @dataclass

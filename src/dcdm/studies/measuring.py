@@ -29,7 +29,7 @@ def measure(
     folder: Path, *, windows: int, samples: int, lanes: Sequence[int] = (), commits: Sequence[str] = (),
     drafts: Sequence[int] = (), corpora: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Nats per token of a finished run on held-out windows: name → estimator, mean, forwards, nats by window.
+    """Nats per token of a finished run on held-out windows: name → estimator, mean, forward passes, nats by window.
 
     `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
     valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
@@ -117,8 +117,8 @@ def unigram_baseline(data: PreparedData, text: WindowBatch) -> float:
 
 def _max_violation(model: Model, text: WindowBatch) -> float:
     """MaxVio of a DCDM's chunks over all windows; with the paper's routing, at half of the tokens masked."""
-    from dcdm.evaluation.decoders import chunk_ids
     from dcdm.model.chunking import chunk_counts, max_violation
+    from dcdm.viewing.palette import chunk_ids
 
     ids, free = chunk_ids(model, text.tokens, text.prompt, text.index), model.sets(text.tokens, text.prompt).free
     assert ids is not None

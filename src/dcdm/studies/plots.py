@@ -15,7 +15,7 @@ COLOURS = {CONFIRMED: "tab:green", CONTRADICTED: "tab:red", UNDECIDED: "tab:gray
 
 
 def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
-    """Exact nats against forwards per window, a line for each variant; bars are intervals over seeds."""
+    """Exact nats against forward passes per window, a line for each variant; bars are intervals over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
@@ -37,7 +37,7 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     paced = any(row.estimator == "drafted" for row in rows)
     what = "exact figures, bounds for several lanes with drafts" if paced else "exact figures"
-    axes.set(xlabel="forwards per window (log scale)", ylabel="nats per token of held-out text")
+    axes.set(xlabel="forward passes per window (log scale)", ylabel="nats per token of held-out text")
     title = f"{study.name}: lower left is better; {what}; bars: 95 % intervals over seeds"
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(alpha=0.3)

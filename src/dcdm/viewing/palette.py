@@ -49,8 +49,6 @@ def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
     import numpy as np
     import torch
 
-    from dcdm.evaluation.decoders import chunk_ids
-
     ids = chunk_ids(model, tokens)
     shown = torch.zeros_like(tokens) if ids is None else ids
     names = [colour(chunk) for chunk in range(-1, int(shown.max()) + 1)]
@@ -58,3 +56,20 @@ def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
     rows = colours[(shown + 1).cpu().numpy()].repeat(cell, axis=1).repeat(2 * cell, axis=0)
     rows[:: 2 * cell] = 255  # a white line between sequences
     return rows
+
+
+def chunk_ids(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
+) -> Tensor | None:
+    """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""
+    import torch
+
+    from dcdm.keys import Key
+
+    if model.config.kind == "ar":
+        return None
+    with torch.no_grad():
+        if not model.config.routes_from_noise:
+            return model.partition(tokens, prompt, index).ids
+        masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens, prompt).free
+        return model.encode(tokens, masked, prompt=prompt).chunk_ids
