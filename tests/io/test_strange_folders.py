@@ -92,6 +92,16 @@ def test_the_model_that_was_exported_still_loads(exported):
     assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
 
 
+@pytest.mark.parametrize("change", ["{", '{"dcdm": 7}', '{"dcdm": {"kind": []}}', ""])
+def test_a_changed_configuration_is_told_in_one_line_with_checksums_and_without(change, exported, capsys):
+    (exported / "config.json").write_text(change)
+    assert next(iter(verify_model(exported))).problems == ["config.json has changed"]
+    assert "config.json has changed" in refused(["sample", str(exported), "--prompt", "def"], capsys)
+    (exported / "checksums.json").unlink()
+    assert "config.json" in refused(["verify", str(exported)], capsys)
+    assert "config.json" in refused(["sample", str(exported), "--prompt", "def"], capsys)
+
+
 @pytest.mark.parametrize(
     "header", [b"", b"\xff" * 64, (1 << 40).to_bytes(8, "little") + b"{}", b"\2\0\0\0\0\0\0\0{]"]
 )

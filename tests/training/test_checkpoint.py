@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -123,27 +122,22 @@ def test_a_checkpoint_from_before_the_first_step_resumes_bit_for_bit(tmp_path):
     assert torch.equal(other.model.weight, whole.model.weight)
 
 
-def test_optimizer_settings_come_back_with_their_types(tmp_path):
+def test_record_metrics_and_optimizer_settings_come_back_with_their_types_and_the_manifest_names_all(tmp_path):
     state = small_state()
     step_once(state)
     state.optimizer.param_groups[0].update(lr=0.1 + 0.2, betas=(0.8, 0.99))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state)
-    other = small_state()
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.resume(other)
-    assert other.optimizer.state_dict()["param_groups"] == state.optimizer.state_dict()["param_groups"]
-
-
-def test_the_record_comes_back_as_it_was(tmp_path):
-    state = small_state()
     state.record = {"settings": {"weight": float("inf"), "name": "ü"}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state, {"loss": 2.0, "odd": float("nan")})
+    other = small_state()
     with Checkpointer(tmp_path) as checkpointer:
-        resumed = checkpointer.resume(small_state())
-    assert resumed.record == state.record
-    assert resumed.metrics == {"loss": 2.0, "odd": None}
+        resumed = checkpointer.resume(other)
+    assert other.optimizer.state_dict()["param_groups"] == state.optimizer.state_dict()["param_groups"]
+    assert (resumed.record, resumed.metrics) == (state.record, {"loss": 2.0, "odd": None})
+    manifest = read_manifest(resumed.path)
+    assert (manifest.step, manifest.metrics, manifest.format) == (3, resumed.metrics, 3)
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.files.keys() == {"rank-00000.safetensors", "state.json"}
 
 
 # --- another topology ---------------------------------------------------------------------------------------------
@@ -348,17 +342,6 @@ def test_other_optimizer_groups_are_refused(tmp_path):
         checkpointer.resume(other)
 
 
-def test_weights_alone_can_be_resumed(tmp_path):
-    state = small_state(3.0)
-    step_once(state)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state)
-    bare = TrainState(nn.Linear(3, 2))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.resume(bare)
-    assert torch.equal(bare.model.weight, state.model.weight)
-
-
 # --- wrong use ----------------------------------------------------------------------------------------------------
 
 
@@ -410,13 +393,3 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
         first.kill()
     shelf.open(patience=0.2)  # a killed run holds nothing
     shelf.close()
-
-
-def test_the_manifest_says_who_wrote_what(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(7, small_state(), {"loss": 0.25})
-    content = json.loads((tmp_path / "step-00000007" / "manifest.json").read_text())
-    assert (content["step"], content["metrics"], content["format"]) == (7, {"loss": 0.25}, 3)
-    assert content["versions"]["torch"] == torch.__version__
-    assert content["files"].keys() == {"rank-00000.safetensors", "state.json"}
-    assert read_manifest(tmp_path / "step-00000007").step == 7

@@ -280,7 +280,7 @@ def at_random(count: int, seed: int) -> list[Fault]:
     """Deaths at places of the loop drawn at random, after a random number of calls: the same on any machine."""
     draws = random.Random(seed)
     places = ["dcdm.training.loop:_gradients", "dcdm.training.metrics:Recorder.on_step", TENSORS, "os:fsync",
-              "dcdm.files:file_digest"]  # fmt: skip
+              "dcdm.training.checkpoint:file_digest"]  # fmt: skip
     return [Fault("random", draws.choice(places), draws.randint(1, 4), after=draws.random() < 0.5)
             for _ in range(count)]  # fmt: skip
 

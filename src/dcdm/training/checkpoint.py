@@ -194,7 +194,7 @@ class Checkpointer:
             if failures := [result for result in everyone if isinstance(result, _Failure)]:
                 self._on_main(lambda: self._checkpoints.discard(step), doing, background=True)
                 raise CheckpointError(failures[0].message)
-            files = {name: sha256 for part in everyone for name, sha256 in part.items()}
+            files = {name: sha256 for part in everyone if isinstance(part, dict) for name, sha256 in part.items()}
             self._on_main(lambda: self._publish(step, files, metrics), doing, background=True)
             self._latest = step
         except CheckpointError as error:
@@ -282,7 +282,7 @@ def collect(state: TrainState) -> tuple[dict[str, Tensor], Groups | None]:
     """
     if state.optimizer is None or not state.optimizer.state:
         return _named(state, {}), None
-    slots = get_optimizer_state_dict(state.model, state.optimizer)
+    slots: Any = get_optimizer_state_dict(state.model, state.optimizer)
     groups = [
         {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in slots["param_groups"]
@@ -293,7 +293,7 @@ def collect(state: TrainState) -> tuple[dict[str, Tensor], Groups | None]:
 def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
     """Read a checkpoint that has been verified into `state`, each rank what it holds of it."""
     optimizer = state.optimizer
-    slots: dict[str, Any] = {"state": {}}
+    slots: Any = {"state": {}}
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
         if groups is None:
@@ -302,7 +302,7 @@ def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
             slots = get_optimizer_state_dict(state.model, optimizer)
             _restore_settings(path, slots["param_groups"], groups)
     wanted = _named(state, slots["state"])
-    _check_fit(path, wanted, ignored="optimizer." if optimizer is None else None)
+    _check_fit(path, wanted)
     with torch.no_grad():
         read_tensors(path, {name: own_shard(tensor) for name, tensor in wanted.items()})
     if optimizer is not None and groups is not None:
@@ -350,13 +350,9 @@ def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
-def _check_fit(path: Path, wanted: dict[str, Tensor], ignored: str | None) -> None:
+def _check_fit(path: Path, wanted: dict[str, Tensor]) -> None:
     """Refuse a checkpoint whose tensors have other names, shapes or types than those of the run."""
-    stored = {
-        name: (entry.shape, entry.dtype)
-        for name, entry in read_index(path).items()
-        if ignored is None or not name.startswith(ignored)
-    }
+    stored = {name: (entry.shape, entry.dtype) for name, entry in read_index(path).items()}
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
     if stored == asked:
         return

@@ -171,12 +171,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def own_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a tensor, not copied, and the index at which it begins; all of one that is whole."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.dim()
+        return tensor, (0,) * tensor.dim()
     _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.detach().to_local(), tuple(start)
+    return tensor.to_local(), tuple(start)
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
