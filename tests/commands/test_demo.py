@@ -23,7 +23,6 @@ from dcdm.training.settings import resolve
 from dcdm.viewing.chunks import view, window_of
 from dcdm.viewing.filling import as_filling, exercises_for
 from dcdm.viewing.pages import ComparedEstimate, with_error
-from dcdm.viewing.plots import Curve, averaged, line_plot
 
 STEPS = 5
 CORPUS = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(120))
@@ -273,10 +272,3 @@ def test_the_sentence_follows_the_sign_and_claims_nothing_within_the_error():
     assert "BDLM does better" in line(0.5, 0.01).verdict
     assert "do not differ" in line(0.5, 0.4).verdict
     assert with_error((-0.1234, 0.01), sign=True) == "−0.123 ± 0.010"
-
-
-def test_a_plot_averages_stretches_and_stands_alone_however_short_the_run():
-    assert averaged([1.0, 3.0, 5.0, 7.0], points=2) == [(1.5, 2.0), (3.5, 6.0)]
-    for values in ([2.0], [2.0, 2.0], [5.0, 1.0, 3.0] * 50):
-        assert line_plot([Curve("a<b", values)], "step", "nats").count("a&lt;b") == 2
-    assert line_plot([Curve("empty", [])], "step", "nats") == ""

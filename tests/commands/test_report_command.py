@@ -7,7 +7,8 @@ import pytest
 
 from dcdm.cli import main
 from dcdm.training.run import run_training
-from dcdm.viewing.plots import Series, chart
+from dcdm.viewing import palette
+from dcdm.viewing.plots import Curve, averaged, chart
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))
 SMALL = {
@@ -78,22 +79,29 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 
 
 def test_charts_are_drawn_of_any_numbers_and_escape_names():
-    assert chart([Series("a")], "x", "y") == ""
+    assert chart([Curve("a", [])], "x", "y") == ""
     for points in ([(1.0, 2.0)], [(0.0, 0.0), (1e6, 5.0)]):
-        drawn = chart([Series("a<b $1", points, markers=["o"] * len(points), errors=[0.1])], "x", "y")
+        drawn = chart([Curve("empty", []), Curve("a<b $1", points, points, [0.1] * len(points))], "x", "y")
         assert drawn.count("a&lt;b $1") == 2  # in the legend, and for those who cannot see it
+        assert palette.colour(2) in drawn
+        assert palette.colour(1) not in drawn, "a run has its colour in every chart"
+
+
+def test_curves_are_averaged_over_stretches():
+    assert averaged([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], points=2) == [(1.5, 2.0), (3.5, 6.0)]
+    assert averaged([(1, 2.0)]) == [(1, 2.0)]
 
 
 def test_the_same_numbers_are_drawn_by_the_same_bytes_that_ask_for_nothing_from_outside():
-    series = [Series("a", [(1.0, 2.0), (2.0, 3.0)], dash="--", markers=["o", "s"], errors=[0.1, None])]
-    first, second = (chart(series, "x", "y") for _ in range(2))
+    curves = [Curve("a", [(1.0, 2.0), (2.0, 3.0)], [(2.0, 3.0)], [0.1])]
+    first, second = (chart(curves, "x", "y", "held out") for _ in range(2))
     assert first == second
     assert not re.search(r"https?:|url\((?!#)|<metadata|<style|font-family", first)
     assert "fill: #000000" not in first  # text has the page's colour, on light and on dark ground
 
 
 def test_small_numbers_are_shortened_in_coordinates_but_neither_in_labels_nor_in_what_is_read_aloud():
-    drawn = chart([Series("lr-0.0003", [(0.0, 0.0001), (1.0, 0.0003)], dash="-")], "step", "rate")
+    drawn = chart([Curve("lr-0.0003", [(0.0, 0.0001), (1.0, 0.0003)])], "step", "rate")
     seen = re.findall(r">([^<>]+)</text>", drawn)
     assert {"lr-0.0003", "0.000300"} <= set(seen)
     assert len(set(seen)) == len(seen)

@@ -303,14 +303,15 @@ def _page(
     from dcdm.kinds import parameter_counts
     from dcdm.presets import preset
     from dcdm.training.metrics import read_rows
-    from dcdm.viewing.pages import DemoReport, demo_page
-    from dcdm.viewing.plots import Curve
+    from dcdm.viewing.pages import COLUMNS, DemoReport, demo_page
+    from dcdm.viewing.plots import Curve, averaged
 
     size = parameter_counts(preset(MODELS["lanes"][0]))[0]
     corpus = ", ".join("Python’s standard library" if source == "stdlib" else source for source in data)
-    losses = {
-        name: [row["nll"] for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row] for name in MODELS
-    }
+    curves = []
+    for called, name in zip(COLUMNS, MODELS, strict=False):
+        losses = [(row["step"], row["nll"]) for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row]
+        curves.append(Curve(called, averaged(losses)))
     report = DemoReport(
         cards=[card for view in views if (card := card_of(view.model)) is not None],
         views=views,
@@ -318,7 +319,7 @@ def _page(
         summary=f"{size:,} parameters each, {steps} steps on {corpus}, byte by byte",
         recipes=[f"{says}." for _, says in MODELS.values()],
         lines=lines,
-        curves=[Curve("Lanes", losses["lanes"]), Curve("BDLM", losses["bdlm"])],
+        curves=curves,
         commands=COMMANDS,
     )
     return demo_page(report)

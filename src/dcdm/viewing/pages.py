@@ -11,7 +11,7 @@ from dcdm.shipped import Card
 from dcdm.viewing.chunks import KINDS, ChunkView
 from dcdm.viewing.filling import Filling, Written, as_filling
 from dcdm.viewing.page import escape, grid, items, many, page, paragraph, section
-from dcdm.viewing.plots import Curve, line_plot
+from dcdm.viewing.plots import Curve, chart
 
 # --- the chunks of a text ----------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def demo_page(report: DemoReport) -> str:
         meanings=items([f"{line.name}: {line.meaning}." for line in report.lines]),
         verdicts="".join(f"<p><strong>{escape(line.verdict)}</strong></p>" for line in report.lines),
         caution=escape(CAUTION),
-        curves=line_plot(report.curves, across="step", up="nats per byte"),
+        curves=chart(report.curves, across="step", up="nats per byte"),
         commands="".join(
             f"<dt><code>{escape(command)}</code></dt><dd>{escape(gives)}</dd>" for command, gives in report.commands
         ),
@@ -167,5 +167,5 @@ def _viewed(view: ChunkView) -> dict[str, Any]:
 
 def called(view: ChunkView) -> str:
     """In how many lanes or chunks a text stands, and in how many forward passes it would be written."""
-    places = f"{view.num_lanes} lanes" if view.lanes else many(view.num_chunks, "chunk")
+    places = many(view.num_lanes, "lane") if view.lanes else many(view.num_chunks, "chunk")
     return f"{places}, {many(len(as_filling(view).steps), 'forward')}"

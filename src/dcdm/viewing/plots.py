@@ -10,9 +10,10 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from dcdm.viewing.palette import colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SMOOTHED = 40  # points that a curve is averaged down to
 DASHES = ("-", "--", ":")
@@ -38,123 +38,76 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    name: str
-    values: Sequence[float]
-    """One for each step, from step 1."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of a chart; `colour` counts from 1 as chunks do, 0 is grey. Without points: in the legend only."""
+    """A line of a chart, and marks in its colour; without points only its place in the row of colours is taken."""
 
     name: str
-    points: Points = ()
-    colour: int = 1
-    dash: str = ""
-    """Of `DASHES`; "": the points are not joined."""
-    markers: Sequence[str] = ()
-    """A marker for each point, as matplotlib names them; none: a bare line."""
-    errors: Sequence[float | None] = ()
-    """± of each point."""
-    in_legend: bool = True
+    points: Points
+    marks: Points = ()
+    errors: Sequence[float] = ()
+    """± of each mark."""
 
 
-# --- in pages ----------------------------------------------------------------------------------------------------
+def averaged(values: Points, points: int = SMOOTHED) -> list[tuple[float, float]]:
+    """(mean, mean) of at most `points` stretches with equally many of the values each."""
+    width = max(1, math.ceil(len(values) / points))
+    parts = [values[at : at + width] for at in range(0, len(values), width)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
-def line_plot(curves: Sequence[Curve], across: str, up: str) -> str:
-    """The curves, averaged over stretches of steps."""
-    return chart(
-        [
-            Series(curve.name, averaged(curve.values), number + 1, DASHES[number % len(DASHES)])
-            for number, curve in enumerate(curves)
-        ],
-        across,
-        up,
-    )
+def chart(curves: Sequence[Curve], across: str, up: str, marks: str = "") -> str:
+    """The curves as an SVG element that asks for nothing from outside; "" where none has a point.
 
+    `marks` is what the legend calls them.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
-def chart(series: Sequence[Series], across: str, up: str) -> str:
-    """Lines and markers over numbers; "" where there is no point."""
-    if not any(one.points for one in series):
+    drawn = [curve for curve in curves if curve.points]
+    if not drawn:
         return ""
-
-    def draw(figure: Figure) -> None:
-        from matplotlib.ticker import EngFormatter
-
+    text = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        legend_rows = math.ceil((len(drawn) + bool(marks)) / 3)
+        figure = Figure(figsize=(5.4, 3.2 + 0.22 * legend_rows), layout="constrained")
         axis = figure.subplots()
+        for number, curve in enumerate(curves):
+            if curve in drawn:
+                _draw_curve(axis, curve, colour(number + 1), DASHES[number % len(DASHES)])
+        if marks:
+            axis.plot([], [], color=GREY, marker="o", linestyle="", label=marks)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        for one in series:
-            _draw_series(axis, one)
         axis.set(xlabel=across, ylabel=up)
         axis.grid(axis="y", color=GREY, alpha=0.3)
         figure.legend(loc="outside lower left", ncols=3, fontsize=9)
-
-    legend_rows = math.ceil(sum(one.in_legend for one in series) / 3)
-    return _page_svg((5.4, 3.2 + 0.22 * legend_rows), draw, _spoken(series, up))
-
-
-def _draw_series(axis: Axes, one: Series) -> None:
-    shade = colour(one.colour) if one.colour else GREY
-    x, y = [x for x, _ in one.points], [y for _, y in one.points]
-    marker = one.markers[0] if one.markers and not one.points else ""
-    axis.plot(
-        x, y, color=shade, linestyle=one.dash, marker=marker, linewidth=2,
-        label=one.name if one.in_legend else "_",
-    )  # fmt: skip
-    for at, (px, py) in enumerate(one.points):
-        if at < len(one.markers):
-            axis.plot([px], [py], color=shade, marker=one.markers[at], markersize=6)
-        if at < len(one.errors) and (error := one.errors[at]):
-            axis.errorbar([px], [py], [error], color=shade, elinewidth=1.5)
-
-
-def _page_svg(size: tuple[float, float], draw: Callable[[Figure], None], spoken: str) -> str:
-    """What `draw` puts into a figure, as an SVG element that asks for nothing from outside."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    text = io.StringIO()
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
         figure.draw_without_rendering()  # ticks follow from the layout and the layout from ticks
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg = text.getvalue()
-    size_of = re.search(r'viewBox="[^"]*"', svg)
-    assert size_of is not None
-    head = f'<svg {size_of[0]} role="img" aria-label="{html.escape(spoken)}" stroke-linejoin="round">'
-    drawn = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    ranges = [f"{one.name} from {one.points[0][1]:,.4g} to {one.points[-1][1]:,.4g}" for one in drawn]
+    return _for_a_page(text.getvalue(), spoken=f"{up}: {', '.join(ranges)}")
+
+
+def _draw_curve(axis: Axes, curve: Curve, shade: str, dash: str) -> None:
+    alone = "." if len(curve.points) == 1 else ""  # a line of one point would not be seen
+    axis.plot(*zip(*curve.points, strict=True), color=shade, linestyle=dash, marker=alone, lw=2, label=curve.name)
+    if curve.marks:
+        x, y = zip(*curve.marks, strict=True)
+        axis.errorbar(x, y, curve.errors, color=shade, fmt="o", markersize=6, elinewidth=1.5)
+
+
+def _for_a_page(svg: str, spoken: str) -> str:
+    """The element alone, with words for those who cannot see it, without what the page decides."""
+    size = re.search(r'viewBox="[^"]*"', svg)
+    assert size is not None
+    head = f'<svg {size[0]} role="img" aria-label="{html.escape(spoken)}" stroke-linejoin="round">'
+    inner = svg[svg.index(">", svg.index("<svg")) + 1 :]
     for useless in (
         r"(?s)<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>",
         r'(?<=<g) id="[^"]*"',  # the same in every drawing, but a page may have many
         r"font-family: [^;\"]*; ",
     ):
-        drawn = re.sub(useless, "", drawn)
-    drawn = re.sub("<[^>]*>", lambda tag: re.sub(r"(?<=\.\d\d)\d+", "", tag[0]), drawn)  # coordinates, no labels
-    return re.sub(r"\s*\n\s*", " ", head + drawn).strip()
-
-
-def _spoken(series: Sequence[Series], up: str) -> str:
-    """A chart for those who cannot see it."""
-    ranges = [f"{s.name} from {s.points[0][1]:,.4g} to {s.points[-1][1]:,.4g}" for s in series if s.points]
-    return f"{up}: {', '.join(ranges)}"
-
-
-def averaged(values: Sequence[float], points: int = SMOOTHED) -> list[tuple[float, float]]:
-    """(middle step, mean) of at most `points` stretches of equal length."""
-    return averaged_points([(number, value) for number, value in enumerate(values, start=1)], points)
-
-
-def averaged_points(values: Points, points: int = SMOOTHED) -> list[tuple[float, float]]:
-    """(mean, mean) of at most `points` stretches with equally many of the values each."""
-    width = max(1, math.ceil(len(values) / points))
-    parts = [values[at : at + width] for at in range(0, len(values), width)]
-    return [(_mean([x for x, _ in part]), _mean([y for _, y in part])) for part in parts]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+        inner = re.sub(useless, "", inner)
+    inner = re.sub("<[^>]*>", lambda tag: re.sub(r"(?<=\.\d\d)\d+", "", tag[0]), inner)  # coordinates, no labels
+    return re.sub(r"\s*\n\s*", " ", head + inner).strip()
 
 
 # --- masks: `python -m dcdm.viewing.plots [FOLDER]` --------------------------------------------------------------

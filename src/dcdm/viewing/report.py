@@ -18,14 +18,10 @@ from dcdm.training.metrics import read_rows
 from dcdm.training.settings import RunConfig
 from dcdm.training.validation import MAIN
 from dcdm.viewing.page import details, escape, many, page, paragraph, section
-from dcdm.viewing.plots import DASHES, Points, Series, averaged_points, chart
+from dcdm.viewing.plots import Curve, Points, averaged, chart
 from dcdm.viewing.tables import Table
 
 LAST = 50  # steps that the training loss of the table is a mean over
-HELD_OUT = (
-    "Marks: a valid estimator for the model's kind, on held-out text of the training's own data, ± its standard "
-    "error over windows."
-)
 
 
 @dataclass(frozen=True)
@@ -132,51 +128,39 @@ def runs_page(runs: Sequence[RunLog]) -> str:
         "that is valid for the model's kind, ± its standard error over windows; best: the smallest of them, and "
         "its step; tokens/s: median."
     )
+    marks = (
+        "Marks: a valid estimator for the model's kind, on held-out text of the training's own data, ± its "
+        "standard error over windows."
+    )
+    loss = chart([_loss(run) for run in runs], "tokens seen", "nats per token", "valid bound, or exact for AR")
     sections = [
         section("Figures", figures_table(runs).to_html() + paragraph(what), wide=True),
-        _drawn(
-            "Loss and valid bound against tokens seen",
-            _loss_curves(runs),
-            "tokens seen",
-            "nats per token",
-            HELD_OUT,
-        ),
-        _drawn("Gradient norm", _curves(runs, "gradient_norm"), "step", "norm before clipping"),
-        _drawn("Learning rate", _curves(runs, "learning_rate"), "step", "learning rate"),
-        _drawn("Speed", _curves(runs, "tokens_per_second"), "step", "tokens per second"),
-        _drawn("Balance of chunks", _curves(runs, "max_violation"), "step", "MaxVio"),
-        section("Settings", _settings(runs), wide=True),
+        _drawn("Loss and valid bound against tokens seen", loss, marks),
     ]
+    for name, title, up in (
+        ("gradient_norm", "Gradient norm", "norm before clipping"),
+        ("learning_rate", "Learning rate", "learning rate"),
+        ("tokens_per_second", "Speed", "tokens per second"),
+        ("max_violation", "Balance of chunks", "MaxVio"),
+    ):
+        curves = [Curve(run.name, averaged(run.curve(name))) for run in runs]
+        sections.append(_drawn(title, chart(curves, "step", up)))
+    sections.append(section("Settings", _settings(runs), wide=True))
     summary = f"{many(len(runs), 'run')}: {', '.join(run.name for run in runs)}."
     return page("report", "Training runs", summary=escape(summary), sections="".join(sections))
 
 
-def _drawn(title: str, lines: list[Series], across: str, up: str, what: str = "") -> str:
+def _loss(run: RunLog) -> Curve:
+    """Training loss as a line, evaluations as marks with their standard errors."""
+    marks = [(row["seen"], row["evaluation"][MAIN]) for row in run.evaluations]
+    errors = [row["evaluation"].get(f"{MAIN}_stderr") or 0.0 for row in run.evaluations]
+    return Curve(run.name, averaged(run.curve("nll", "seen")), marks, errors)
+
+
+def _drawn(title: str, drawn: str, what: str = "") -> str:
     """A chart under its title; nothing where no run has the figure."""
-    drawn = chart(lines, across, up)
     caption = paragraph(f"Lines are averaged over stretches of steps. {what}")
     return section(title, f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>") if drawn else ""
-
-
-def _curves(runs: Sequence[RunLog], name: str, over: str = "step") -> list[Series]:
-    """A line for each run; its colour and dash are the same in every chart."""
-    return [
-        Series(run.name, averaged_points(run.curve(name, over)), number + 1, DASHES[number % len(DASHES)])
-        for number, run in enumerate(runs)
-        if run.curve(name, over)
-    ]
-
-
-def _loss_curves(runs: Sequence[RunLog]) -> list[Series]:
-    """Training loss as lines, evaluations as marks with their standard errors."""
-    lines = _curves(runs, "nll", "seen")
-    for number, run in enumerate(runs, start=1):
-        marks = [(row["seen"], row["evaluation"][MAIN]) for row in run.evaluations]
-        errors = [row["evaluation"].get(f"{MAIN}_stderr") for row in run.evaluations]
-        lines.append(
-            Series(f"{run.name}, held out", marks, number, "", ["o"] * len(marks), errors, in_legend=False)
-        )
-    return [*lines, Series("valid bound, or exact for AR", colour=0, markers=["o"])]
 
 
 def _settings(runs: Sequence[RunLog]) -> str:
