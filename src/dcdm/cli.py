@@ -188,5 +188,6 @@ def write_completion(arguments: Sequence[str]) -> None:
 
 def flags_of(run: Callable[..., Any]) -> set[str]:
     """Every option of a command, as it is written."""
-    names = [name.replace("_", "-") for name in inspect.signature(run).parameters]
+    given = inspect.signature(run).parameters
+    names = [name.replace("_", "-") for name in (*given, *(vars(options.NO_FLAGS) if "decoder" in given else ()))]
     return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dcdm.commands.options import (
+    NO_FLAGS,
     AdapterOption,
+    DecoderOptions,
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    SetOption,
     argument_text,
     at_least_one,
+    decoder_settings,
     harmless,
     load_for,
 )
@@ -38,11 +42,9 @@ def chat(
     model: ModelArgument,
     adapter: AdapterOption = None,
     system: str | None = None,
-    lanes: int | None = None,
-    drafts: int | None = None,
     length: int = 128,
-    temperature: float = 0.7,
-    top_p: float | None = None,
+    decoder: DecoderOptions = NO_FLAGS,
+    set: SetOption = (),
     seed: int = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
@@ -51,16 +53,11 @@ def chat(
 
     Each line is a message; /new begins a new conversation, Ctrl-D ends it. Through a pipe, every line of the input
     is answered in turn. Text appears as soon as all before it is written: of several lanes, the first streams and
-    the others follow at the end.
+    the others follow at the end. The temperature is 0.7 unless it is given.
 
     Args:
         system: The system message.
-        lanes: For models that write in lanes: how many (default as in dcdm sample); an answer of --length
-            tokens is cut into so many runs.
-        drafts: For models with a draft head: how many tokens of each lane are guessed ahead, as in dcdm sample.
         length: Most tokens of an answer.
-        temperature: 0 takes the most probable token.
-        top_p: Draw from the most probable tokens that together reach this probability.
         seed: Seed of the draws; the answers of one conversation draw differently.
     """
     from dcdm.data.chats import ChatTemplate
@@ -73,8 +70,8 @@ def chat(
     if length > loaded.config.context_length - 2:
         raise ConfigError(f"--length {length} leaves no room in a context of {loaded.config.context_length} tokens")
     system = None if system is None else argument_text(system)
-    options = DecodingConfig.of(lanes=lanes, drafts=drafts, temperature=temperature, top_p=top_p)
-    decoding = options.resolve(loaded.config, tokenizer)
+    settings = {"temperature": 0.7} | decoder_settings(decoder, set)
+    decoding = DecodingConfig.of(**settings).resolve(loaded.config, tokenizer)
     conversation = Conversation(loaded, tokenizer, ChatTemplate(tokenizer), decoding, system, length, seed)
     for message in _messages():
         if message == FORGET:
@@ -162,7 +159,7 @@ class Conversation:
 
 
 def _messages() -> Iterator[str]:
-    """Lines of the terminal, or of a pipe; empty ones are passed over."""
+    """Lines of the terminal, or of a pipe; empty ones are skipped."""
     asking = sys.stdin.isatty()
     while True:
         if asking:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -15,6 +16,7 @@ from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from dcdm.config import ConfigError, Device, Dtype
+from dcdm.decoding.config import settings
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +71,36 @@ AdapterOption = Annotated[
     ),
 ]  # fmt: skip
 JsonOption = Annotated[bool, arg(help="Print one JSON object instead of a table.")]
+
+DecoderFlags = make_dataclass(
+    "DecoderFlags",
+    [
+        (one.name, Annotated[one.type | None, arg(help=one.about, help_behavior_hint="")], None)
+        for one in settings()
+        if not one.rare
+    ],
+    frozen=True,
+)
+"""A flag for every setting of `DecodingConfig` that is not rare; None where it is not given."""
+NO_FLAGS: Any = DecoderFlags()
+if TYPE_CHECKING:
+    DecoderOptions = Any
+else:
+    DecoderOptions = Annotated[DecoderFlags, arg(name="")]
+SetOption = Annotated[
+    tuple[str, ...],
+    arg(
+        metavar="NAME=VALUE...", help_behavior_hint="",
+        help=f"Further settings of the decoder: {', '.join(one.name for one in settings() if one.rare)}.",
+    ),
+]  # fmt: skip
+
+
+def decoder_settings(flags: DecoderOptions, rare: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that were given, by flags and by --set."""
+    from dcdm.commands.train import assignments
+
+    return {name: value for name, value in vars(flags).items() if value is not None} | assignments(rare)
 
 
 # --- loading -----------------------------------------------------------------------------------------------------

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json as encoder
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import (
     DEBUG,
+    NO_FLAGS,
     AdapterOption,
+    DecoderOptions,
     DeviceOption,
     DtypeOption,
     ModelIfAny,
+    SetOption,
     argument_text,
     at_least_one,
     can_ask,
+    decoder_settings,
     file_text,
     harmless,
     load_for,
@@ -43,82 +47,53 @@ CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
 PICTURES = (".svg", ".html")
-DELIMITERS, DELIMITER_THRESHOLD = ("\n",), 0.3
+OTHERS = {"window": None, "blanks": True, "stop_at_eos": True}
+"""What --set takes beside settings of the decoder, and what it is by default."""
 
 
 def sample(
     model: ModelIfAny = None,
     adapter: AdapterOption = None,
     prompt: tuple[str, ...] = (),
-    file: Path | None = None,
     jsonl: Path | None = None,
-    field: str = "prompt",
     length: int | None = None,
     num: int = 1,
-    window: int | None = None,
-    routing: str = "auto",
-    commit: str = "auto",
-    lanes: int | None = None,
-    drafts: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    delimiters: tuple[str, ...] = DELIMITERS,
-    delimiter_threshold: float = DELIMITER_THRESHOLD,
-    cache: Literal["auto", "exact", "frozen", "none"] = "auto",
+    decoder: DecoderOptions = NO_FLAGS,
+    set: SetOption = (),
     seed: int = 0,
-    blanks: bool = True,
-    stop_at_eos: bool = True,
     stream: bool = False,
     picture: Path | None = None,
-    batch_size: int = 16,
     json: bool = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
-    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt, --file or --jsonl the prompt is read from standard
-    input, without its last line break. `dcdm sample` alone continues an example with the default model.
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt or --jsonl the prompt is read from standard input,
+    without its last line break. `dcdm sample` alone continues an example with the default model, at temperature
+    0.5. --set also takes window=N (positions of a canvas, by default the model's context length), blanks=false
+    (take [[8]] literally) and stop_at_eos=false.
 
     Args:
         prompt: The text to continue (--prompt=-x if it begins with a dash); several are completed in one batch.
-        file: A text file that is the prompt.
-        jsonl: A file with one JSON object per line, each a prompt.
-        field: The name of the prompt in those objects.
+        jsonl: A file with one JSON object per line, each with a "prompt".
         length: New tokens after each prompt; by default the rest of the window, or none if there are blanks.
         num: Samples of each prompt.
-        window: Positions of a canvas; by default the model's context length. Longer texts take several.
-        routing: auto, or paper-chunk, paper-step, appendix-b, blocks:N, adablock where they fit the model.
-        commit: auto, chunk, position, steps:N, threshold:P, entropy:H, factor:F, ancestral:N or first-hitting.
-        lanes: For models that write in lanes: how many, so many tokens a forward; 1 is AR's order. By
-            default 4, or the nearest smaller number that the model was trained with.
-        drafts: For models with a draft head: how many tokens of each lane are guessed ahead and verified (default:
-            as many as it was trained with); 0 writes one token of each lane a forward.
-        temperature: 0 takes the most probable token, 1 draws as the model says (default: 1, or 0.5 where no model
-            is named).
-        top_k: Draw from the k most probable tokens.
-        top_p: Draw from the most probable tokens that together reach this probability.
-        delimiters: Where adablock may end a block: tokens of the tokenizer.
-        delimiter_threshold: The confidence that such a token needs.
-        cache: exact where it is exact; frozen is an approximation for the paper's routing.
         seed: Seed of the draws.
-        blanks: Read [[8]] as a blank; --no-blanks takes prompts literally.
-        stop_at_eos: End a text at the tokenizer's end-of-text token.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
         picture: Draw how the first text was filled, chunk by chunk or in lanes: an SVG moves by itself, an HTML
             file is a page that replays it.
-        batch_size: Prompts that are completed together.
         json: Print one JSON object per sample, statistics included.
     """
-    from dcdm.decoding.config import adablock_of
+    from dcdm.decoding.config import DecodingConfig
     from dcdm.decoding.engine import generate
     from dcdm.shipped import folder_of
 
-    prompts = _prompts(prompt, file, jsonl, field, has_model=model is not None)
-    if temperature is None:
-        temperature = 1.0 if model is not None else CAREFUL
-    at_least_one(num=num, batch_size=batch_size)
+    prompts = _prompts(prompt, jsonl, has_model=model is not None)
+    settings = ({"temperature": CAREFUL} if model is None else {}) | decoder_settings(decoder, set)
+    window, blanks, stop_at_eos = (settings.pop(name, plain) for name, plain in OTHERS.items())
+    decoding = DecodingConfig.of(**settings)
+    at_least_one(num=num, length=length)
     if picture is not None and picture.suffix not in PICTURES:
         raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(PICTURES)}")
     prompts = [text for text in prompts for _ in range(num)]
@@ -126,43 +101,32 @@ def sample(
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
     _warn_of_window(window, loaded.config.context_length)
-    adablock = None
-    if routing != "adablock" and (delimiters, delimiter_threshold) != (DELIMITERS, DELIMITER_THRESHOLD):
-        raise ConfigError("--delimiters and --delimiter-threshold have no effect without --routing adablock")
-    if routing == "adablock":
-        ends = [text.replace("\\n", "\n").replace("\\t", "\t") for text in delimiters]
-        adablock = adablock_of(loaded.config, tokenizer, ends, delimiter_threshold)
     with _Stream(tokenizer, prompts, stream, blanks) as shown:
         result = generate(
-            loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, routing=routing,
-            commit=commit, lanes=lanes, drafts=drafts, temperature=temperature, top_k=top_k, top_p=top_p,
-            cache=cache, seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, adablock=adablock,
-            batch_size=batch_size, on_event=shown.show if stream else None, blanks=blanks,
+            loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, decoding=decoding,
+            seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, on_event=shown.show if stream else None,
+            blanks=blanks,
         )  # fmt: skip
         shown.end(result.tokens[0].tolist())
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
-        _print(prompts, result, blanks)
+        _print(prompts, result, blanks, whole=decoding.revise is not None)
     print(_costs(result), file=sys.stderr)
     if picture is not None:
         _draw(result, tokenizer, picture, folder_of(model).name)
 
 
-def _prompts(
-    prompt: tuple[str, ...], file: Path | None, jsonl: Path | None, field: str, has_model: bool
-) -> list[str]:
-    if sum((bool(prompt), file is not None, jsonl is not None)) > 1:
-        raise ConfigError("--prompt, --file and --jsonl exclude each other")
+def _prompts(prompt: tuple[str, ...], jsonl: Path | None, has_model: bool) -> list[str]:
+    if prompt and jsonl is not None:
+        raise ConfigError("--prompt and --jsonl exclude each other")
     if prompt:
         return [argument_text(text) for text in prompt]
     if jsonl is not None:
-        return _json_lines(jsonl, field)
-    if file is not None:
-        return [file_text("file", file)]
+        return _json_lines(jsonl)
     if can_ask() and has_model:
-        raise ConfigError("give --prompt TEXT, --file FILE or --jsonl FILE, or pipe a text into the command")
+        raise ConfigError("give --prompt TEXT or --jsonl FILE, or pipe a text into the command")
     piped = piped_text()
     return [piped if piped or has_model else EXAMPLE]
 
@@ -170,25 +134,23 @@ def _prompts(
 def _warn_of_window(window: int | None, trained: int) -> None:
     if window is not None and window > trained:
         print(
-            f"dcdm: --window {window} is beyond the {trained} positions that the model was trained on; "
+            f"dcdm: window={window} is beyond the {trained} positions that the model was trained on; "
             "what it writes there may make less sense",
             file=sys.stderr,
         )
 
 
-def _json_lines(path: Path, field: str) -> list[str]:
+def _json_lines(path: Path) -> list[str]:
     prompts = []
     for number, line in enumerate(file_text("jsonl", path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            value = encoder.loads(line)[field]
+            value = encoder.loads(line)["prompt"]
         except (encoder.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(
-                f"{path}:{number} is not a JSON object with a {field!r}; --field names another"
-            ) from None
+            raise ConfigError(f"{path}:{number} is not a JSON object with a 'prompt'") from None
         if not isinstance(value, str):
-            raise ConfigError(f"{path}:{number}: {field!r} is not a text")
+            raise ConfigError(f"{path}:{number}: 'prompt' is not a text")
         prompts.append(value)
     if not prompts:
         raise ConfigError(f"--jsonl {path} holds no prompt")
@@ -206,14 +168,15 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
+def _print(prompts: list[str], result: Generation, blanks: bool, whole: bool) -> None:
+    """`whole` if the texts are drafts that were revised, and not what follows the prompts."""
     from dcdm.decoding.prompts import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        whole = whole_text(prompt, text, blanks)
-        print(harmless(whole) if sys.stdout.isatty() else whole)
+        shown = text if whole else whole_text(prompt, text, blanks)
+        print(harmless(shown) if sys.stdout.isatty() else shown)
 
 
 def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:

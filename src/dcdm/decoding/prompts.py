@@ -52,7 +52,7 @@ def with_blanks(tokenizer: Tokenizer, text: str) -> list[int]:
     if EMPTY.search(text):
         raise ConfigError(
             "[[0]] is a blank of no tokens; write how many it holds, as in [[8]], or take prompts literally "
-            "(blanks=False, --no-blanks)"
+            "(blanks=False, --set blanks=false)"
         )
     ids: list[int] = []
     for at, part in enumerate(BLANK.split(text)):
