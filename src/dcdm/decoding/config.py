@@ -39,6 +39,7 @@ CACHES = {
     "frozen": "Finished chunks keep the states they had: faster, an approximation.",
     "none": "Everything that can be seen is computed with every forward pass.",
 }
+ADABLOCK = ("routing", "adablock")
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,24 @@ class Revise:
             if unknown := sorted(given.keys() - {one.name for one in fields(cls)}):
                 raise ConfigError(f"revise: {unknown[0]} is not known; give share or threshold, rounds, groups")
             return cls(**given)
-        return cls(share=given) if isinstance(given, int | float) else given
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, int | float):
+            raise ConfigError(f"revise={given!r} must be a number, which is a share, or give share or threshold")
+        return cls(share=given)
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
     """How a text is written; docs/decoding.md explains each choice. Texts with equal ones can share a batch.
 
-    Fields may have bounds; the command line takes a `rare` one by --set and gives it no flag.
+    Fields may have bounds, for forms and requests, and a setting and its value that they need (`only_with`). The
+    command line takes a `rare` one by --set and gives it no flag.
     """
 
     commit: str = "auto"
-    """Which positions of the active chunk a forward pass fills: chunk, position, steps:N, threshold:P, entropy:H,
-    factor:F, ancestral:N or first-hitting."""
+    """Which positions of the active chunk a forward pass fills: chunk, position, steps:N, dilated:N,
+    threshold:P, entropy:H, factor:F, ancestral:N or first-hitting."""
     routing: str = "auto"
     """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, appendix-b,
     blocks:N and adablock where they fit."""
@@ -104,9 +110,11 @@ class DecodingConfig:
     cache: str = "auto"
     """What is remembered between forward passes: exact where it is exact, none, or frozen, an approximation for the
     paper's routing."""
-    delimiters: tuple[str, ...] = field(default=("\n",), metadata={"rare": True})
+    delimiters: tuple[str, ...] = field(default=("\n",), metadata={"rare": True, "only_with": ADABLOCK})
     """For adablock: texts of one token each at which a block may end."""
-    delimiter_threshold: float = field(default=0.3, metadata={"least": 0, "most": 1, "rare": True})
+    delimiter_threshold: float = field(
+        default=0.3, metadata={"least": 0, "most": 1, "rare": True, "only_with": ADABLOCK}
+    )
     """For adablock: the probability at which such a token ends a block."""
     revise: Revise | None = field(default=None, metadata={"rare": True})
     """The prompt is a draft, of which the least sure tokens are written again: this share of them, or those below a
@@ -150,11 +158,15 @@ class DecodingConfig:
 
         check_routing(config, self.routing)
         adablock = self.adablock
-        if self.routing != "adablock":
-            for name in ("adablock", "delimiters", "delimiter_threshold"):
-                if getattr(self, name) != getattr(DecodingConfig, name):
-                    raise ConfigError(f"{name} has no effect with routing={self.routing!r}; set routing='adablock'")
-        elif adablock is None:
+        for one in settings():
+            other, needed = one.only_with or ("", "")
+            if one.only_with and getattr(self, other) != needed and getattr(self, one.name) != one.default:
+                raise ConfigError(
+                    f"{one.name} has no effect with {other}={getattr(self, other)!r}; set {other}={needed!r}"
+                )
+        if adablock is not None and self.routing != "adablock":
+            raise ConfigError(f"adablock has no effect with routing={self.routing!r}; set routing='adablock'")
+        if self.routing == "adablock" and adablock is None:
             if tokenizer is None:
                 raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
             adablock = adablock_of(config, tokenizer, self.delimiters, self.delimiter_threshold)
@@ -172,10 +184,6 @@ class DecodingConfig:
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
         drafts = resolve_drafts(config, self.drafts, cache)
-        for one in settings():
-            value = getattr(self, one.name)
-            if isinstance(value, int | float) and one.most is not None and value > one.most:
-                raise ConfigError(f"{one.name}={value} must be at most {one.most:g}")
         return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts)
 
     def check_likelihood(self) -> None:
@@ -212,6 +220,7 @@ class Setting:
     least: float | None = None
     most: float | None = None
     rare: bool = False
+    only_with: tuple[str, str] | None = None
 
 
 @cache
@@ -230,12 +239,9 @@ def fitting_settings(config: ModelConfig) -> list[Setting]:
     """Those that mean something for a model."""
     from dcdm.decoding.routes import fitting_routings
 
+    fits = {"lanes": config.kind == "lanes", "drafts": bool(config.drafts), "revise": _can_revise(config)}
     adaptive = "adablock" in fitting_routings(config)
-    fits = {
-        "lanes": config.kind == "lanes", "drafts": bool(config.drafts), "revise": _can_revise(config),
-        "delimiters": adaptive, "delimiter_threshold": adaptive,
-    }  # fmt: skip
-    return [one for one in settings() if fits.get(one.name, True)]
+    return [one for one in settings() if fits.get(one.name, True) and (adaptive or one.only_with != ADABLOCK)]
 
 
 def docstrings_of(kind: type) -> dict[str, str]:

@@ -8,13 +8,13 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
-from dcdm.decoding.config import DecodingConfig, default_commit
+from dcdm.decoding.config import CACHES, ROUTINGS, DecodingConfig, Revise, default_commit, fitting_settings
 from dcdm.decoding.constraints import ENTRIES, CompilerBusy, Constraint, Guide, guides_of
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
@@ -31,6 +31,12 @@ from dcdm.serving.schemas import (
 )
 from dcdm.serving.settings import Settings
 from dcdm.viewing.filling import exercises_for
+
+KINDS: dict[Any, str] = {
+    str: "choice", float: "number", float | None: "number", int: "integer", int | None: "integer",
+    tuple[str, ...]: "texts", Revise | None: "number",
+}  # fmt: skip
+"""How a form asks for a setting of this type; of a revision for its share."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +160,43 @@ class Served:
             found.append({**found[-1], "name": f"Compare {orders}", "compare": True})
         return [{"length": None, "compare": False, **one} for one in found]
 
+    def dials(self) -> list[dict[str, Any]]:
+        """What a form needs to ask for the settings of a decoder that fit; the default "means" so much here."""
+        config = self.model.config
+        plain = DecodingConfig().resolve(config)
+        blocks = {"number": config.block_size or 8, "least": 1, "whole": True}
+        choices = {
+            "commit": self.commits(),
+            "routing": [
+                _choice(name, ROUTINGS[name], **(blocks if name == "blocks" else {}))
+                for name in fitting_routings(config)
+            ],
+            "cache": [_choice(name, CACHES[name]) for name in fitting_caches(config)],
+        }
+        return [
+            {
+                **asdict(one), "type": KINDS[one.type], "means": getattr(plain, one.name),
+                "choices": choices.get(one.name),
+            }
+            for one in fitting_settings(config)
+        ]  # fmt: skip
+
+    def commits(self) -> list[dict[str, Any]]:
+        """The commit policies that fit, with the bounds of their numbers."""
+        config = self.model.config
+        names = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
+        policies = [(name, POLICIES[name]) for name in names]
+        return [
+            _choice(
+                name, one.about, number=one.default, least=one.least, whole=one.whole,
+                most=None if one.most == float("inf") else one.most,
+            )
+            for name, one in policies
+        ]  # fmt: skip
+
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, and under `dcdm` what this one can do."""
         config, settings = self.model.config, self.settings
-        commits = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
         return {
             "id": self.name,
             "object": "model",
@@ -177,9 +216,10 @@ class Served:
                 "drafts": config.drafts,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "routings": fitting_routings(config),
-                "commits": [_commit(name) for name in commits],
+                "commits": self.commits(),
                 "caches": fitting_caches(config),
                 "default_commit": default_commit(config),
+                "settings": self.dials(),
                 "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
                 "examples": self.examples(),
@@ -225,10 +265,9 @@ def _too_much(message: str, param: str) -> APIError:
     return bad_request(message, param, "context_length_exceeded")
 
 
-def _commit(name: str) -> dict[str, Any]:
-    policy = POLICIES[name]
-    most = None if policy.most == float("inf") else policy.most
-    return {
-        "name": name, "number": policy.default, "least": policy.least, "most": most, "whole": policy.whole,
-        "about": policy.about,
-    }  # fmt: skip
+def _choice(
+    name: str, about: str, number: float | None = None, least: float | None = None, most: float | None = None,
+    whole: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One of several values; it may take a number behind a colon."""
+    return {"name": name, "number": number, "least": least, "most": most, "whole": whole, "about": about}

@@ -1,9 +1,14 @@
 /** A request in other forms: a command line, Python, the openai client, curl. */
 
-const PLAIN = { routing: "auto", commit: "auto", lanes: null, drafts: null, temperature: 1, top_k: null, top_p: null, cache: "auto", seed: 0, max_tokens: null, stop_at_eos: true };
+const PLAIN = { seed: 0, max_tokens: null, stop_at_eos: true };
 
-/** Whatever differs from what the tools do by themselves. */
-const changed = (request) => Object.entries(request).filter(([name, value]) => name in PLAIN && value !== PLAIN[name]);
+/** Whatever differs from what the tools do by themselves, the decoder's settings first. */
+function changed(request, settings) {
+  const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+  const decoder = settings.filter(({ name, default: usual, means }) => name in request && !same(request[name], usual) && !same(request[name], means));
+  const names = [...decoder.map((each) => each.name), ...Object.keys(PLAIN).filter((name) => request[name] !== PLAIN[name])];
+  return names.map((name) => [name, request[name]]);
+}
 
 /** A word that a POSIX shell reads as it stands. */
 export const shell = (text) => (/^[\w@%+:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
@@ -11,30 +16,28 @@ export const shell = (text) => (/^[\w@%+:,./-]+$/.test(text) ? text : `'${text.r
 /** A text as Python reads it: JSON's escapes are Python's too. */
 const python = (text) => JSON.stringify(text);
 
-function command(request, folder) {
-  const options = changed(request).map(([name, value]) => {
-    if (name === "stop_at_eos") return "--no-stop-at-eos";
-    return `--${name === "max_tokens" ? "length" : name.replaceAll("_", "-")} ${shell(String(value))}`;
-  });
-  if (request.delimiters) options.push(`--delimiters ${request.delimiters.map(shell).join(" ")}`, `--delimiter-threshold ${request.delimiter_threshold}`);
+function command(request, folder, settings) {
+  const rare = new Set(["stop_at_eos", ...settings.filter((each) => each.rare).map((each) => each.name)]);
+  const options = changed(request, settings);
+  const flags = options.filter(([name]) => !rare.has(name));
+  const set = options.filter(([name]) => rare.has(name)).map(([name, value]) => shell(`${name}=${JSON.stringify(value)}`));
   const prompt = request.prompt.startsWith("-") ? `--prompt=${shell(request.prompt)}` : `--prompt ${shell(request.prompt)}`;
-  return [`dcdm sample ${shell(folder)}`, prompt, ...options].join(" \\\n  ");
+  return [
+    `dcdm sample ${shell(folder)}`, prompt,
+    ...flags.map(([name, value]) => `--${name === "max_tokens" ? "length" : name.replaceAll("_", "-")} ${shell(String(value))}`),
+    ...(set.length ? [`--set ${set.join(" ")}`] : []),
+  ].join(" \\\n  ");
 }
 
-function library(request, folder) {
-  const options = changed(request).map(([name, value]) => {
+function library(request, folder, settings) {
+  const options = changed(request, settings).map(([name, value]) => {
     if (name === "stop_at_eos") return "eos_id=-1";
-    return `${name === "max_tokens" ? "max_new_tokens" : name}=${typeof value === "string" ? python(value) : value}`;
+    return `${name === "max_tokens" ? "max_new_tokens" : name}=${JSON.stringify(value)}`;
   });
-  const adablock = request.delimiters && `adablock = AdaBlock(
-    tuple(tokenizer.encode(text)[0] for text in [${request.delimiters.map(python).join(", ")}]), model.config.block_size or 8,
-    least=${request.delimiter_threshold},
-)\n`;
-  if (adablock) options.push("adablock=adablock");
   return `import dcdm
-${adablock ? "from dcdm.decoding.routes import AdaBlock\n" : ""}
+
 model, tokenizer = dcdm.load(${python(folder)})
-${adablock || ""}result = dcdm.generate(
+result = dcdm.generate(
     model, [${python(request.prompt)}], tokenizer=tokenizer,
 ${options.length ? `    ${options.join(", ")},\n` : ""})
 print(result.texts[0])
@@ -42,17 +45,15 @@ print(result.statistics.summary())
 `;
 }
 
-function curl(request) {
-  const body = JSON.stringify({ prompt: request.prompt, ...Object.fromEntries(changed(request)), ...ends(request) });
+function curl(request, settings) {
+  const body = JSON.stringify({ prompt: request.prompt, ...Object.fromEntries(changed(request, settings)) });
   return `curl -N ${location.origin}/v1/denoise \\\n  -H 'Content-Type: application/json' \\\n  -d ${shell(body)}`;
 }
 
-const ends = ({ delimiters, delimiter_threshold }) => (delimiters ? { delimiters, delimiter_threshold } : {});
-
 /** OpenAI's completions know a prompt and a suffix, so at most one blank; the model's own settings go beside. */
-function client(request, model) {
+function client(request, model, settings) {
   const [before, length, after, ...more] = request.prompt.split(/\[\[(\d+)\]\]/);
-  if (more.length || (length && request.max_tokens) || request.delimiters || !request.stop_at_eos) {
+  if (more.length || (length && request.max_tokens) || "revise" in request || !request.stop_at_eos) {
     return "# OpenAI's completions know less: one blank, or a text to continue, which ends at the end-of-text token.\n# Use another form for this.\n";
   }
   const values = { model, prompt: before, ...(after ? { suffix: after } : {}) };
@@ -60,10 +61,10 @@ function client(request, model) {
   const size = length ?? request.max_tokens;
   lines.push(size === null ? "    max_tokens=64,  # here the window is filled\n" : `    max_tokens=${size},\n`);
   lines.push(`    temperature=${request.temperature},\n    seed=${request.seed},\n`);
-  if (request.top_p !== null) lines.push(`    top_p=${request.top_p},\n`);
-  const extra = changed(request).filter(([name]) => ["routing", "commit", "lanes", "drafts", "top_k", "cache"].includes(name));
-  const literal = (value) => (typeof value === "string" ? python(value) : value);
-  if (extra.length) lines.push(`    extra_body={${extra.map(([name, value]) => `"${name}": ${literal(value)}`).join(", ")}},\n`);
+  if ("top_p" in request) lines.push(`    top_p=${request.top_p},\n`);
+  const known = ["temperature", "top_p", ...Object.keys(PLAIN)];
+  const extra = changed(request, settings).filter(([name]) => !known.includes(name));
+  if (extra.length) lines.push(`    extra_body={${extra.map(([name, value]) => `"${name}": ${JSON.stringify(value)}`).join(", ")}},\n`);
   return `from openai import OpenAI
 
 client = OpenAI(base_url="${location.origin}/v1", api_key="none")  # or the server's key
@@ -76,10 +77,10 @@ print(answer.choices[0].text)
 export const FORMS = { command: "Shell", python: "Python", openai: "OpenAI", curl: "curl", text: "Text" };
 
 /** The request in one of the forms above; `text` is what came out of it, if anything has. */
-export function written(form, request, { model, folder }, text) {
-  if (form === "command") return command(request, folder);
-  if (form === "python") return library(request, folder);
-  if (form === "openai") return client(request, model);
-  if (form === "curl") return curl(request);
+export function written(form, request, { model, folder, settings }, text) {
+  if (form === "command") return command(request, folder, settings);
+  if (form === "python") return library(request, folder, settings);
+  if (form === "openai") return client(request, model, settings);
+  if (form === "curl") return curl(request, settings);
   return text ?? "Nothing generated yet.";
 }

@@ -35,6 +35,7 @@ class Playground {
   constructor(model, info) {
     this.model = model;
     this.folder = info.folder ?? model;
+    this.settings = info.settings;
     byId("code-about").textContent = info.folder
       ? "For the shell and for Python, on the machine that serves the model."
       : "For the shell and for Python, the model's name stands for the folder it was served from.";
@@ -120,7 +121,7 @@ class Playground {
     kept.set("compare", "1");
     kept.set("b.temperature", CAREFUL);
     if (this.lanes) kept.set("a.lanes", "1");
-    else if (this.decoders[0].preset !== "position") kept.set("a.commit", "position");
+    else if (this.decoders[0].fields.commit.preset !== "position") kept.set("a.commit", "position");
     return kept;
   }
 

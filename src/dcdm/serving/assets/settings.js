@@ -1,20 +1,4 @@
-import { make } from "./dom.js";
-
-const ROUTINGS = {
-  auto: "As this kind of model was trained.",
-  "paper-chunk": "Chunks are formed from the tokens filled so far, anew whenever one is full.",
-  "paper-step": "Chunks are formed anew after every forward.",
-  "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
-  blocks: "Blocks of equal length, from left to right.",
-  adablock: "A block ends where the model is sure that a line ends.",
-};
-const CACHES = {
-  auto: "The exact cache where there is one.",
-  exact: "Finished chunks are computed once; the text is the same as without.",
-  frozen: "Finished chunks keep the states they had: faster, an approximation.",
-  none: "Everything that can be seen is computed with every forward.",
-};
-const BLOCK = 8;
+import { make, many } from "./dom.js";
 
 /** A labelled control with one line about it and room for an error. */
 export class Field {
@@ -116,149 +100,131 @@ export class Shared {
   }
 }
 
+/** A setting as the address keeps it: texts with spaces between them. */
+function textOf(value) {
+  const texts = value === null ? [] : [value].flat();
+  return texts.map((text) => String(text).replaceAll("\n", "\\n").replaceAll("\t", "\\t")).join(" ");
+}
+
+function controlOf({ type, choices, least, most, default: usual, means }) {
+  if (type === "choice") return select(choices.map((each) => each.name));
+  if (type === "texts") return make("input", { type: "text", spellcheck: false });
+  const properties = { min: least ?? "", max: most ?? "", required: usual !== null, placeholder: usual === null ? means ?? "off" : "" };
+  return type === "integer" ? whole(properties) : number(properties);
+}
+
+/** A setting of a decoder, as /v1/models describes it: a choice, perhaps with a number, or a number, or texts. */
+class Dial extends Field {
+  constructor(setting, letter, preset) {
+    const id = `${letter}-${setting.name}`.toLowerCase();
+    const title = (setting.name[0].toUpperCase() + setting.name.slice(1)).replaceAll("_", " ");
+    const takesNumber = setting.choices?.some((each) => each.number !== null);
+    const extra = takesNumber ? number({ ariaLabel: `${title}: its number`, id: `${id}-number`, required: true }) : null;
+    super(setting.name, title, controlOf(setting), setting.about, { id, extra });
+    Object.assign(this, { setting, extra, preset });
+    if (extra) this.element.classList.add("wide");
+    this.set(preset);
+    this.control.addEventListener("change", () => this.fillNumber());
+  }
+
+  /** A text such as "threshold:0.9", "0.5" or "\n ."; what is not among the choices changes nothing. */
+  set(text) {
+    if (!this.setting.choices) this.control.value = text;
+    const [name, value] = text.split(":");
+    if (!this.setting.choices?.some((each) => each.name === name)) return;
+    this.control.value = name;
+    this.fillNumber(value);
+  }
+
+  get chosen() {
+    return this.setting.choices?.find((each) => each.name === this.control.value);
+  }
+
+  fillNumber(value = null) {
+    if (!this.extra) return;
+    const { number: usual, least, most, whole: integer } = this.chosen;
+    this.extra.hidden = usual === null;
+    this.extra.step = integer ? "1" : "any";
+    this.extra.min = least ?? "";
+    this.extra.max = most ?? "";
+    this.extra.value = value ?? usual ?? "";
+  }
+
+  get text() {
+    const { value } = this.control;
+    return this.extra && !this.extra.hidden ? `${value}:${this.extra.value}` : value;
+  }
+
+  /** As the request has it; null where nothing is asked for. */
+  get value() {
+    if (this.setting.type === "choice") return this.text;
+    if (this.setting.type !== "texts") return valueOf(this.control);
+    return this.control.value.split(" ").filter(Boolean).map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
+  }
+
+  check() {
+    const numbers = [this.control, this.extra].filter((each) => each?.type === "number" && !each.hidden);
+    return numbers.map((each) => super.check(each)).every(Boolean);
+  }
+}
+
 /** The settings of one decoder: only what fits the model. */
 export class Decoder {
+  /** `commit` is the policy that this decoder begins with. */
   constructor(letter, info, commit) {
     this.letter = letter;
-    this.info = info;
-    this.preset = commit;
-    const id = (name) => `${letter}-${name}`.toLowerCase();
-    const field = (name, title, control, about, extra) => new Field(name, title, control, about, { id: id(name), extra });
-
-    this.commits = Object.fromEntries(info.commits.map((each) => [each.name, each]));
-    this.commitNumber = number({ ariaLabel: "Number of the commit policy", id: id("commit-number"), required: true });
-    this.blockNumber = whole({ ariaLabel: "Length of a block", id: id("block-number"), min: 1, value: BLOCK, required: true });
-    const routings = info.routings.map((name) => name.split(":")[0]);
-    const delimiters = make("input", { type: "text", value: "\\n", spellcheck: false });
-    this.fields = {
-      commit: field("commit", "Commit", select(Object.keys(this.commits)), "", this.commitNumber),
-      lanes: field("lanes", "Lanes", whole({ min: 1, max: 4096, placeholder: info.default_lanes ?? "" }), "Writers at once, and so tokens a forward. 1 is the order of AR."),
-      drafts: field("drafts", "Drafts", whole({ min: 0, max: 64, placeholder: info.drafts ?? "" }), "Tokens of each lane that a head guesses ahead; the next forward verifies them. 0 is none."),
-      routing: field("routing", "Routing", select([...new Set(routings)]), "", this.blockNumber),
-      delimiters: field("delimiters", "Block ends", delimiters, "Tokens a block may end with, separated by spaces; \\n is a line end."),
-      delimiter_threshold: field("delimiter_threshold", "Threshold", number({ min: 0, max: 1, value: 0.3, required: true }), "The probability at which such a token ends a block."),
-      temperature: field("temperature", "Temperature", number({ min: 0, max: 100, value: 1, required: true }), "0 takes the best token, 1 draws as the model says."),
-      top_p: field("top_p", "Top p", number({ min: 0, max: 1, placeholder: "off" }), "Draw from the best tokens that reach this probability."),
-      top_k: field("top_k", "Top k", whole({ min: 1, placeholder: "off" }), "Draw from the k best tokens."),
-      cache: field("cache", "Cache", select(info.caches), ""),
-    };
-    const { commit: first, ...rest } = this.fields;
-    first.element.classList.add("wide");
-    this.fields.routing.element.classList.add("wide");
+    const preset = ({ name, default: usual }) => (name === "commit" ? commit : textOf(usual));
+    this.fields = Object.fromEntries(info.settings.map((each) => [each.name, new Dial(each, letter, preset(each))]));
     this.title = make("h2", {}, "Decoder");
     this.summary = make("span", { className: "summary quiet small" });
     this.element = make("details", { className: "panel decoder", open: true },
       make("summary", {}, this.title, this.summary),
-      make("div", { className: "fields" }, first.element, ...Object.values(rest).map((each) => each.element)));
+      make("div", { className: "fields" }, ...Object.values(this.fields).map((each) => each.element)));
     this.element.addEventListener("input", () => this.refresh());
-    this.set(commit);
-    first.control.addEventListener("change", () => this.fillNumber());
-  }
-
-  /** Choose a commit policy such as "threshold:0.9". */
-  set(commit) {
-    const [name, value] = commit.split(":");
-    if (!Object.hasOwn(this.commits, name)) return;
-    this.fields.commit.control.value = name;
-    this.fillNumber(value);
-  }
-
-  fillNumber(value = null) {
-    const { number: usual, least, most, whole: integer } = this.commits[this.fields.commit.control.value];
-    this.commitNumber.hidden = usual === null;
-    this.commitNumber.step = integer ? "1" : "any";
-    this.commitNumber.min = least ?? "";
-    this.commitNumber.max = most ?? "";
-    this.commitNumber.value = value ?? usual ?? "";
+    this.element.addEventListener("change", () => this.refresh());
     this.refresh();
   }
 
   /** Explanations and visibility follow from what is chosen. */
   refresh() {
-    const { commit, lanes, drafts, routing, delimiters, delimiter_threshold: threshold, cache } = this.fields;
-    lanes.element.hidden = !this.info.lanes;
-    drafts.element.hidden = !this.info.drafts;
-    commit.about.textContent = this.commits[commit.control.value].about;
-    routing.about.textContent = ROUTINGS[routing.control.value] ?? "";
-    cache.about.textContent = CACHES[cache.control.value] ?? "";
-    routing.element.hidden = routing.control.options.length < 2;
-    cache.element.hidden = cache.control.options.length < 2;
-    this.blockNumber.hidden = routing.control.value !== "blocks";
-    delimiters.element.hidden = threshold.element.hidden = routing.control.value !== "adablock";
-    const heat = this.fields.temperature.control.value;
-    const writers = lanes.control.value || this.info.default_lanes;
-    const order = this.info.lanes ? `${writers} lane${writers == 1 ? "" : "s"}` : this.commit();
-    const ahead = this.info.drafts && drafts.control.value !== "0" ? ` with ${drafts.control.value || this.info.drafts} drafts` : "";
-    this.summary.textContent = `${order}${ahead}${heat === "1" ? "" : `, temperature ${heat}`}`;
+    for (const dial of Object.values(this.fields)) {
+      const { choices, only_with: needs, about } = dial.setting;
+      dial.about.textContent = dial.chosen?.about ?? about;
+      dial.element.hidden = choices?.length < 2 || (needs !== null && this.fields[needs[0]].control.value !== needs[1]);
+    }
+    const { lanes, drafts, commit, temperature } = this.fields;
+    const meant = (dial) => dial.value ?? dial.setting.means;
+    const order = lanes ? many(meant(lanes), "lane") : commit.value;
+    const ahead = drafts && meant(drafts) ? ` with ${meant(drafts)} drafts` : "";
+    this.summary.textContent = `${order}${ahead}${temperature.text === "1" ? "" : `, temperature ${temperature.text}`}`;
   }
 
-  commit() {
-    const name = this.fields.commit.control.value;
-    return this.commitNumber.hidden ? name : `${name}:${this.commitNumber.value}`;
-  }
-
-  routing() {
-    const name = this.fields.routing.control.value;
-    return name === "blocks" ? `blocks:${this.blockNumber.value}` : name;
+  get visible() {
+    return Object.values(this.fields).filter((dial) => !dial.element.hidden);
   }
 
   /** Whether all numbers that are asked for fit; those that do not complain. */
   check() {
-    const { commit, lanes, drafts, routing, temperature, top_k: k, top_p: p, delimiter_threshold: threshold } = this.fields;
-    const asked = [[commit, this.commitNumber], [routing, this.blockNumber], [threshold, threshold.control]];
-    const visible = asked.filter(([field, control]) => !control.hidden && !field.element.hidden);
-    const checks = [...visible.map(([field, control]) => field.check(control)), ...[lanes, drafts, temperature, k, p].map((field) => field.check())];
-    return checks.every(Boolean);
+    return this.visible.map((dial) => dial.check()).every(Boolean);
   }
 
   /** The request's part. */
   read() {
-    const { lanes, drafts, temperature, top_k: k, top_p: p, cache, delimiters, delimiter_threshold: threshold } = this.fields;
-    const request = {
-      commit: this.commit(),
-      routing: this.routing(),
-      temperature: valueOf(temperature.control),
-      top_k: valueOf(k.control),
-      top_p: valueOf(p.control),
-      cache: cache.control.value,
-    };
-    if (this.info.lanes && valueOf(lanes.control) !== null) request.lanes = valueOf(lanes.control);
-    if (this.info.drafts && valueOf(drafts.control) !== null) request.drafts = valueOf(drafts.control);
-    if (request.routing === "adablock") {
-      const ends = delimiters.control.value.split(" ").filter(Boolean);
-      request.delimiters = ends.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
-      request.delimiter_threshold = valueOf(threshold.control);
-    }
-    return request;
+    const given = this.visible.map((dial) => [dial.name, dial.value]);
+    return Object.fromEntries(given.filter(([, value]) => value !== null));
   }
 
-  static PLAIN = { lanes: "", drafts: "", temperature: "1", top_k: "", top_p: "", cache: "auto", delimiters: "\\n", delimiter_threshold: "0.3" };
-
   keep(kept) {
-    const key = (name) => `${this.letter.toLowerCase()}.${name}`;
-    if (this.commit() !== this.preset) kept.set(key("commit"), this.commit());
-    if (this.routing() !== "auto") kept.set(key("routing"), this.routing());
-    for (const [name, plain] of Object.entries(Decoder.PLAIN)) {
-      const { value } = this.fields[name].control;
-      if (value !== plain) kept.set(key(name), value);
+    for (const dial of Object.values(this.fields)) {
+      if (dial.text !== dial.preset) kept.set(`${this.letter.toLowerCase()}.${dial.name}`, dial.text);
     }
   }
 
   restore(kept) {
-    const value = (name) => kept.get(`${this.letter.toLowerCase()}.${name}`);
-    const [routing, block] = (value("routing") ?? "auto").split(":");
-    const choose = (control, wanted) => {
-      control.value = wanted;
-      if (control.selectedIndex < 0) control.selectedIndex = 0;
-    };
-    choose(this.fields.routing.control, routing);
-    this.blockNumber.value = block ?? BLOCK;
-    for (const [name, plain] of Object.entries(Decoder.PLAIN)) {
-      const { control } = this.fields[name];
-      if (control.tagName === "SELECT") choose(control, value(name) ?? plain);
-      else control.value = value(name) ?? plain;
+    for (const dial of Object.values(this.fields)) {
+      dial.set(dial.preset);
+      dial.set(kept.get(`${this.letter.toLowerCase()}.${dial.name}`) ?? dial.preset);
     }
-    this.set(this.preset);
-    this.set(value("commit") ?? this.preset);
+    this.refresh();
   }
 }
