@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dcdm.commands.options import DeviceOption, ModelArgument, NamesOfTypes, at_least_one, whole_numbers
-from dcdm.commands.train import SETTING_OF, assignments, start_run
+from dcdm.commands.options import (
+    DeviceOption,
+    ModelArgument,
+    NamesOfTypes,
+    assignments,
+    at_least_one,
+    whole_numbers,
+)
+from dcdm.commands.train import SETTING_OF, start_run
 from dcdm.config import ConfigError, Dtype, ModelConfig
 
 if TYPE_CHECKING:

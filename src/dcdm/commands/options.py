@@ -96,10 +96,26 @@ SetOption = Annotated[
 ]  # fmt: skip
 
 
+def assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+    """What --set says: values of name=value, read as YAML."""
+    import yaml
+
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write it as name=value")
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"--set {text}: the value is not YAML; put it into quotes, or close its brackets"
+            ) from error
+    return values
+
+
 def decoder_settings(flags: DecoderOptions, rare: tuple[str, ...]) -> dict[str, Any]:
     """The settings that were given, by flags and by --set."""
-    from dcdm.commands.train import assignments
-
     return {name: value for name, value in vars(flags).items() if value is not None} | assignments(rare)
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dcdm.commands.options import DeviceOption, NamesOfTypes
-from dcdm.config import ConfigError, Device, Dtype
+from dcdm.commands.options import DeviceOption, NamesOfTypes, assignments
+from dcdm.config import Device, Dtype
 from dcdm.training.settings import default_of, preset_defaults
 
 EXAMPLES = (
@@ -186,21 +186,3 @@ def _value(value: Any) -> str:
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").rstrip("\n")
-
-
-def assignments(texts: tuple[str, ...]) -> dict[str, Any]:
-    """What --set says: values of name=value, read as YAML."""
-    import yaml
-
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {text}: write it as name=value")
-        try:
-            values[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"--set {text}: the value is not YAML; put it into quotes, or close its brackets"
-            ) from error
-    return values

@@ -1,0 +1,59 @@
+"""`DecodingConfig` is the only list of decoder settings: whatever takes or shows them is made from its fields."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+import tiny
+from dcdm.cli import COMMANDS, flags_of
+from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.decoding.config import DecodingConfig, Revise, settings
+
+NAMES = [one.name for one in fields(DecodingConfig) if not one.metadata.get("derived")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_has_a_docstring_and_reaches_flags_schema_harness_and_page(name):
+    from dcdm.evaluation.harness import HarnessModel
+    from dcdm.serving.app import create_app
+
+    setting = next(one for one in settings() if one.name == name)
+    assert setting.about.endswith(".")
+    for command in ("sample", "chat"):
+        flags = flags_of(COMMANDS[command].run)
+        assert "--set" in flags if setting.rare else f"--{name.replace('_', '-')}" in flags
+    model, tokenizer = tiny.model("bdlm", 257), byte_tokenizer()
+    app = create_app(model, tokenizer)
+    bodies = app.openapi()["components"]["schemas"]
+    for body in ("CompletionRequest", "ChatRequest", "DenoiseRequest"):
+        assert bodies[body]["properties"][name]["description"] == setting.about
+    shown = {one["name"]: one for one in json.loads(json.dumps(app.state.served.dials()))}
+    if name in ("lanes", "drafts"):
+        assert name not in shown, "it does not fit a BDLM"
+        with pytest.raises(ConfigError, match=name):
+            HarnessModel((model, tokenizer), samples=4, **{name: 2})
+    else:
+        assert shown[name]["about"] == setting.about
+        HarnessModel((model, tokenizer), samples=4, **{name: setting.default})
+
+
+def test_keywords_may_be_written_as_people_write_them():
+    from dcdm.decoding.sampling import Sampling
+
+    one = DecodingConfig.of(revise=0.2, delimiters=[".", "\n"], sampling=Sampling(0.5, top_k=3))
+    assert (one.revise, one.delimiters, one.temperature, one.top_k) == (Revise(share=0.2), (".", "\n"), 0.5, 3)
+    assert DecodingConfig.of(revise={"threshold": 0.1, "rounds": 2}).revise == Revise(threshold=0.1, rounds=2)
+    for wrong in ({"revise": "0.2"}, {"revise": {"part": 1}}, {"temprature": 1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            DecodingConfig.of(**wrong)
+
+
+def test_the_list_is_read_without_pytorch():
+    code = "import sys, dcdm.decoding.config as c; c.settings(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
