@@ -20,8 +20,7 @@ from dcdm.decoding.prompts import with_blanks
 from dcdm.kinds import parameter_counts
 from dcdm.shipped import CHUNKS, LANES
 from dcdm.training.settings import resolve
-from dcdm.viewing.chunks import view, window_of
-from dcdm.viewing.filling import as_filling, exercises_for
+from dcdm.viewing.filling import exercises_for
 from dcdm.viewing.pages import ComparedEstimate, with_error
 
 STEPS = 5
@@ -103,7 +102,7 @@ def test_the_figures_are_those_of_score_in_terminal_json_and_report_and_nothing_
         ours = dcdm.score(models["lanes"][0], windows, "trajectory", lanes=lanes)
         theirs = dcdm.score(models["bdlm"][0], windows, "trajectory", commit=commit)
         assert ours.forwards.tolist() == theirs.forwards.tolist()
-        assert f"{int(ours.forwards.max())} forwards" in name
+        assert f"{int(ours.forwards.max())} passes" in name
         for model, score in {"lanes": ours, "bdlm": theirs}.items():
             assert line[model][0] == pytest.approx(score.per_token, abs=1e-5)
             shown = with_error(tuple(line[model]))
@@ -136,7 +135,7 @@ def test_the_report_needs_nothing_from_outside_and_the_terminal_says_what_comes_
     assert not re.findall(r"""(?:https?:)?//[\w.]+|\b(?:src|href)\s*=(?!"#)|url\((?!#)|@import""", page)
     assert ">Lanes</text>" in page
     assert ">BDLM</text>" in page
-    assert len(re.findall(r"By the exact, \d+ forwards figure", page)) == 2  # neither is left out
+    assert len(re.findall(r"By the exact, \d+ passes figure", page)) == 2  # neither is left out
     assert f"{folder / 'report.html'}" in done.stdout.replace("\n", "")
     assert "dcdm serve opens the playground" in done.stdout
     assert len(re.findall(r"^  dcdm \w+", done.stdout, re.MULTILINE)) == 3
@@ -185,15 +184,6 @@ def test_both_orders_fill_the_same_blanks_and_the_likelihood_is_that_of_the_orig
         by_decoder = dcdm.score(model, tokens, "trajectory", prompt=given, lanes=max(text.filling.lanes))
         assert text.nats == pytest.approx(float(by_decoder.nats) / holes, rel=1e-4)
     assert len(ids) < model.config.context_length
-
-
-def test_a_known_text_is_replayed_chunk_by_chunk():
-    model, tokenizer = dcdm.load(CHUNKS)
-    window, _ = window_of(exercises()[0].text, tokenizer, model.config.context_length)
-    seen = view(model, window)
-    filling = as_filling(seen)
-    assert sorted(at for step in filling.steps for at in step) == list(range(1, len(filling.tokens)))
-    assert filling.came == seen.frames[-1].ids
 
 
 PRESS = """

@@ -12,13 +12,25 @@ from dcdm.viewing.page import ASSETS, page
 ROOTS = ("chunks", "report")  # what pages name; everything else comes with it
 
 
+def made(root: str) -> str:
+    return page(root, "<b>a page</b>", {"evil": "</script><img src=x>"}, script=root, summary="", sections="")
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_page_asks_for_nothing_from_outside_and_shows_text_as_text(root):
+    text = made(root)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bfetch\(|XMLHttpRequest|<link|<img|<b>", text)
+    assert "default-src 'none'" in text
+    assert text.count("</script>") == 2
+
+
 def script_of(page: str) -> str:
     return re.findall(r"(?s)<script>(.*?)</script>", page)[0]
 
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_report_holds_every_module_once_without_imports_and_exports(root):
-    script = script_of(page(root, "a page", {}, script=root, summary="", sections=""))
+    script = script_of(made(root))
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
     names = re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", script, re.MULTILINE)
     assert {"make", "TokenCells", "data"} <= set(names)
@@ -27,7 +39,7 @@ def test_a_report_holds_every_module_once_without_imports_and_exports(root):
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_module_stands_behind_those_that_it_imports(root):
-    script = script_of(page(root, "a page", {}, script=root, summary="", sections=""))
+    script = script_of(made(root))
     order = ["const byId", "class TokenCells", "class ChunkText"]
     assert sorted(order, key=script.index) == order
     assert script.index("const data") < script.index("data.")

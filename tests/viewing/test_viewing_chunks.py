@@ -7,17 +7,16 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 import dcdm
 import tiny
 from browser import CHROMIUM, dumped
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.viewing import palette
 from dcdm.viewing.chunks import (
+    KINDS,
     LEVELS,
     ChunkView,
     Frame,
@@ -62,7 +61,7 @@ def test_a_replay_has_a_forward_for_each_chunk_with_something_to_fill():
     assert filling.steps == [[3], [1, 2, 4]], "BOS alone is in chunk 1, and chunk 4 is empty"
     assert filling.came == [0, 2, 2, 1, 2]
     assert filling.chunks[0] == 0
-    assert called(noisy) == "4 chunks, 2 forwards"
+    assert called(noisy) == "4 chunks, 2 forward passes"
 
 
 # --- the data ----------------------------------------------------------------------------------------------------
@@ -113,24 +112,26 @@ def test_masks_are_nested_over_noise_levels_and_follow_the_seed():
     assert not torch.equal(hidden, other)
 
 
-def test_a_text_shorter_than_the_number_of_chunks_has_empty_chunks():
-    for name in ("paper", "causal", "strided"):
-        found = view(tiny.model(name, num_chunks=5), window(3))
-        assert sum(found.frames[-1].sizes) == 2
-        assert len(found.frames[-1].sizes) == 5
+@pytest.mark.parametrize("name", ["paper", "causal", "strided"])
+def test_a_text_shorter_than_the_number_of_chunks_has_empty_chunks(name):
+    found = view(tiny.model(name, num_chunks=5), window(3))
+    assert sum(found.frames[-1].sizes) == 2
+    assert len(found.frames[-1].sizes) == 5
 
 
-def test_ar_and_settings_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="has no chunks"):
-        view(tiny.model("ar"), window())
-    with pytest.raises(ConfigError, match="do not depend on noise"):
-        view(tiny.model("causal"), window(), noise=0.5)
-    with pytest.raises(ConfigError, match="all chunks at once"):
-        view(tiny.model("paper"), window(), round=1)
-    with pytest.raises(ConfigError, match="between 0 and 1"):
-        view(tiny.model("paper"), window(), noise=1.5)
-    with pytest.raises(ConfigError, match="rounds 1 to 7"):
-        view(tiny.model("bdlm"), window(), round=8)
+@pytest.mark.parametrize(
+    ("name", "asked", "why"),
+    [
+        ("ar", {}, "has no chunks"),
+        ("causal", {"noise": 0.5}, "do not depend on noise"),
+        ("paper", {"round": 1}, "all chunks at once"),
+        ("paper", {"noise": 1.5}, "between 0 and 1"),
+        ("bdlm", {"round": 8}, "rounds 1 to 7"),
+    ],
+)
+def test_ar_and_settings_that_do_not_fit_are_refused(name, asked, why):
+    with pytest.raises(ConfigError, match=why):
+        view(tiny.model(name), window(), **asked)
 
 
 @pytest.mark.parametrize("name", ["paper", "causal", "bdlm", "mdlm", "random"])
@@ -151,24 +152,51 @@ def test_kinds_over_a_corpus_are_those_of_its_windows_together(name):
         assert counts.table == [counted(ids, kinds, len(counts.table[0]))]
 
 
+# --- kinds of tokens ---------------------------------------------------------------------------------------------
+
+
+def by_byte(text: str) -> list[str]:
+    return kinds_of([bytes([byte]) for byte in text.encode()])
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("def", "keyword"), ("None", "keyword"), ("define", "name"), ("_x1", "name"), ("été", "name"),
+        ("中文", "name"),
+        ("42", "digits"), ("0x1F", "digits"), ("3.14", "digits"), ("1_000", "digits"), (" \t\n", "whitespace"),
+        ("):", "punctuation"), ("—„", "punctuation"), ("→", "other"), ("🙂", "other"),
+    ],
+)  # fmt: skip
+def test_every_byte_of_a_word_has_the_kind_of_the_word(text, kind):
+    assert by_byte(text) == [kind] * len(text.encode())
+
+
+def test_a_line_of_code_falls_into_its_parts():
+    line = [
+        ("if", "keyword"), (" ", "whitespace"), ("x1", "name"), (">=", "punctuation"), ("2.5", "digits"),
+        (":", "punctuation"),
+    ]  # fmt: skip
+    assert by_byte("".join(part for part, _ in line)) == [kind for part, kind in line for _ in part]
+
+
+def test_a_token_goes_with_the_word_it_lies_in_and_leading_space_does_not_count():
+    assert kinds_of([b"ret", b"urn", b" in", b"put", b":\n", b"  "]) == [
+        "keyword", "keyword", "name", "name", "punctuation", "whitespace",
+    ]  # fmt: skip
+
+
+def test_broken_letters_and_tokens_without_text_are_other():
+    assert kinds_of([b"", b"\xa9", b"a", "é".encode()[:1]]) == ["other", "other", "name", "other"]
+
+
+def test_counting_leaves_out_what_is_in_no_chunk():
+    table = counted([0, 1, 2, 2, -1], ["other", "name", "name", "digits", "name"], 3)
+    assert [dict(zip(KINDS, row, strict=True))["name"] for row in table] == [1, 1, 0]
+    assert sum(map(sum, table)) == 3
+
+
 # --- tokens as text ----------------------------------------------------------------------------------------------
-
-
-def test_pieces_of_byte_level_tokens_join_to_the_text():
-    text = "def naïve(x): return '→🙂'\n"
-    for tokenizer in (byte_tokenizer(), train_bpe([text * 4, "the other text, to learn from"], 290)):
-        ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
-        pieces = tokenizer.pieces(ids)
-        assert b"".join(pieces) == text.encode()
-        assert pieces[0] == pieces[-1] == b""
-        assert [tokenizer.name(token) is None for token in ids] == [False, *([True] * (len(ids) - 2)), False]
-
-
-def test_pieces_of_other_tokenizers_keep_the_space_before_a_word():
-    backend = Backend(models.WordLevel({"▁a": 0, "▁two": 1, "▁words": 2, "?": 3}, unk_token="?"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = Tokenizer.over(backend)
-    assert tokenizer.pieces(tokenizer.encode("two words")) == [b" two", b" words"]
 
 
 def test_labels_name_specials_and_write_parts_of_letters_as_bytes():
@@ -265,22 +293,6 @@ def test_the_page_holds_the_views_data_whatever_the_text(name):
     assert json.loads(elements.data) == json.loads(json.dumps(page_data(found)))
     assert [tag for tag, _ in elements.found].count("script") == 2
     assert not {"img", "b"} & {tag for tag, _ in elements.found}
-
-
-def test_scores_on_the_page_are_the_views_to_five_digits():
-    for name in ("paper", "causal"):
-        found = view(tiny.model(name), window())
-        shown = page_data(found)["frames"][-1]["scores"]
-        torch.testing.assert_close(
-            torch.tensor(shown[1:]), torch.tensor(found.frames[-1].scores[1:]), rtol=1e-4, atol=0
-        )
-    assert page_data(view(tiny.model("bdlm"), window()))["frames"][0]["scores"] is None
-
-
-def test_the_page_asks_for_nothing_from_outside():
-    text = chunks_page(view(byte_model("paper"), byte_window("x = 1")))
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bfetch\(|XMLHttpRequest|<link|\bsrc=", text)
-    assert "default-src 'none'" in text
 
 
 ASK = """

@@ -226,7 +226,11 @@ def test_a_browser_shows_lanes_in_colour_with_their_heads(tmp_path):
         assert shown["masked"] == found.hidden
         assert shown["numbers"] == ["·" if chunk < 0 else str(chunk) for chunk in found.frame.ids]
         assert shown["sizes"] == [f"lane {lane}: {size} tokens" for lane, size in enumerate(found.sizes, start=1)]
-        assert shown["said"][:3] == ["Lanes of m", "Lanes · 16 tokens and BOS · 3 lanes · 6 forwards", "Forward"]
+        assert shown["said"][:3] == [
+            "Lanes of m",
+            "Lanes · 16 tokens and BOS · 3 lanes · 6 forward passes",
+            "Forward",
+        ]
         assert shown["wide"] == 0
     assert "in lane 1, written by forward 6" in answers[-1]["said"][3]
 

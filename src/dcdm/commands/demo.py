@@ -36,10 +36,10 @@ MODELS = {
 }
 """The two models that are trained, as many parameters and steps each: run folder → preset, and a sentence on it."""
 FIGURES = (
-    ("exact, 16 forwards", "−log p of 8 lanes, and of BDLM with one forward for each block of 8", 8, "chunk"),
+    ("exact, 16 passes", "−log p of 8 lanes, and of BDLM with one forward pass for each block of 8", 8, "chunk"),
     (
-        "exact, 127 forwards",
-        "−log p of one token with each forward: 1 lane, and the surest token of a block",
+        "exact, 127 passes",
+        "−log p of one token with each forward pass: 1 lane, and the surest token of a block",
         1,
         "position",
     ),

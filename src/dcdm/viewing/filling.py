@@ -14,7 +14,7 @@ from itertools import groupby, zip_longest
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Generation
 from dcdm.viewing.chunks import ChunkView, window_from
-from dcdm.viewing.page import escape
+from dcdm.viewing.page import escape, many
 from dcdm.viewing.palette import colour, ink
 
 # --- what was filled when ----------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class Filling:
 
     @property
     def by_forward(self) -> Filling:
-        """One lane that takes several tokens in a forward is told by its forwards: its lane would be one colour."""
+        """One lane that takes several tokens in a pass is coloured by passes: its lane would be one colour."""
         if max(self.lanes, default=0) != 1 or max(map(len, self.steps)) == 1:
             return self
         return replace(self, chunks=self.came, lanes=[])
@@ -75,7 +75,8 @@ class Written:
         """What it took, in figures."""
         tokens = sum(map(len, self.filling.steps))
         exact = "" if self.nats is None else f"; exact −log p of the original: {self.nats:.2f} nats per token"
-        return f"{tokens} tokens in {self.forwards} forwards, {self.seconds:.2f} s{exact}"
+        passes = many(self.forwards, "forward pass", "forward passes")
+        return f"{tokens} tokens in {passes}, {self.seconds:.2f} s{exact}"
 
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
@@ -233,11 +234,11 @@ def cells(tokens: Sequence[str], came: Sequence[int]) -> Iterator[Cell]:
 def moving_picture(texts: Sequence[Written], title: str = "A text being filled in") -> str:
     """The texts side by side, as an SVG that stands alone."""
     forwards = max(text.forwards for text in texts)
-    second = max(4.0, forwards / MOST_SECONDS)  # forwards in a second
+    second = max(4.0, forwards / MOST_SECONDS)  # forward passes in a second
     total = forwards / second + HOLD
     layouts = [list(cells(text.filling.tokens, text.filling.came)) for text in texts]
     columns = max(max(cell.column + len(cell.text) for cell in layout) for layout in layouts)
-    columns = max(columns, *(len(text.label) + 4 for text in texts), 34)
+    columns = max(columns, *(len(text.label) + 20 for text in texts), 34)
     lines = max(max(cell.line for cell in layout) for layout in layouts) + 1
     panel, high = 2 * MARGIN + columns * WIDE, HEAD + lines * HIGH + MARGIN
     width = len(texts) * panel + (len(texts) - 1) * GAP
@@ -271,7 +272,7 @@ def _panel(text: Written, layout: list[Cell], left: float, width: float, high: f
         f'<rect class="ground" x="{left + 0.5:g}" y="0.5" width="{width - 1:g}" height="{high - 1:g}" rx="8"/>',
         f'<text class="title" x="{left + MARGIN:g}" y="24">{escape(text.label)}</text>',
         f'<text class="small f{text.forwards}" x="{left + width - MARGIN:g}" y="24" text-anchor="end">'
-        f"✓ {text.forwards} forwards</text>",
+        f"✓ {many(text.forwards, 'forward pass', 'forward passes')}</text>",
     ]
     for cell in layout:
         x, y = left + MARGIN + cell.column * WIDE, HEAD + cell.line * HIGH

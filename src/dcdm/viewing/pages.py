@@ -152,7 +152,7 @@ def _shipped(card: Card) -> str:
          f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
         for one in card.figures
     ]  # fmt: skip
-    header = ["lanes", "drafts", "forwards", "nats/token", "nats/byte", "figure"]
+    header = ["lanes", "drafts", "forward passes", "nats/token", "nats/byte", "figure"]
     return f"<div><h3>{escape(card.name)}</h3>{grid(header, rows)}</div>"
 
 
@@ -168,4 +168,4 @@ def _viewed(view: ChunkView) -> dict[str, Any]:
 def called(view: ChunkView) -> str:
     """In how many lanes or chunks a text stands, and in how many forward passes it would be written."""
     places = many(view.num_lanes, "lane") if view.lanes else many(view.num_chunks, "chunk")
-    return f"{places}, {many(len(as_filling(view).steps), 'forward')}"
+    return f"{places}, {many(len(as_filling(view).steps), 'forward pass', 'forward passes')}"

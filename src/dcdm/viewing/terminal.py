@@ -178,7 +178,7 @@ def _bands(rooms: list[int], width: int) -> Iterator[range]:
 def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.0) -> None:
     """Texts that decoders filled, side by side, with what they took; in a terminal forward by forward.
 
-    All of them move at the same number of forwards per second, so that the longest takes about `seconds`.
+    All of them move at the same number of forward passes per second, so that the longest takes about `seconds`.
     """
     last = max(text.forwards for text in texts)
     if console.is_terminal:
@@ -191,7 +191,7 @@ def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.
 
 
 def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
-    """The texts after `at` forwards: in columns where there is room, else one below the other."""
+    """The texts after `at` forward passes: in columns where there is room, else one below the other."""
     coloured = _in_colour(console)
     panels = []
     for text in texts:
@@ -211,7 +211,7 @@ def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
 
 
 def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
-    """A text after `at` forwards as it reads: what was written on its colour, what is missing as blanks."""
+    """A text after `at` forward passes as it reads: what was written on its colour, what is missing as blanks."""
     text = Text()
     for position, came in enumerate(filling.came):
         if not position:

@@ -183,7 +183,7 @@ function showMask() {
   });
   canvas.getContext("2d").putImageData(image, 0, 0);
   const pairs = order.length ** 2;
-  const own = data.drafts ? "A token sees what earlier forwards brought (light), and of its own forward what stands before it in its lane (dark)." : "A token sees its own chunk (dark) and earlier ones (light).";
+  const own = data.drafts ? "A token sees what earlier forward passes brought (light), and of its own pass what stands before it in its lane (dark)." : "A token sees its own chunk (dark) and earlier ones (light).";
   const which = chosenMask() === "chunk" ? own : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
   byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the ${groupName}s. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
   canvas.setAttribute("aria-label", byId("mask-note").textContent);
@@ -227,7 +227,7 @@ byId("title").textContent = `${lanes ? "Lanes" : "Chunks"} of ${data.model}`;
 byId("subtitle").textContent = [
   kindNames[data.kind] + (data.routing ? `, ${data.routing} routing` : ""),
   `${numFree.toLocaleString("en")} tokens and BOS`,
-  ...(lanes ? [`${Math.max(...lanes)} lane${Math.max(...lanes) === 1 ? "" : "s"}`, `${data.num_chunks} forwards`] : [`${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`]),
+  ...(lanes ? [`${Math.max(...lanes)} lane${Math.max(...lanes) === 1 ? "" : "s"}`, `${data.num_chunks} forward passes`] : [`${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`]),
 ].join(" · ");
 byId("note").textContent = data.note;
 byId("note").hidden = !data.note;
