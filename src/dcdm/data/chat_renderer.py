@@ -15,11 +15,9 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 
 class TooMuch(Exception):
@@ -36,7 +34,6 @@ def environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": lambda *args, **more: dict(*args, **more),
-        "namespace": PlainNamespace,
     }
     return made
 
@@ -49,25 +46,6 @@ class GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class PlainNamespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which Python gives a meaning of its own."""
-
-    def __init__(*args: Any, **names: Any) -> None:
-        given = dict(*args[1:], **names)
-        for name in given:
-            _check_name(name)
-        Namespace.__init__(args[0], given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: str) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace may not hold {name!r}")
 
 
 def to_json(

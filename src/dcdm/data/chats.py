@@ -48,7 +48,6 @@ class ChatTemplate:
         }  # fmt: skip
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
 
     def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
         """The chat as text; `answering` ends it where an answer begins."""
@@ -68,16 +67,14 @@ class ChatTemplate:
         return str(answer["text"])
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The process that renders; one that a fork has inherited belongs to somebody else."""
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
         process = subprocess.Popen(
             [sys.executable, "-P", "-B", str(RENDERER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env={name: os.environ[name] for name in KEPT if name in os.environ},
         )  # fmt: skip
-        self._process, self._owner = process, os.getpid()
-        self._finalizer = weakref.finalize(self, _stop, process, self._owner)
+        self._process, self._finalizer = process, weakref.finalize(self, _stop, process)
         if self._ask(process, self._settings, START_SECONDS) is None:
             self._end()
             raise DataError(f"the process that renders chat templates does not start: run {RENDERER} to see why")
@@ -106,9 +103,7 @@ class ChatTemplate:
             self._process = None
 
 
-def _stop(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return
+def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

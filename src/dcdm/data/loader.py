@@ -5,7 +5,6 @@ B rows of a batch   L positions of a window
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -13,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dcdm.config import DataError
 from dcdm.data.store import Item
@@ -59,16 +57,14 @@ class Loader:
         return self._samples / len(self.dataset)
 
     def __iter__(self) -> Iterator[Item]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital'")  # torchdata 0.11 under newer torch
-            loader = StatefulDataLoader(
-                _Numbered(self.dataset),
-                batch_sampler=self._batches(self._samples),
-                num_workers=self._num_workers,
-                pin_memory=self._pin_memory,
-                collate_fn=partial(_collate, num_rows=self.global_batch),
-                generator=torch.Generator(),  # else it would draw from the global one
-            )
+        loader = DataLoader(
+            _Numbered(self.dataset),
+            batch_sampler=self._batches(self._samples),
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            collate_fn=partial(_collate, num_rows=self.global_batch),
+            generator=torch.Generator(),  # else it would draw from the global one
+        )
         for number, batch in enumerate(loader, start=1):
             if number % self.micro_steps == 0:  # counted when handed out: whoever holds it may save
                 self._samples += self.global_batch
@@ -100,7 +96,7 @@ def in_order(
         yield {name: _stacked([item[name] for item in items]) for name in ("tokens", "prompt", "index")}
 
 
-class _Numbered:
+class _Numbered(Dataset[Item]):
     """A data set asked for (index, row) rather than index."""
 
     def __init__(self, dataset: WindowSet) -> None:
