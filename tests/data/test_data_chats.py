@@ -52,7 +52,7 @@ GREEDY = {
     "a long product": ("{{ 'x' * 20000000000 }}", "more than 512 MiB"),
     "a wide field": ("{{ 'x'.center(20000000000) }}", "more than 512 MiB"),
     "a doubled list": (
-        "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}", "512 MiB"
+        "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}", "512|longer"
     ),
     "a big number": (
         "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "512|longer"

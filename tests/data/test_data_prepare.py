@@ -129,9 +129,9 @@ def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus
     refused("tokenizer was .* is 'bpe:300'", str(corpus), "bpe:300", out)
     refused("documents was 'file' and is 'lines'", str(corpus), "bytes", out, documents="lines")
     refused("validation_share was 0.05", str(corpus), "bytes", out, validation_share=0.5)
-    refused("gone: prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
+    refused("changed: prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
     (corpus / "new.txt").write_text("x")
-    refused("new: new.txt", str(corpus), "bytes", out)
+    refused("changed: new.txt", str(corpus), "bytes", out)
     (corpus / "new.txt").unlink()
     text, times = (corpus / "prose.txt").read_text(), (corpus / "prose.txt").stat()
     (corpus / "prose.txt").write_text(text[:-2] + "!\n")  # as long as before, and as old

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from dcdm.config import DataError
 from dcdm.data.chats import ChatError, ChatTemplate
+from dcdm.data.reading import BadRows, Part, is_unicode, read_rows
 from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
@@ -35,10 +37,18 @@ class ExampleMaker:
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
 
+    def read(self, part: Part, bad: BadRows) -> Iterator[tuple[bytes, list[Example]]]:
+        """The examples of every row of a part, and the name by which the row's split is chosen."""
+        for line, row in read_rows(part, self.settings.columns, bad):
+            try:
+                yield self.examples_of(row)
+            except BadRow as error:
+                bad.add(part, line, str(error))
+
     def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
         """The examples of a row, and the name by which its split is chosen (one prompt, one split).
 
-        Of a chat the prompt is what stands before the first answer: other answers to it, and chats that go on
+        Of a chat the prompt is what comes before the first answer: other answers to it, and chats that continue
         differently from there, are in the same split.
         """
         settings = self.settings
@@ -119,8 +129,6 @@ def _messages(value: Any, name: str) -> list[dict[str, str]]:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{name} is missing or not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"{name} holds half a surrogate pair, which no encoding can hold") from None
+    if not is_unicode(value):
+        raise BadRow(f"{name} holds half a surrogate pair, which no encoding can hold")
     return value

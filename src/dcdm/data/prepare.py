@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.config import DataError
-from dcdm.data.examples import BadRow, ExampleMaker
-from dcdm.data.reading import NAMED, BadRows, Part, cut_into_parts, read_rows, read_texts
+from dcdm.data.examples import ExampleMaker
+from dcdm.data.reading import NAMED, BadRows, Part, cut_into_parts, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, held_out
 from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
 from dcdm.data.sources import Skipped, SourceFile, Stamps, examine, resolve
@@ -188,15 +188,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
         if one.get(name) != other.get(name)
     ]
     was, now = ({entry["name"]: entry for entry in plan["source"]} for plan in (old, new))
-    groups = {
-        "changed": [name for name in now if name in was and was[name] != now[name]],
-        "new": [name for name in now if name not in was],
-        "gone": [name for name in was if name not in now],
-    }
-    for word, names in groups.items():
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            reasons.append(f"source files {word}: {', '.join(names[:3])}{more}")
+    if files := sorted(name for name in {*was, *now} if was.get(name) != now.get(name)):
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        reasons.append(f"source files changed: {', '.join(files[:3])}{more}")
     return "; ".join(reasons) or "the source files are in another order"
 
 
@@ -314,28 +308,19 @@ def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
     left, bad, maker = BPE_SAMPLE, BadRows(settings.max_bad), ExampleMaker(settings, byte_tokenizer())
     spread = sorted(units, key=lambda unit: digest(["sample", unit.number]))
     for part in (part for unit in spread for part in unit.parts if part.split != "validation"):
-        for name, text in _named_texts(part, settings, maker, bad):
+        named: Iterable[tuple[bytes, list[str]]]
+        if settings.fine_tuning:
+            rows = maker.read(part, bad)
+            named = ((name, [text for e in examples for text in (e.prompt, e.response)]) for name, examples in rows)
+        else:
+            named = ((text.encode(), [text]) for text, _ in read_texts(part, settings, bad))
+        for name, texts in named:
             if part.split is None and held_out(name, settings.validation_share):
                 continue
-            yield text
-            left -= len(text)
+            yield from texts
+            left -= sum(map(len, texts))
             if left <= 0:
                 return
-
-
-def _named_texts(
-    part: Part, settings: DataConfig, maker: ExampleMaker, bad: BadRows
-) -> Iterator[tuple[bytes, str]]:
-    """The texts of a part, each with the name by which its split is chosen."""
-    if not settings.fine_tuning:
-        yield from ((text.encode(), text) for text, _ in read_texts(part, settings, bad))
-        return
-    for _, row in read_rows(part, settings.columns, bad):
-        with suppress(BadRow):  # counted when its unit is tokenised
-            name, examples = maker.examples_of(row)
-            for example in examples:
-                yield name, example.prompt
-                yield name, example.response
 
 
 # --- the units of work -------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ Documents = Literal["file", "lines", "blank-lines"]
 Turns = Literal["last", "each"]
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-MAX_LINE_BYTES = 64 << 20
 CHAT_FORMAT = 2  # raise it when the same chats would give other examples, splits or counts of bytes
 
 
@@ -30,19 +29,19 @@ class DataConfig:
     field: str = "text"
     """Field of a row that holds its text."""
     prompt_field: str | None = None
+    """Fine-tuning: field of the prompt."""
     response_field: str | None = None
+    """Fine-tuning: field of the response."""
     separator: str = "\n"
-    """Stands between prompt and response and belongs to the prompt."""
+    """Fine-tuning: what is between prompt and response; it belongs to the prompt."""
     messages_field: str | None = None
-    """Field that holds a chat: a list of {"role": …, "content": …}."""
+    """Fine-tuning on chats: field that holds one, a list of {"role": …, "content": …}."""
     turns: Turns = "last"
-    """Which of the assistant's messages is a response: the last, or each (one example for each)."""
+    """Fine-tuning on chats: which of the assistant's messages is learned, the last or each (an example each)."""
     validation_share: float = 0.05
     """Share of the documents held out by hash, when no validation source is named."""
     max_bad: int = 0
     """Lines or rows that may be unreadable before the preparation stops; they are left out and reported."""
-    max_line_bytes: int = MAX_LINE_BYTES
-    """Bytes of a line of JSON, unpacked; a longer one is unreadable, and never in memory as a whole."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("documents", get_args(Documents)), ("turns", get_args(Turns))):
@@ -50,9 +49,8 @@ class DataConfig:
                 raise DataError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}")
         if not 0 <= self.validation_share < 1:
             raise DataError(f"validation_share={self.validation_share} must lie in [0, 1)")
-        for name, least in (("max_bad", 0), ("max_line_bytes", 1)):
-            if getattr(self, name) < least:
-                raise DataError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.max_bad < 0:
+            raise DataError(f"max_bad={self.max_bad} must be at least 0")
         if (self.prompt_field is None) != (self.response_field is None):
             raise DataError("prompt_field and response_field go together: set both or neither")
         if self.messages_field is not None and self.prompt_field is not None:
@@ -84,8 +82,6 @@ class DataConfig:
             chosen |= {"documents": self.documents, "field": self.field}
         if not validation_given:
             chosen["validation_share"] = self.validation_share
-        if self.max_line_bytes != MAX_LINE_BYTES:  # folders of earlier versions know nothing of it
-            chosen["max_line_bytes"] = self.max_line_bytes
         return chosen
 
 

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dcdm.config import DataError
-from dcdm.data.examples import BadRow, Example, ExampleMaker
-from dcdm.data.reading import BadRows, Part, read_rows, read_texts
+from dcdm.data.examples import Example, ExampleMaker
+from dcdm.data.reading import BadRows, Part, read_texts
 from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer
 from dcdm.files import file_digest, read_json_object, write_whole
@@ -240,12 +240,7 @@ def _write_examples(
         waiting.clear()
 
     for part in unit.parts:
-        for line, row in read_rows(part, settings.columns, bad):
-            try:
-                name, examples = maker.examples_of(row)
-            except BadRow as error:
-                bad.add(part, line, str(error))
-                continue
+        for name, examples in maker.read(part, bad):
             split = part.split or _split(name, settings)
             waiting.extend((example, split) for example in examples)
             if len(waiting) >= BATCH_EXAMPLES:

@@ -108,7 +108,7 @@ class DataChoice:
     window: int | None = None
     """Positions of a training window; None means the model's context length."""
     workers: int | None = None
-    """Processes of the preparation."""
+    """Threads of the preparation."""
     loader_workers: int = 0
 
     def __post_init__(self) -> None:
@@ -365,6 +365,10 @@ def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> Non
             base[name] = value
 
 
+_GONE = {"data.reading.max_line_bytes": 64 << 20}
+"""Settings that are gone, with the value that said nothing: runs of earlier versions name them."""
+
+
 def made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """A dataclass from nested plain values; unknown names and wrong types are refused with the nearest fix."""
     hints = get_type_hints(cls)
@@ -372,6 +376,8 @@ def made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     ready = {}
     for name, value in values.items():
         where = f"{path}{name}"
+        if where in _GONE and value == _GONE[where]:
+            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"unknown setting {where}; " + (f"did you mean {path}{near[0]}?" if near else
