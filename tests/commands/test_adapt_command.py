@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,14 +40,14 @@ def at_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCDM_CACHE", str(place / "cache"))
 
 
-SMALL = ["--data", "text.txt", "--validation", "like.txt", "--window", "32"]
-QUIET = ["--set", "tensorboard=false", "evaluate_sequences=2"]
-CHUNKS = dict.fromkeys(("dcdm-causal", "dcdm-paper"), ("--num-chunks", "3", "--chunk-dim", "8"))
+TEXTS = ["--data", "text.txt", "--validation", "like.txt"]
+SMALL = ["tensorboard=false", "evaluate_sequences=2", "data.window=32"]
+CHUNKS = dict.fromkeys(("dcdm-causal", "dcdm-paper"), ("model.num_chunks=3", "model.chunk_dim=8"))
 
 
-def adapt(run: str, *more: str, quiet: list[str] = QUIET, model: str = "base", data: list[str] = SMALL) -> object:
+def adapt(run: str, *more: str, set: Sequence[str] = (), model: str = "base", data: list[str] = TEXTS) -> object:
     with pytest.raises(SystemExit) as left:
-        main(["adapt", model, "--run", run, *data, *more, *quiet])
+        main(["adapt", model, "--run", run, *data, *more, "--set", *SMALL, *set])
     return left.value.code
 
 
@@ -60,7 +61,7 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
     to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = f"runs/{to}"
-    assert adapt(run, "--to", to, "--steps", "2", *CHUNKS.get(to, ())) == 0
+    assert adapt(run, "--to", to, "--steps", "2", set=CHUNKS.get(to, ())) == 0
     model, tokenizer = dcdm.load(run)
     base, own = dcdm.load("base")
     assert (model.config.kind, model.config.qk_norm) == (to.split("-")[0], False)
@@ -76,8 +77,8 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
 
 
 def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:
-    quiet = [*QUIET, "model.lane_weights=[3,1,1,1]"]
-    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", "--learning-rate", "3e-3", quiet=quiet) == 0
+    settings = ["model.lane_weights=[3,1,1,1]", "train.learning_rate=0.003"]
+    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", set=settings) == 0
     assert dcdm.load("runs/longer")[0].config.lane_weights == (3, 1, 1, 1)
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
@@ -92,21 +93,18 @@ def test_figures_before_training_are_those_of_the_base_model_and_training_lowers
 
 
 def test_the_same_command_resumes_and_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--steps", "3", "--checkpoint-every", "1"]
-    stop = [*QUIET, "train.schedule=constant"]
-    assert adapt("runs/short", *more, quiet=stop) == 0
-    assert adapt("runs/short", "--steps", "5", "--checkpoint-every", "1", quiet=stop) == 0
+    flat = ["train.schedule=constant", "checkpoint_every=1"]
+    assert adapt("runs/short", "--steps", "3", set=flat) == 0
+    assert adapt("runs/short", "--steps", "5", set=flat) == 0
     assert "resuming from step 3" in capsys.readouterr().err
     assert [row["step"] for row in evaluations("runs/short")] == [0, 3, 5]
-    assert adapt("runs/short", "--steps", "5", "--lanes", "1,2", quiet=stop) == 2
+    assert adapt("runs/short", "--steps", "5", "--lanes", "1,2", set=flat) == 2
     assert "model.lanes" in capsys.readouterr().err
 
 
 def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--lanes", "1,x"], "--lanes 1,x"),
-        (["--window", "1"], "data.window=1"),
-        (["--window", "999"], "data.window=999"),
         (["--to", "bdlm", "--block-size", "0"], "block_size=0"),
         (["--lora", "0"], "--lora 0"),
         (["--to", "bdlm", "--drafts", "2"], "--drafts 2 has no effect on --to bdlm"),
@@ -115,6 +113,9 @@ def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert adapt("runs/none", *words) == 2
         assert message in capsys.readouterr().err
+    for window in ("1", "999", "many"):
+        assert adapt("runs/none", set=[f"data.window={window}"]) == 2
+        assert "data.window=" in capsys.readouterr().err
     assert not Path("runs/none").exists()
     with pytest.raises(SystemExit) as left:
         main(["adapt", "smollm2", "--run", "runs/none"])
@@ -181,11 +182,9 @@ def test_a_run_with_adapters_loads_verifies_and_exports_as_a_plain_model(
 
 def test_a_run_with_adapters_resumes_to_the_very_same_weights() -> None:
     """Stopped after two of four steps, at a constant rate, and resumed, against a run in one go."""
-    more = ["--lora", "2", "--checkpoint-every", "2"]
-    flat = [*QUIET, "train.schedule=constant", "train.decay_share=0.0", "evaluate_first=false"]
-    assert adapt("runs/two", "--steps", "2", *more, quiet=flat) == 0
-    assert adapt("runs/two", "--steps", "4", *more, quiet=flat) == 0
-    assert adapt("runs/four", "--steps", "4", *more, quiet=flat) == 0
+    flat = ["train.schedule=constant", "train.decay_share=0.0", "evaluate_first=false", "checkpoint_every=2"]
+    for run, steps in (("runs/two", "2"), ("runs/two", "4"), ("runs/four", "4")):
+        assert adapt(run, "--lora", "2", "--steps", steps, set=flat) == 0
     one, other = (dcdm.load(run)[0].state_dict() for run in ("runs/two", "runs/four"))
     assert all(torch.equal(one[name], value) for name, value in other.items())
 
@@ -197,8 +196,8 @@ def adapters(place: Path) -> dict[str, Path]:
         patch.chdir(place)
         patch.setenv("DCDM_CACHE", str(place / "cache"))
         for to in ("lanes", "ar", "dcdm-causal"):
-            more = ["--to", to, "--lora", "4", *CHUNKS.get(to, ()), "--learning-rate", "1e-2"]
-            assert adapt(f"runs/for-{to}", "--steps", "4", *more) == 0
+            settings = [*CHUNKS.get(to, ()), "train.learning_rate=0.01"]
+            assert adapt(f"runs/for-{to}", "--steps", "4", "--to", to, "--lora", "4", set=settings) == 0
             main(["export", f"runs/for-{to}", f"adapter-{to}", "--adapter-only"])
     return {to: place / f"adapter-{to}" for to in ("lanes", "ar", "dcdm-causal")}
 
@@ -277,7 +276,7 @@ def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
 
 def test_an_adapter_on_weights_in_bf16_is_the_model_that_was_trained(place: Path) -> None:
     main(["export", "base", "half", "--dtype", "bf16"])
-    assert adapt("runs/half", "--lora", "4", "--steps", "3", "--learning-rate", "1e-2", model="half") == 0
+    assert adapt("runs/half", "--lora", "4", "--steps", "3", set=["train.learning_rate=0.01"], model="half") == 0
     main(["export", "runs/half", "adapter-half", "--adapter-only"])
     state = dcdm.load("runs/half")[0].state_dict()
     for name, value in load_model("half", adapter="adapter-half")[0].state_dict().items():
@@ -324,7 +323,6 @@ def test_a_model_of_the_kind_keeps_what_is_not_given() -> None:
     sizes = ModelConfig("dcdm", 99, 16, 2, 2, 1, 8, 32, num_chunks=16, chunk_dim=8, routing="causal",
                         prior="strided", prior_weight=1.0, predict="left")  # fmt: skip
     assert adapted(sizes, "dcdm-causal") == sizes
-    assert adapted(sizes, "dcdm-causal", num_chunks=4) == replace(sizes, num_chunks=4)
     lanes = ModelConfig("lanes", 99, 16, 2, 2, 1, 8, 32, lanes=(1, 3), lane_weights=(2.0, 1.0), drafts=2)
     assert adapted(lanes, "lanes") == lanes
     assert adapted(lanes, "lanes", lanes=(1, 2, 4)) == replace(lanes, lanes=(1, 2, 4), lane_weights=None)
@@ -333,9 +331,9 @@ def test_a_model_of_the_kind_keeps_what_is_not_given() -> None:
 def test_text_prepared_with_the_tokenizer_is_taken_by_whatever_path(place: Path) -> None:
     main(["data", "prepare", "text.txt", "--validation", "like.txt", "--tokenizer", str(place / "base"),
           "--out", "prepared"])  # fmt: skip
-    small = ["--data", "prepared", "--window", "32"]
-    assert adapt("runs/prepared", "--steps", "1", data=small) == 0
-    assert adapt("runs/second", "--steps", "1", model="runs/prepared", data=small) == 0
+    prepared = ["--data", "prepared"]
+    assert adapt("runs/prepared", "--steps", "1", data=prepared) == 0
+    assert adapt("runs/second", "--steps", "1", model="runs/prepared", data=prepared) == 0
 
 
 def test_sampling_and_scoring_take_a_base_with_its_adapter(

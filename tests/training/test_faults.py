@@ -67,13 +67,12 @@ class Run:
         settings = {
             "model.num_layers": 2, "model.hidden_size": 32, "model.context_length": 32, "train.warmup_steps": 2,
             "train.ema_decay": 0.9, "evaluate_sequences": 4, "evaluate_samples": 2, "keep_last": 2,
-            "tensorboard": "false", "data.workers": 1,
+            "tensorboard": "false", "data.workers": 1, "evaluate_every": 5,
         }  # fmt: skip
         return [
             "train", "--preset", "dcdm-debug", "--run", str(self.folder / "run"), "--data", str(self.corpus),
             "--tokenizer", "bpe:300", "--steps", str(self.steps), "--batch-size", "4", "--device", "cpu",
-            "--checkpoint-every", str(EVERY), "--evaluate-every", "5",
-            "--set", *(f"{name}={value}" for name, value in settings.items()),
+            "--checkpoint-every", str(EVERY), "--set", *(f"{name}={value}" for name, value in settings.items()),
         ]  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from dcdm.commands.options import (
     at_least_one,
     whole_numbers,
 )
-from dcdm.commands.train import SETTING_OF, start_run
-from dcdm.config import ConfigError, Dtype, ModelConfig
+from dcdm.commands.train import start_run
+from dcdm.config import ConfigError, Dtype, ModelConfig, whole_number
 
 if TYPE_CHECKING:
     from dcdm.viewing.tables import Table
@@ -36,8 +36,8 @@ EXAMPLES = (
     "dcdm adapt base --run runs/tuned --data train.txt --to ar",
 )
 DEFAULTS: dict[str, Any] = {
-    "train.warmup_steps": 20, "evaluate_first": True, "evaluate_sequences": 16, "evaluate_every": 100,
-    "checkpoint_every": 50, "keep_last": 1, "keep_best": 0,
+    "data.window": 256, "train.warmup_steps": 20, "evaluate_first": True, "evaluate_sequences": 16,
+    "evaluate_every": 100, "checkpoint_every": 50, "keep_last": 1, "keep_best": 0,
 }  # fmt: skip
 """What suits a short run from good weights; a checkpoint of 135M parameters takes 1.6 GB."""
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
@@ -55,21 +55,11 @@ def adapt(
     lanes: str | None = None,
     drafts: int | None = None,
     block_size: int | None = None,
-    num_chunks: int | None = None,
-    chunk_dim: int | None = None,
     data: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = ("stdlib",),
     validation: Annotated[tuple[str, ...], arg(metavar="SOURCE...", help_behavior_hint="(default: none)")] = (),
-    field: str | None = None,
-    prompt_field: str | None = None,
-    response_field: str | None = None,
-    window: int = 256,
     steps: int = 300,
     batch_size: int = 2,
-    learning_rate: float | None = None,
     lora: int | None = None,
-    seed: int = 0,
-    evaluate_every: int | None = None,
-    checkpoint_every: int | None = None,
     set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE...", help_behavior_hint="")] = (),
     device: DeviceOption = "auto",
     dtype: Annotated[Dtype | None, NamesOfTypes, arg(help_behavior_hint="(default: auto)")] = None,
@@ -77,9 +67,9 @@ def adapt(
 ) -> None:
     """Train a pretrained AR model further, so that it writes in lanes, in blocks or in chunks.
 
-    A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. At the end
-    stand the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about
-    half an hour on one core.
+    A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. Last come
+    the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about half an
+    hour on one core.
 
     Args:
         model: The model to start from: what `dcdm import` wrote, or any AR model.
@@ -87,51 +77,40 @@ def adapt(
         to: What to make of it: lanes, bdlm (blocks that are filled in parallel), dcdm-causal or dcdm-paper (chunks
             by content), or ar (fine-tuning, to compare with).
         lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR (default: 1,2,4,8, or
-            as a lane model has them; so for the next three).
-        drafts: For lanes: train a head beside it that guesses so many tokens ahead (docs/drafts.md; default: as
-            the model has it, an AR model none).
-        block_size: Tokens of a block, for bdlm (default: 4).
-        num_chunks: Chunks of a window, for dcdm-causal and dcdm-paper (default: 8).
-        chunk_dim: Dimension of a chunk's subspace, for the same (default: 64).
+            as a lane model has them).
+        drafts: For lanes: train a head that drafts so many tokens ahead (docs/drafts.md; default: as the model has
+            it, an AR model none).
+        block_size: For bdlm: tokens of a block (default: 4).
         data: Text to train on: stdlib, files, patterns, a hub data set, or a folder that `dcdm data prepare` wrote
             with the model's tokenizer.
         validation: Sources of the validation split; without them a share is held out.
-        field: Field of a row that holds its text.
-        prompt_field: Field of a row that holds a prompt, which stays visible, for fine-tuning; with
-            --response-field.
-        response_field: Field of a row that holds the response to learn.
-        window: Tokens of a training window; the model's context length stays what it is.
         steps: Optimizer steps.
         batch_size: Windows of one step.
-        learning_rate: Peak learning rate (default: 3e-4, with --lora 2e-3).
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
-        seed: Seed of the data order and the draws.
-        evaluate_every: Steps between evaluations on the validation split (default: 100).
-        checkpoint_every: Steps between checkpoints (default: 50).
-        set: Any other setting, as name=value, such as train.schedule=constant; `dcdm train --show-settings` lists
-            them.
+        set: Any other setting, as name=value, such as data.window=512 (default: 256), train.learning_rate=1e-4
+            (default: 3e-4, with --lora 2e-3) or model.num_chunks=16; `dcdm train --show-settings` lists them.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         dry_run: Print what the run would cost, without starting it.
     """
-    given = dict(locals())
     from dcdm.io.load import find_model
     from dcdm.shipped import folder_of
 
-    at_least_one(window=window, steps=steps, batch_size=batch_size, lora=lora)
+    at_least_one(steps=steps, batch_size=batch_size, lora=lora)
     place = folder_of(model)
     if not place.is_dir():
         raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
     found = find_model(place)
     numbers = None if lanes is None else whole_numbers("lanes", lanes)
-    config = adapted(found.config, to, numbers, drafts, block_size, num_chunks, chunk_dim)
-    rate = (2e-3 if lora else 3e-4) if learning_rate is None else learning_rate
-    changes: dict[str, Any] = {
+    config = adapted(found.config, to, numbers, drafts, block_size)
+    changes: dict[str, Any] = DEFAULTS | {
         "model": config.to_dict(), "init": str(model), "data.tokenizer": str(found.tokenizer_folder),
-        "data.window": window, **DEFAULTS, **memory(config, batch_size, window), "train.lora": lora or 0,
+        "data.sources": data, "data.validation": validation, "train.steps": steps, "train.batch_size": batch_size,
+        "train.learning_rate": 2e-3 if lora else 3e-4, "train.lora": lora or 0, **assignments(set),
     }  # fmt: skip
-    options = {name: value for name, value in given.items() if name in SETTING_OF and value is not None}
-    changes |= {SETTING_OF[name]: value for name, value in options.items()} | {"train.learning_rate": rate}
-    changes |= assignments(set)
+    if dtype is not None:
+        changes["train.dtype"] = dtype
+    batch, window = (whole_number(name, changes[name]) for name in ("train.batch_size", "data.window"))
+    changes = memory(config, batch, window) | changes
     code = start_run(None, run, None, changes, device, dry_run=dry_run)
     is_main = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun
     if code == 0 and is_main and not dry_run and (table := before_and_after(run)) is not None:
@@ -142,15 +121,13 @@ def adapt(
 
 def adapted(
     base: ModelConfig, to: Target, lanes: tuple[int, ...] | None = None, drafts: int | None = None,
-    block_size: int | None = None, num_chunks: int | None = None, chunk_dim: int | None = None,
+    block_size: int | None = None,
 ) -> ModelConfig:  # fmt: skip
     """The config of what a model is to become; its backbone stays, of one of that kind all that is not given."""
     kind, _, routing = to.partition("-")
     if base.kind not in ("ar", kind):
         raise ConfigError(f"adapting to {to} starts from an AR model, and this is of kind {base.kind!r}")
-    asked = {
-        "lanes": lanes, "drafts": drafts, "block_size": block_size, "num_chunks": num_chunks, "chunk_dim": chunk_dim
-    }  # fmt: skip
+    asked = {"lanes": lanes, "drafts": drafts, "block_size": block_size}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if foreign := [name for name in given if name not in DEFAULTS_OF[kind]]:
         option = f"--{foreign[0].replace('_', '-')} {given[foreign[0]]}"
@@ -175,7 +152,7 @@ def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:
     """Windows of one pass such that backward keeps at most `ACTIVATIONS`; if one is too much, blocks recompute."""
     from dcdm.costs import activation_bytes
 
-    one = 2 * activation_bytes(config, 1, window)  # fp32
+    one = 2 * activation_bytes(config, 1, max(1, window))  # fp32
     share = batch_size // int(os.environ.get("WORLD_SIZE", "1"))  # of one process under torchrun
     rows = max(1, min(share, int(ACTIVATIONS // one)))
     return {"train.micro_batch": rows, "train.activation_checkpointing": one > ACTIVATIONS}

@@ -28,7 +28,7 @@ SETTING_OF = {
     "response_field": "data.reading.response_field", "steps": "train.steps", "batch_size": "train.batch_size",
     "micro_batch": "train.micro_batch", "learning_rate": "train.learning_rate",
     "optimizer": "train.optimizer", "seed": "train.seed",
-    "checkpoint_every": "checkpoint_every", "evaluate_every": "evaluate_every", "init": "init",
+    "checkpoint_every": "checkpoint_every", "init": "init",
     "dtype": "train.dtype",
 }  # fmt: skip
 """The setting of each option."""
@@ -70,7 +70,6 @@ def train(
     optimizer: Annotated[Literal["adamw", "muon"] | None, _default("optimizer", "{adamw,muon}")] = None,
     seed: Annotated[int | None, _default("seed", "INT")] = None,
     checkpoint_every: Annotated[int | None, _default("checkpoint_every", "INT")] = None,
-    evaluate_every: Annotated[int | None, _default("evaluate_every", "INT")] = None,
     init: Annotated[str | None, _default("init", "FOLDER")] = None,
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE...", help_behavior_hint="")] = (),
@@ -104,8 +103,7 @@ def train(
         optimizer: adamw as in the paper, or muon, which moves the network's matrices by Muon.
         seed: Seed of the weights, the data order and the noise.
         checkpoint_every: Steps between checkpoints.
-        evaluate_every: Steps between evaluations on the validation split.
-        init: Start weights: a run, an exported folder, or a local folder of transformers (Llama, Qwen2, Qwen3).
+        init: Initial weights: a run, an exported folder, or a local folder of transformers (Llama, Qwen2, Qwen3).
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
@@ -156,7 +154,7 @@ def start_run(
     preset: str | None, run: Path, file: Path | None, changes: Mapping[str, Any], device: Device,
     dry_run: bool = False, signals: bool = True,
 ) -> int:  # fmt: skip
-    """Start or resume a run, given what training itself does not know: start weights and pictures."""
+    """Start or resume a run, given what training itself does not know: initial weights and pictures."""
     from dcdm.io.load import load_init
     from dcdm.training.run import run_training
     from dcdm.viewing.palette import chunk_picture
