@@ -206,12 +206,13 @@ def newest(run: Run) -> int:
 
 
 def result(run: Run) -> dict[str, Any]:
-    """Every byte that a run ends with, but times."""
+    """Every byte that a run ends with, but times, and files that a killed write left aside."""
     last, skipped = newest_whole(run.checkpoints)
     assert last is not None
     assert skipped == []
     written = {name: data for name, data in tree(run.folder / "run").items()
-               if name == "metrics.jsonl" or name.startswith(("settings", "tokenizer/"))}  # fmt: skip
+               if name == "metrics.jsonl" or name.startswith(("settings", "tokenizer/"))
+               if not name.endswith(".tmp")}  # fmt: skip
     state = {name: data for name, data in tree(last).items() if name in ("rank-00000.safetensors", "state.json")}
     assert len(state) == 2
     kept = sorted(path.name for path in run.checkpoints.iterdir())
