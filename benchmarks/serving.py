@@ -25,8 +25,8 @@ from typing import Any
 from dcdm.bench.harness import environment
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.model.transformer import Model
 from dcdm.kinds import build
+from dcdm.model.transformer import Model
 from dcdm.presets import preset
 from dcdm.viewing.tables import Table
 
@@ -181,8 +181,8 @@ async def waiting_callers(port: int, each: int, decoders: Decoders) -> tuple[lis
 def start_server(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
+    from dcdm.serving.served import Settings
     from dcdm.serving.server import BackgroundServer
-    from dcdm.serving.settings import Settings
 
     settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096)
     return BackgroundServer(create_app(model, tokenizer, settings), drain_seconds=1).port

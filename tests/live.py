@@ -15,8 +15,8 @@ from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import scheduler
 from dcdm.serving.app import create_app
+from dcdm.serving.served import Settings
 from dcdm.serving.server import BackgroundServer
-from dcdm.serving.settings import Settings
 
 NAME = "tiny"
 

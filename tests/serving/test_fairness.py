@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcdm.serving.fairness import FairQueue
+from dcdm.serving.scheduler import FairQueue
 
 
 def served(queue, count=1):

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from dcdm.serving import connections, denoise, streaming
+from dcdm.serving import denoise, streaming
+from dcdm.serving import server as serving_process
 from dcdm.serving.access import names_loopback
 from live import live, until
 
@@ -130,7 +131,7 @@ def test_connections_leave_room_under_the_limit_of_open_files(monkeypatch, limit
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, to: raised.append(to))
-    assert connections.connections_possible(1024) == expected
+    assert serving_process.connections_possible(1024) == expected
     assert raised == ([] if limits[0] in (20_000, -1) else [(min(2176, limits[1]), limits[1])])
 
 

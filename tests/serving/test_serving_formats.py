@@ -15,9 +15,9 @@ import pytest
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import constraints
+from dcdm.serving.app import Workers
 from dcdm.serving.schemas import APIError
 from dcdm.serving.served import Constraints
-from dcdm.serving.workers import Workers
 from expressions import compile_here, expression, schema
 from live import NAME, events, live, tiny_model, until
 
@@ -167,7 +167,7 @@ def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refu
 
 
 def test_an_expression_whose_turn_does_not_come_is_refused(monkeypatch):
-    monkeypatch.setattr("dcdm.serving.workers.SECONDS", 0.05)
+    monkeypatch.setattr("dcdm.serving.app.THREAD_SECONDS", 0.05)
 
     async def ask():
         workers, going_on = Workers(1, 9), threading.Event()

@@ -26,8 +26,8 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.io.export import SUMS
 from dcdm.serving import monitoring, scheduler
+from dcdm.serving.served import Settings
 from dcdm.serving.server import load_safetensors
-from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
 
 # Nothing here ends by chance: an EOS would end a text that is meant to last.

@@ -10,8 +10,7 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.serving.app import create_app, create_app_for
-from dcdm.serving.served import Served
-from dcdm.serving.settings import Settings
+from dcdm.serving.served import Served, Settings
 from live import Live, live, tiny_model
 
 BODY = {"prompt": "a", "max_tokens": 12, "seed": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Annotated
@@ -72,15 +73,13 @@ def serve(
     """
     import os
 
-    from dcdm.serving.settings import Settings, require_packages
-
     require_packages()
     import torch
 
     from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
-    from dcdm.serving.served import Served
+    from dcdm.serving.served import Served, Settings
     from dcdm.serving.server import listen, load_safetensors, serve_app
     from dcdm.shipped import card_of, default
 
@@ -124,3 +123,14 @@ def serve(
     shown_names = ", ".join(map(repr, names))
     print(f"dcdm: serving {shown_names} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
     serve_app(app, listening, drain_seconds)
+
+
+def require_packages() -> None:
+    """Say what to install if the server's packages are missing."""
+    missing = [
+        name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"dcdm serve needs {', '.join(missing)}: run pip install -e '.[serve]' in the checkout of dcdm"
+        )

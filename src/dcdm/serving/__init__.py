@@ -1,7 +1,7 @@
 """A model behind HTTP (`dcdm serve`).
 
-A request goes through `connections` (until its headers are there), `access` (who may ask), `app` (routes),
-`schemas` (what is asked), `models` (which one), `completions` or `denoise` (rows to compute; `workers` are threads
-for what may take long), `scheduler` and `fairness` (who is computed when), `writing` and `streaming` (the answer).
-`served` is a model with its limits, `server` the process around the application.
+The way of a request: `server` (the process, its socket and connections) → `access` (who may ask) → `app` (routes)
+→ `schemas` (what is asked) → `completions` or `denoise` (rows to compute, checked against `served`, a model with
+its limits) → `scheduler` (queued, then computed together with others) → `writing` (text from tokens) → `streaming`
+(the answer). `monitoring` is what an operator sees.
 """

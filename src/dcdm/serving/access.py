@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcdm.serving.monitoring import Metrics, log_event, logger
 from dcdm.serving.schemas import APIError
-from dcdm.serving.settings import Settings
+from dcdm.serving.served import Settings
 from dcdm.serving.streaming import Json
 
 OPEN = ("/healthz", "/readyz")

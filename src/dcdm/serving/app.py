@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, fail_after, to_thread
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -20,8 +21,8 @@ from dcdm.model.transformer import Model
 from dcdm.serving import denoise
 from dcdm.serving.access import Gate
 from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prepare_completion
-from dcdm.serving.models import Entry, Models
 from dcdm.serving.monitoring import Metrics
+from dcdm.serving.scheduler import Models
 from dcdm.serving.schemas import (
     APIError,
     ChatRequest,
@@ -31,14 +32,14 @@ from dcdm.serving.schemas import (
     Generating,
     OpenAIRequest,
     invalid_body,
+    queue_full,
 )
-from dcdm.serving.served import Served
-from dcdm.serving.settings import Settings
+from dcdm.serving.served import Served, Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
-from dcdm.serving.workers import Workers
 from dcdm.viewing.page import asset as report_asset
 from dcdm.viewing.page import palette_style
 
+T = TypeVar("T")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
     401: {"model": ErrorBody, "description": "No key, or a wrong one."},
@@ -71,6 +72,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 THREADS = 4
 """That make automata, and as many that render chats."""
+THREAD_SECONDS = 20.0
+"""How long work may wait for a thread."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -81,6 +84,30 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
+
+
+class Workers:
+    """Threads for work that one request can make long, so that it delays only others who want the same.
+
+    Only so many may wait for them; more are told to come again.
+    """
+
+    def __init__(self, threads: int, most: int) -> None:
+        self._threads, self._most = CapacityLimiter(threads), most
+
+    async def run(self, work: Callable[..., T], *given: object) -> T:
+        if self._threads.statistics().tasks_waiting >= self._most:
+            raise queue_full()
+        turn = object()
+        try:
+            with fail_after(THREAD_SECONDS):
+                await self._threads.acquire_on_behalf_of(turn)
+        except TimeoutError:
+            raise queue_full() from None
+        try:
+            return await to_thread.run_sync(work, *given, limiter=CapacityLimiter(1))  # its turn has come already
+        finally:
+            self._threads.release_on_behalf_of(turn)
 
 
 def create_app(
@@ -107,7 +134,7 @@ def create_app_for(several: Sequence[Served]) -> FastAPI:
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
     app.state.models, app.state.metrics = models, metrics
-    app.state.served, app.state.scheduler = models.first.served, models.first.scheduler
+    app.state.served, app.state.scheduler = models.first.served, models.first
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     _errors(app)
     _pages(app)
@@ -197,7 +224,7 @@ def _models(app: FastAPI) -> None:
 
     @app.get("/v1/models", summary="The served models", responses=CARD)
     async def models() -> Response:
-        return Json({"object": "list", "data": [entry.served.card() for entry in served.entries.values()]})
+        return Json({"object": "list", "data": [each.served.card() for each in served.schedulers.values()]})
 
     @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
     async def one(name: str) -> Response:
@@ -216,12 +243,12 @@ def _generation(app: FastAPI) -> None:
         return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
 
     async def answer(
-        request: Request, body: OpenAIRequest, prepare: Callable[[Entry], PreparedRequest]
+        request: Request, body: OpenAIRequest, prepare: Callable[[Served], PreparedRequest]
     ) -> Response:
-        entry = models.get(body.model)
-        prepared = await workers_for(body)(prepare, entry)
-        queued = entry.scheduler.submit(prepared.rows, caller_of(request, body.user))
-        answer = Answer(entry.served, prepared, queued, request.state.notes)
+        scheduler = models.get(body.model)
+        prepared = await workers_for(body)(prepare, scheduler.served)
+        queued = scheduler.submit(prepared.rows, caller_of(request, body.user))
+        answer = Answer(scheduler.served, prepared, queued, request.state.notes)
         if prepared.stream:
             return EventStream(answer.stream(), queued)
         with queued:
@@ -229,18 +256,18 @@ def _generation(app: FastAPI) -> None:
 
     @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
     async def completing(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, body, lambda entry: prepare_completion(entry.served, body))
+        return await answer(request, body, lambda served: prepare_completion(served, body))
 
     @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
     async def chatting(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, body, lambda entry: prepare_chat(entry.served, entry.template, body))
+        return await answer(request, body, lambda served: prepare_chat(served, body))
 
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**ERRORS, 200: EVENTS})
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
-        entry = models.get(body.model)
-        row = await workers_for(body)(denoise.prepare_denoising, entry.served, body)
-        queued = entry.scheduler.submit([row], caller_of(request))
-        return EventStream(denoise.stream(entry.served, queued, request.state.notes), queued)
+        scheduler = models.get(body.model)
+        row = await workers_for(body)(denoise.prepare_denoising, scheduler.served, body)
+        queued = scheduler.submit([row], caller_of(request))
+        return EventStream(denoise.stream(scheduler.served, queued, request.state.notes), queued)
 
 
 def caller_of(request: Request, user: str | None = None) -> str:

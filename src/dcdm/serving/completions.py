@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dcdm.data.chats import ChatBusy, ChatError, ChatTemplate
+from dcdm.data.chats import ChatBusy, ChatError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
@@ -111,12 +111,9 @@ def _prompts(served: Served, request: CompletionRequest) -> list[tuple[list[int]
     return ids_and_texts
 
 
-def template_of(served: Served) -> ChatTemplate | None:
-    return None if served.tokenizer.chat_template is None else ChatTemplate(served.tokenizer)
-
-
-def prepare_chat(served: Served, template: ChatTemplate | None, request: ChatRequest) -> PreparedRequest:
+def prepare_chat(served: Served, request: ChatRequest) -> PreparedRequest:
     """The rows that a request asks for, checked."""
+    template = served.template
     if template is None:
         raise APIError(
             404, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"

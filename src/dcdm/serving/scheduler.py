@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from dcdm.config import ConfigError
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Guide
 from dcdm.decoding.prefixes import PrefixStore
 from dcdm.decoding.session import Decoding, Ended, Event, Revision, Text
-from dcdm.serving.fairness import FairQueue
-from dcdm.serving.monitoring import ModelMetrics, logger
+from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
 from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_many_forwards
 from dcdm.serving.served import Served
+
+T = TypeVar("T")
 
 
 class Reader(Protocol):
@@ -132,6 +134,77 @@ class QueuedRequest:
         if row.forwards >= self.max_forwards:
             return too_many_forwards(self.max_forwards, self.kind)
         return too_long(self.seconds)
+
+
+class _Item(NamedTuple, Generic[T]):
+    tag: float
+    number: int
+    item: T
+    caller: str
+    cost: float
+
+
+class FairQueue(Generic[T]):
+    """Whose text is next: callers share the model by tokens, whoever asks for more at once.
+
+    Weighted fair queueing with equal weights. Every text has a tag: when its caller's earlier texts would have been
+    served if all callers were served at the same rate, token by token. Texts are taken in the order of their tags.
+    The clock of the tags advances with the tokens that are taken, the slower the more callers wait; a caller who
+    comes back after a pause starts from now and has saved up nothing. So nobody waits for ever, and one who sends a
+    hundred texts delays another's single one by no more than what is being computed.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[_Item[T]] = []
+        self._now = 0.0
+        self._served_until: dict[str, float] = {}
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return (entry.item for entry in self._items)
+
+    def add(self, item: T, caller: str, cost: float) -> None:
+        """An item that costs so many tokens."""
+        tag = max(self._now, self._served_until.get(caller, 0.0))
+        self._served_until[caller] = tag + cost
+        self._number += 1
+        self._items.append(_Item(tag, self._number, item, caller, cost))
+        self._items.sort(key=lambda entry: entry[:2])
+
+    def take(self, wanted: Callable[[T], bool]) -> list[T]:
+        """Remove the items that are `wanted`, asked in turn, up to the first that is not."""
+        taken: list[T] = []
+        rest: list[_Item[T]] = []
+        callers = len({entry.caller for entry in self._items})
+        for at, entry in enumerate(self._items):
+            if wanted(entry.item):
+                taken.append(entry.item)
+                self._now = max(self._now, entry.tag) + entry.cost / callers
+            else:
+                rest = self._items[at:]
+                break
+        self._items = rest
+        # those who are not ahead, or all if nobody waits, start from now when they come again
+        ahead = {caller: until for caller, until in self._served_until.items() if until > self._now}
+        self._served_until = ahead if rest else {}
+        return taken
+
+    def drop(self, unwanted: Callable[[T], bool]) -> int:
+        """Remove what nobody waits for any more; how many there were."""
+        kept: list[_Item[T]] = []
+        dropped = 0
+        for entry in self._items:
+            if not unwanted(entry.item):
+                kept.append(entry)
+                continue
+            dropped += 1
+            if entry.caller in self._served_until:  # what is not done costs its caller nothing
+                self._served_until[entry.caller] -= entry.cost
+        self._items = kept
+        return dropped
 
 
 @dataclass
@@ -296,3 +369,55 @@ class Scheduler:
     def _forget_given_up(self) -> None:
         if dropped := self._waiting.drop(lambda job: job.queued.given_up):
             self.metrics.ended("given up", dropped)
+
+
+class Models:
+    """The models of a server, each with a queue and a thread of its own; requests that name none get the first."""
+
+    def __init__(self, served: Sequence[Served], metrics: Metrics) -> None:
+        names = [each.name for each in served]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"two models are named {twice!r}; rename a folder, or give --name for each")
+        self.schedulers = {each.name: Scheduler(each, ModelMetrics(metrics, each.name)) for each in served}
+
+    @property
+    def first(self) -> Scheduler:
+        return next(iter(self.schedulers.values()))
+
+    def get(self, name: str | None) -> Scheduler:
+        if name is None:
+            return self.first
+        if name not in self.schedulers:
+            served = ", ".join(map(repr, self.schedulers))
+            raise APIError(
+                404,
+                f"the model {name!r} is not served here; this is {served}",
+                code="model_not_found",
+                param="model",
+            )
+        return self.schedulers[name]
+
+    @property
+    def draining(self) -> bool:
+        return any(scheduler.draining for scheduler in self.schedulers.values())
+
+    @property
+    def alive(self) -> bool:
+        return all(scheduler.alive for scheduler in self.schedulers.values())
+
+    def start(self) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.start()
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        for scheduler in self.schedulers.values():
+            scheduler.draining = True
+
+    def refuse_all(self) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.refuse_all()
+
+    def close(self) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.close()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from dcdm.config import ConfigError
+from dcdm.data.chats import ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import CACHES, ROUTINGS, DecodingConfig, Revise, default_commit, fitting_settings
@@ -29,7 +32,6 @@ from dcdm.serving.schemas import (
     invalid_setting,
     queue_full,
 )
-from dcdm.serving.settings import Settings
 from dcdm.viewing.filling import exercises_for
 
 KINDS: dict[Any, str] = {
@@ -37,6 +39,59 @@ KINDS: dict[Any, str] = {
     tuple[str, ...]: "texts", Revise | None: "number",
 }  # fmt: skip
 """How a form asks for a setting of this type; of a revision for its share."""
+MAY_BE_ZERO = ("prefix_tokens",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of a server. Texts are the rows of a batch: `n` times the number of prompts of a request."""
+
+    api_key: str | None = None
+    """Key that callers must send; None answers only those who ask for this machine by a loopback name."""
+    max_tokens: int = 1024
+    """New tokens of one text."""
+    max_prompt_tokens: int | None = None
+    """Tokens of one prompt, blanks counted; None means what the context has room for."""
+    max_forwards: int = 4096
+    """Forwards of one text."""
+    max_texts: int = 16
+    """Texts of one request."""
+    max_queued: int = 64
+    """Texts that wait; more are answered with 429."""
+    max_batch: int = 16
+    """Texts that are computed together; 1 computes one at a time."""
+    max_batch_tokens: int = 16_384
+    """Positions whose keys and values there is room for: of the texts that are computed together, each as long as
+    the longest, and in what they leave of prompt prefixes."""
+    prefix_tokens: int = 4096
+    """Tokens of prompt prefixes that are cached for later texts, as far as running ones leave room; 0 for none."""
+    timeout_seconds: float = 120.0
+    """From a request's arrival to its last token."""
+    max_connections: int = 1024
+    """Open connections; beyond them those that ask for nothing are closed, the longest silent first."""
+    head_seconds: float = 10.0
+    """How long a connection may take until the headers of a request are complete."""
+    max_body_bytes: int = 1 << 20
+    body_seconds: float = 10.0
+    """How long a request's body may take to arrive."""
+    log_prompts: bool = False
+    """Write prompts and completions into the log."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, str | bool | None):
+                continue
+            least = 0 if one.name in MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
+            if not least <= value < float("inf"):
+                raise ConfigError(f"{one.name}={value} must be at least {least:g}")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ConfigError("api_key must be of ASCII letters, digits and signs, without blanks, and not empty")
+        if self.max_queued < self.max_texts:
+            raise ConfigError(
+                f"max_queued={self.max_queued} has no room for a request of max_texts={self.max_texts}; raise the "
+                "first or lower the second"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,6 +106,11 @@ class Served:
     """What it is and what it was trained on, of models that have a card."""
     created: int = field(default_factory=lambda: int(time.time()))
     constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Of chats, if the tokenizer has one."""
+        return None if self.tokenizer.chat_template is None else ChatTemplate(self.tokenizer)
 
     @property
     def window(self) -> int:

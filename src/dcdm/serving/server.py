@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import resource
 import socket
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
@@ -26,7 +28,6 @@ from dcdm.files import stops_handled_by
 from dcdm.io.export import export
 from dcdm.io.load import find_model, load_model
 from dcdm.model.transformer import Model
-from dcdm.serving.connections import SilentConnections, TimedProtocol, connections_possible
 
 
 def load_safetensors(
@@ -62,6 +63,92 @@ def listen(host: str, port: int) -> socket.socket:
             f"--port {port} on {host}: {advice if error.errno == errno.EADDRINUSE else error.strerror}"
         ) from error
     return listening
+
+
+OTHER_FILES = 128
+"""Open files of the process that are no connections: the model, the log, libraries."""
+
+
+class SilentConnections:
+    """Connections on which nothing is being answered, the longest silent first, each with the timer that ends it.
+
+    They cost a caller nothing, so they must not keep others out: each is closed after a while, and where they
+    become too many the one that has been silent longest makes room for a new one.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most, self.seconds = most, seconds
+        self._timers: dict[TimedProtocol, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def add(self, connection: TimedProtocol) -> None:
+        """Begin to wait for a request; one that is waited for already keeps its timer, whatever it has sent."""
+        if connection in self._timers:
+            return
+        self._timers[connection] = connection.loop.call_later(self.seconds, self.close, connection)
+        if len(self._timers) > self.most:
+            self.close(next(iter(self._timers)))
+
+    def remove(self, connection: TimedProtocol) -> None:
+        if (timer := self._timers.pop(connection, None)) is not None:
+            timer.cancel()
+
+    def close(self, connection: TimedProtocol) -> None:
+        self.remove(connection)
+        connection.transport.close()
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, with a limit of time until the headers of a request are complete; requests can end it."""
+
+    def __init__(self, *args: Any, silent: SilentConnections, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.silent = silent
+        self.app_state = {**self.app_state, "abort": self.abort}  # what requests find in their state
+
+    def abort(self) -> None:
+        """End the connection, whatever has not been sent."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.silent.remove(self)
+
+    def _watch(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.silent.add(self)
+        else:
+            self.silent.remove(self)
+
+
+def connections_possible(wanted: int) -> int:
+    """How many silent connections, and as many busy ones, the process may hold.
+
+    Its own limit of open files is raised to what they need, as far as the system allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * wanted + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return max(1, min(wanted, (raised - OTHER_FILES) // 2))
 
 
 class Server(uvicorn.Server):
