@@ -29,7 +29,7 @@ def test_each_model_answers_by_its_name_and_the_first_without_one(server):
         asked = [{**BODY, "model": name} for name in ("causal", "ar")] * 4 + [BODY]
         answers = [answer.json() for answer in pool.map(lambda body: server.post("/v1/completions", body), asked)]
     right = {}
-    for name, entry in server.app.state.models.entries.items():
+    for name, entry in server.app.state.models.schedulers.items():
         served = entry.served
         right[name] = dcdm.generate(
             served.model, ["a"], tokenizer=served.tokenizer, max_new_tokens=12, seed=3
