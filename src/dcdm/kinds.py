@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from dcdm.config import ModelConfig
-from dcdm.lanes import objective, reference  # noqa: F401  what the core asks for by a model's class
+from dcdm.lanes import decoding, likelihood, objective, reference  # noqa: F401  what the core asks for by a model's class
 from dcdm.lanes.model import LaneModel
 from dcdm.model.attention import choose_backend
 from dcdm.model.transformer import Model

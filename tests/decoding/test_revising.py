@@ -12,7 +12,8 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError
 from dcdm.decoding.config import DecodingConfig, Revise
-from dcdm.decoding.session import Decoding, Revision
+from dcdm.decoding.revision import Revision
+from dcdm.decoding.session import session_of
 from live import events, live
 from walks import model_of
 
@@ -26,11 +27,11 @@ def revision(model, settings, **options):
 
 
 def run(model, *texts):
-    decoding = Decoding(model)
+    session = session_of(model)
     for text in texts:
-        decoding.add(text)
-    while decoding.running:
-        decoding.step()
+        session.add(text)
+    while session.running:
+        session.step()
 
 
 def literal(model, groups):

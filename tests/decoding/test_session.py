@@ -11,8 +11,9 @@ import dcdm
 import tiny
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.predictors import sharing
-from dcdm.decoding.prefixes import PIECE, Beginning, PrefixStore, beginning_of
-from dcdm.decoding.session import Decoding, Text
+from dcdm.decoding.prefixes import PIECE, PrefixCache, PromptPrefix, shared_prefix
+from dcdm.decoding.session import session_of
+from dcdm.decoding.text import Text
 from walks import model_of
 
 LANES = "lanes"
@@ -79,16 +80,16 @@ def test_texts_that_join_at_any_forward_are_what_each_is_alone(kind):
     """With decoders, lanes, lengths, caches and windows of their own, exactly in float64."""
     model = network(kind)
     asked = requests(kind, 14, seed=len(kind))
-    decoding, rng = Decoding(model, PrefixStore(64)), random.Random(1)
+    session, rng = session_of(model, PrefixCache(64)), random.Random(1)
     events = {number: [] for number in range(len(asked))}
     waiting, texts, widest = list(asked), [], 0
-    while waiting or decoding.running:
+    while waiting or session.running:
         for _ in range(min(len(waiting), rng.randrange(4))):
             prompt, new_tokens, number, options = waiting.pop(0)
             text = text_of(model, prompt, new_tokens, number, options, on_event=events[number].append)
             texts.append(text)
-            decoding.add(text)
-        widest = max(widest, decoding.step())
+            session.add(text)
+        widest = max(widest, session.step())
     assert widest > 3, "several at once"
     for text, request in zip(texts, asked, strict=True):
         expected = alone(model, *request)
@@ -109,30 +110,30 @@ def test_a_text_that_joins_changes_nothing_of_what_the_others_compute(monkeypatc
     passes = []
     extend = model.extend
     monkeypatch.setattr(model, "extend", lambda t, *more: passes.append(tuple(t.shape)) or extend(t, *more))
-    decoding = Decoding(model)
+    session = session_of(model)
     for number in range(3):
-        decoding.add(text_of(model, [1, 2], 40, number, {"lanes": 4}, window=300, eos_id=None))
-    decoding.step()
-    decoding.step()
-    decoding.add(text_of(model, [1] * 200, 40, 3, {"lanes": 4}, window=300, eos_id=None))
+        session.add(text_of(model, [1, 2], 40, number, {"lanes": 4}, window=300, eos_id=None))
+    session.step()
+    session.step()
+    session.add(text_of(model, [1] * 200, 40, 3, {"lanes": 4}, window=300, eos_id=None))
     passes.clear()
-    assert decoding.step() == 4
+    assert session.step() == 4
     assert sorted(shape[0] for shape in passes) == [1, 3]
     assert max(shape[1] for shape in passes if shape[0] == 3) < 10
     passes.clear()
-    decoding.step()
+    session.step()
     assert [shape[0] for shape in passes] == [4], "from then on all share a pass"
 
 
 def test_texts_with_windows_of_their_own_share_a_batch():
     model = network("causal")
     sizes = {12: 9, 40: 30, 20: 11}
-    decoding = Decoding(model)
+    session = session_of(model)
     texts = [text_of(model, [1, 2], new, n, {}, window=window) for n, (window, new) in enumerate(sizes.items())]
     for text in texts:
-        decoding.add(text)
-    while decoding.running:
-        decoding.step()
+        session.add(text)
+    while session.running:
+        session.step()
     for number, (window, new) in enumerate(sizes.items()):
         expected = alone(model, [1, 2], new, number, {}, window=window).completions[0]
         assert texts[number].completion(model.config.mask_id) == expected
@@ -148,46 +149,46 @@ def test_rows_share_a_pass_unless_fillers_would_cost_more():
 
 def test_memory_of_the_cache_follows_the_texts_that_run():
     model = network("ar")
-    decoding = Decoding(model)
+    session = session_of(model)
     for number, new in enumerate([4, 30, 8, 12]):
-        decoding.add(text_of(model, [1], new, number, {}, window=40, eos_id=None))
-    decoding.step()
-    assert decoding.positions == 4 * 32
+        session.add(text_of(model, [1], new, number, {}, window=40, eos_id=None))
+    session.step()
+    assert session.positions == 4 * 32
     held = []
-    while decoding.running:
-        decoding.step()
-        held.append(decoding.positions)
+    while session.running:
+        session.step()
+        held.append(session.positions)
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0
     assert 32 in held, "one row is left, and has memory for itself alone"
 
 
-def test_a_cancelled_text_leaves_between_two_forwards_and_the_others_go_on():
+def test_a_cancelled_text_leaves_between_two_forwards_and_the_others_continue():
     model = network("causal")
-    decoding, ended = Decoding(model), []
+    session, ended = session_of(model), []
     stop = [False]
-    decoding.add(text_of(model, [1], 12, 0, {"commit": "position"}, cancel=lambda: stop[0], on_end=ended.append))
-    decoding.add(text_of(model, [2], 12, 1, {"commit": "position"}, on_end=ended.append))
-    decoding.step()
+    session.add(text_of(model, [1], 12, 0, {"commit": "position"}, cancel=lambda: stop[0], on_end=ended.append))
+    session.add(text_of(model, [2], 12, 1, {"commit": "position"}, on_end=ended.append))
+    session.step()
     stop[0] = True
-    decoding.step()
+    session.step()
     assert [end.finished for end in ended] == ["cancelled"]
-    assert len(decoding.running) == 1
-    while decoding.running:
-        decoding.step()
+    assert len(session.running) == 1
+    while session.running:
+        session.step()
     assert ended[1].completion == alone(model, [2], 12, 1, {"commit": "position"}).completions[0]
 
 
-# --- beginnings that were encoded before -------------------------------------------------------------------------
+# --- prompt prefixes that were encoded before ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ar", LANES, "bdlm", "causal", "mdlm", "strided"])
-def test_a_beginning_that_was_encoded_before_is_not_encoded_again_and_changes_nothing(kind):
+def test_a_prompt_prefix_that_was_encoded_before_is_not_encoded_again_and_changes_nothing(kind):
     model = network(kind, context_length=128)
-    store = PrefixStore(400)
+    store = PrefixCache(400)
     system = [(7 * i) % 6 for i in range(40)]
     shares_part = kind in ("ar", LANES)
-    decoding = Decoding(model, store)
+    session = session_of(model, store)
     options = {"lanes": 2} if kind == LANES else {}
     prompts = [system, [*system, 1, 2, 3], [*system[:20], 5, *system[21:]], system, [1, 2]]
     expected_reuse = [0, 32, 16, 32, 0] if shares_part else [0, 0, 0, 41, 0]
@@ -196,9 +197,9 @@ def test_a_beginning_that_was_encoded_before_is_not_encoded_again_and_changes_no
         text = text_of(
             model, prompt, 10, number, options, window=100, on_event=lambda e, held=log_p: held.extend(e.log_p)
         )
-        decoding.add(text)
-        while decoding.running:
-            decoding.step()
+        session.add(text)
+        while session.running:
+            session.step()
         same = alone(model, prompt, 10, number, options, window=100)
         assert text.completion(model.config.mask_id) == same.completions[0]
         expected = [value for event in same.history for value in event.log_p]
@@ -208,45 +209,45 @@ def test_a_beginning_that_was_encoded_before_is_not_encoded_again_and_changes_no
     assert store.found == sum(expected_reuse)
 
 
-def test_a_blank_behind_the_beginning_is_filled_the_same_with_and_without_what_is_remembered():
+def test_a_blank_behind_the_prefix_is_filled_the_same_with_and_without_what_is_remembered():
     model = network(LANES, context_length=128)
-    mask, store = model.config.mask_id, PrefixStore(400)
-    decoding = Decoding(model, store)
+    mask, store = model.config.mask_id, PrefixCache(400)
+    session = session_of(model, store)
     for number, behind in enumerate([[3, 4], [5, 6, 7]]):
         prompt = [*range(20), *range(20), *[mask] * 9, *behind]
         text = text_of(model, prompt, 5, number, {"lanes": 3}, window=100)
-        decoding.add(text)
-        while decoding.running:
-            decoding.step()
+        session.add(text)
+        while session.running:
+            session.step()
         same = alone(model, prompt, 5, number, {"lanes": 3}, window=100)
         assert text.completion(mask) == same.completions[0]
         assert text.costs["prefix"] == (32 if number else 0)
 
 
-def test_a_beginning_of_other_tokens_would_be_noticed():
+def test_a_prefix_of_other_tokens_would_be_noticed():
     """The comparison above is not blind: what is remembered decides what is predicted."""
-    model, store = network("ar", context_length=128), PrefixStore(400)
+    model, store = network("ar", context_length=128), PrefixCache(400)
     log_p = []
     for damage in (False, True):
         if damage:
             for _, prefix in store._pieces.values():
                 prefix.values[0].mul_(1.5)
-        decoding = Decoding(model, store)
-        decoding.add(text_of(model, [1] * 40, 2, 0, {}, window=100, on_event=lambda e: log_p.append(e.log_p[0])))
-        decoding.step()
+        session = session_of(model, store)
+        session.add(text_of(model, [1] * 40, 2, 0, {}, window=100, on_event=lambda e: log_p.append(e.log_p[0])))
+        session.step()
     assert abs(log_p[0] - log_p[1]) > 1e-6
 
 
 def test_the_store_forgets_what_was_used_longest_ago_and_no_piece_before_those_built_on_it():
     model = network("ar", context_length=128)
-    store = PrefixStore(4 * PIECE)
+    store = PrefixCache(4 * PIECE)
 
     def write(token):
-        decoding = Decoding(model, store)
+        session = session_of(model, store)
         text = text_of(model, [token] * 40, 1, 0, {}, window=100)
-        decoding.add(text)
-        while decoding.running:
-            decoding.step()
+        session.add(text)
+        while session.running:
+            session.step()
         return text.costs["prefix"]
 
     assert [write(1), write(2), write(1), write(3), write(1), write(2)] == [0, 0, 32, 0, 32, 0]
@@ -254,13 +255,13 @@ def test_the_store_forgets_what_was_used_longest_ago_and_no_piece_before_those_b
     store.shrink(PIECE)
     assert store.tokens == PIECE
     assert write(2) == PIECE, "the first piece outlives the second"
-    assert not PrefixStore(0).tokens
+    assert not PrefixCache(0).tokens
 
 
-def test_what_may_not_be_shared_has_no_beginning():
+def test_what_may_not_be_shared_has_no_prefix():
     paper, ar = network("paper").config, network("ar").config
-    assert beginning_of(paper, [20, *range(19)]) is None
-    assert beginning_of(ar, [20, 1, 2, ar.mask_id]) is None
-    long = beginning_of(ar, [20, *range(19), *range(13), ar.mask_id])
-    assert isinstance(long, Beginning)
+    assert shared_prefix(paper, [20, *range(19)]) is None
+    assert shared_prefix(ar, [20, 1, 2, ar.mask_id]) is None
+    long = shared_prefix(ar, [20, *range(19), *range(13), ar.mask_id])
+    assert isinstance(long, PromptPrefix)
     assert len(long) == 32

@@ -12,7 +12,7 @@ import dcdm
 import tiny
 from corpora import metaspace_tokenizer
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.decoding.session import Ended, Event
+from dcdm.decoding.text import Ended, Event
 from dcdm.serving.writing import Provisional, Writer
 from expressions import compile_here
 from live import events, live

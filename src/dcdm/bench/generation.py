@@ -32,7 +32,7 @@ from dcdm.decoding.routes import described
 from dcdm.io.load import load_model
 from dcdm.keys import Key
 from dcdm.kinds import OWN_PARTS
-from dcdm.likelihood.estimators import Scorer
+from dcdm.likelihood.estimators import scorer_of
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
 from dcdm.model.transformer import Model
 from dcdm.viewing.page import many
@@ -152,7 +152,7 @@ def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> 
     This is exact for a decoder whose order follows from probabilities. One of random order is walked along one
     order drawn for each window, one with drafts along one acceptance pattern: on average a bound.
     """
-    scorer = Scorer(model, 1, Key(seed).fold("order"), decoder)
+    scorer = scorer_of(model, 1, Key(seed).fold("order"), decoder)
     walk = scorer.drafted if decoder.drafts else scorer.trajectory
     part = walk(tokens, model.sets(tokens), torch.arange(len(tokens)))
     return part.by_position.sum(dim=-1).tolist(), part.tokens.tolist()

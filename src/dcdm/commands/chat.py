@@ -111,7 +111,7 @@ class Conversation:
     def answer(self, message: str, show: Callable[[str], None] = lambda text: None) -> Generation:
         """The answer to a message; `show` gets its text piece by piece. Both are remembered."""
         from dcdm.decoding.engine import generate
-        from dcdm.decoding.session import Ended, Event
+        from dcdm.decoding.text import Ended, Event
         from dcdm.serving.writing import Piece, Writer
 
         turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])

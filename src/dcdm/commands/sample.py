@@ -31,7 +31,7 @@ from dcdm.config import ConfigError
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.decoding.engine import Generation
-    from dcdm.decoding.session import Event
+    from dcdm.decoding.text import Event
 
 EXAMPLES = (
     "dcdm sample",

@@ -263,7 +263,6 @@ def _can_revise(config: ModelConfig) -> bool:
 
 def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:
     """The number of lanes that None means for a model, or a ConfigError where it does not fit."""
-
     if config.kind != "lanes":
         if lanes is not None:
             raise ConfigError(f"lanes={lanes} does not fit a model of kind {config.kind}; leave it out")

@@ -30,8 +30,10 @@ from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.commits import View
 from dcdm.decoding.json_schemas import check_schema
 from dcdm.decoding.prompts import blank_runs
+from dcdm.decoding.sampling import Sampling
 
 COMPILER = Path(__file__).with_name("expression_compiler.py")
 SECONDS, MEMORY, STATES = 5, 1 << 30, 20_000
@@ -244,8 +246,8 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Guide:
-    """A constraint on a run of positions of a canvas."""
+class ConstrainedSpan:
+    """A run of positions of a canvas that must match."""
 
     constraint: Constraint
     start: int
@@ -259,11 +261,47 @@ class Guide:
             upto = "up to " if self.ends else "exactly "
             raise ConfigError(f"{name}: no text of {upto}{self.length} tokens matches; change it, or the length")
 
+    def draw(
+        self, view: View, fill: Tensor, row: int, drawn: Tensor, line: Tensor, sampling: Sampling, chances: Tensor
+    ) -> Tensor:
+        """What a row fills, `drawn` (A,), drawn once more within the span from what the constraint allows.
 
-def guides_of(
+        `fill` (B, A) is what all rows fill, `line` (L,) the row's canvas, on which MASK is free, and `chances` (L,)
+        uniform numbers.
+        """
+        inside = (view.position[row] >= self.start) & (view.position[row] < self.start + self.length)
+        asked = torch.zeros_like(fill)
+        asked[row] = fill[row] & inside
+        if not bool(asked.any()):
+            return drawn
+        parts: list[Tensor] = []
+
+        def keep(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
+            parts.append(log_p)
+            return at
+
+        view.predicted.measure(keep, asked, 0)
+        log_p, columns = torch.cat(parts), asked[row].nonzero().squeeze(-1)
+        places = view.position[row, columns]
+        order = places.argsort()
+        log_p, columns, places = log_p[order], columns[order], places[order]
+
+        def draw(number: int, allowed: Tensor) -> int:
+            own = log_p[number].masked_fill(~allowed.to(log_p.device), -torch.inf)[None]
+            return int(sampling.draw(sampling.log_p(own), chances[places[number]][None]))
+
+        span = line[self.start : self.start + self.length].tolist()
+        known = [token if token < self.constraint.size else None for token in span]
+        drawn = drawn.clone()
+        found = self.constraint.fill(known, self.ends, (places - self.start).tolist(), draw)
+        drawn[columns] = torch.tensor(found, device=drawn.device)
+        return drawn
+
+
+def constrained_spans(
     constraints: Sequence[Constraint], row: Sequence[int], new_tokens: int, window: int, eos_id: int | None,
     mask_id: int, name: str = "regex",
-) -> list[Guide]:  # fmt: skip
+) -> list[ConstrainedSpan]:  # fmt: skip
     """What a row (BOS first) must match: each blank by itself, or what is written behind the prompt."""
     runs = blank_runs(row, mask_id)
     if runs and new_tokens:
@@ -274,10 +312,10 @@ def guides_of(
         raise ConfigError(f"{name}: give one for all blanks, or one for each of the {len(runs)}")
     if runs:
         each = list(constraints) * (len(runs) if len(constraints) == 1 else 1)
-        guides = [Guide(one, *run, ends=False) for one, run in zip(each, runs, strict=True)]
+        spans = [ConstrainedSpan(one, *run, ends=False) for one, run in zip(each, runs, strict=True)]
     else:
         ends = eos_id is not None and eos_id == constraints[0].eos_id
-        guides = [Guide(constraints[0], len(row), new_tokens, ends)]
-    for guide in guides:
-        guide.check(name)
-    return guides
+        spans = [ConstrainedSpan(constraints[0], len(row), new_tokens, ends)]
+    for span in spans:
+        span.check(name)
+    return spans

@@ -15,9 +15,11 @@ from torch import Tensor
 from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.constraints import Constraint, guides_of
+from dcdm.decoding.constraints import Constraint, constrained_spans
 from dcdm.decoding.prompts import read_prompts
-from dcdm.decoding.session import COSTS, Ended, Event, Revision, Text, write
+from dcdm.decoding.revision import Revision
+from dcdm.decoding.session import write
+from dcdm.decoding.text import COSTS, Ended, Event, Text
 from dcdm.model.transformer import Model
 
 
@@ -198,7 +200,7 @@ def generate(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,
-            guides=guides_of(constraints, ids, given.new_tokens[row], window, eos_id, config.mask_id)
+            spans=constrained_spans(constraints, ids, given.new_tokens[row], window, eos_id, config.mask_id)
             if constraints else (),
             on_end=None if on_end is None else partial(on_end, row),
         )

@@ -9,31 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from dcdm.decoding import routes
 from dcdm.decoding.commits import Commit, Distributions, View
-from dcdm.decoding.drafts import Drafter, Drafts, continues, propose, verify
 from dcdm.decoding.predictors import Predictor
-from dcdm.decoding.routes import Router
+from dcdm.decoding.routes import Route, Router, start
 from dcdm.model.layout import RaggedIndex, stack_rows
-from dcdm.model.transformer import Sets
+from dcdm.model.transformer import Sets, StageOne
 
 
 @dataclass
 class Counts:
-    """What a filling cost; each (B,)."""
+    """What decoding cost; each (B,)."""
 
     forwards: Tensor
     """Passes through all blocks, cache writes included."""
     rounds: Tensor
     """Routing passes through block 0."""
     computed: Tensor
-    """Positions that went through all blocks, over all forwards."""
+    """Positions that went through all blocks, over all forward passes."""
     reused: Tensor
-    """Positions whose keys and values came from the cache, over all forwards."""
+    """Positions whose keys and values came from the cache, over all forward passes."""
 
     @classmethod
     def zero(cls, rows: int) -> Counts:
@@ -51,7 +50,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Committed:
-    """What one forward filled."""
+    """What one forward pass filled."""
 
     position: Tensor
     """(B, A)."""
@@ -64,7 +63,7 @@ class Committed:
     chunk: Tensor
     """(B,): the number of the row's chunk, from 1 in the order of filling."""
     forward: Tensor
-    """(B,): the number of the row's forward, from 1."""
+    """(B,): the number of the row's forward pass, from 1."""
 
     def log_p(self) -> Tensor:
         """(B, A): the model's own log-probability of the token; 0 where nothing was filled."""
@@ -75,145 +74,118 @@ Reveal = Callable[[View, Tensor], Tensor]
 """(what was predicted, what will be filled (B, A)) → the tokens (B, A) to place there."""
 
 
-class Filling:
-    """Canvases (B, L) on their way from MASKs to text: `step` is one forward for all of them.
+class DecodingState:
+    """Canvases (B, L) on their way from MASKs to text: `step` is one forward pass for all of them.
 
-    Rows may join and leave between two steps, if router and predictor are of the mixed kinds. What a row becomes
-    does not depend on the others.
+    Rows may join and leave between two steps, if the router is a `MixedRouter`. What a row becomes does not depend
+    on the others.
     """
 
+    POSITIONS: ClassVar[dict[str, float]] = {"real": 0, "revealed": 0, "order": 0}
+    """The tensors (B, L) about rows, with what stands behind a row's end; `z` has PAD there."""
+    ROWS: ClassVar[tuple[str, ...]] = ("steps", "chunk")
+    """Those (B,)."""
+
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies, `ahead` (B,)
-        how many tokens of each lane are guessed ahead, where lanes have a pace of their own."""
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None
+    ) -> None:
+        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies."""
         self.z, self.real, self.router, self.predict = z.clone(), sets.real, router, predict
         self.order = (
             torch.zeros(z.shape, dtype=torch.float64, device=z.device) if order is None else order.to(z.device)
         )
-        self.revealed, self.route = sets.real & ~sets.free, routes.start(sets)
+        self.revealed, self.route = sets.real & ~sets.free, start(sets)
         self.counts = Counts.zero(len(z))
         self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
-        """(B,): forwards that the active chunk has had, and its number from 1."""
-        self.ahead = torch.zeros_like(self.steps) if ahead is None else ahead.to(z.device)
-        self.lane = torch.zeros_like(z) if router.lanes is None else router.lanes
-        self.drafts = Drafts.none(predict.model)
+        """(B,): forward passes that the active chunk has had, and its number from 1."""
 
-    def join(self, z: Tensor, sets: Sets, router: Router, order: Tensor, ahead: Tensor | None = None) -> None:
-        """Rows behind those that are there; the predictor is told by the caller."""
-        pad = self.predict.model.config.pad_id
-        new = Filling(z, sets, router, self.predict, order, ahead)
-        for name, filler in (("z", pad), ("real", False), ("revealed", False), ("order", 0.0), ("lane", 0)):
+    def join(self, new: Self) -> None:
+        """The rows of `new` behind the own; the predictor is told by the caller."""
+        for name, filler in {"z": self.predict.model.config.pad_id, **self.POSITIONS}.items():
             setattr(self, name, stack_rows(getattr(self, name), getattr(new, name), filler))
-        self.route = routes.Route(
-            stack_rows(self.route.ids, new.route.ids, -1), stack_rows(self.route.active, new.route.active, False)
-        )
-        self.counts = self.counts.stack(new.counts)
-        for name in ("steps", "chunk", "ahead"):
+        for name in self.ROWS:
             setattr(self, name, torch.cat([getattr(self, name), getattr(new, name)]))
-        self.router.join(router)
+        ids = stack_rows(self.route.ids, new.route.ids, -1)
+        self.route = Route(ids, stack_rows(self.route.active, new.route.active, False))
+        self.counts = self.counts.stack(new.counts)
+        self.router.join(new.router)
 
     def keep_rows(self, rows: Tensor) -> None:
         """All rows leave but these, which are in ascending order; positions that nobody has any more go too."""
         length = max(1, int(self.real[rows].sum(dim=-1).max())) if len(rows) else 1
-        for name in ("z", "real", "revealed", "order", "lane"):
+        for name in ("z", *self.POSITIONS):
             setattr(self, name, getattr(self, name)[rows, :length])
-        self.route = routes.Route(self.route.ids[rows, :length], self.route.active[rows, :length])
+        for name in self.ROWS:
+            setattr(self, name, getattr(self, name)[rows])
+        self.route = Route(self.route.ids[rows, :length], self.route.active[rows, :length])
         self.counts = self.counts.of(rows.cpu())
-        self.steps, self.chunk, self.ahead = self.steps[rows], self.chunk[rows], self.ahead[rows]
-        self.drafts = self.drafts.keep_rows(rows)
         self.router.keep_rows(rows, length)
 
-    def step(
-        self, commit: Commit, reveal: Reveal, closed: Tensor | None = None, drafter: Drafter | None = None
-    ) -> Committed | None:
-        """One forward; None if nothing is left to fill. `closed` (B, L): positions that need no token any more.
+    def step(self, commit: Commit, reveal: Reveal, closed: Tensor | None = None) -> Committed | None:
+        """One forward pass: route, choose the active chunk, predict its masked positions, commit some of them.
 
-        Rows whose lanes have a pace of their own need a `drafter`.
+        None if nothing is left to fill. `closed` (B, L): positions that need no token any more.
         """
-        router, revealed, z = self.router, self.revealed, self.z
-        closed = revealed if closed is None else revealed | closed
+        closed = self.revealed if closed is None else self.revealed | closed
         pending = self.real & ~closed
         busy = pending.any(dim=-1)
         if not bool(busy.any()):
             return None
         spent = ~(self.route.active & pending).any(dim=-1)
-        asking = busy & (spent | router.every_step)
-        stage_one = None
-        if bool(asking.any()):
-            found = router.next(z, torch.where(asking[:, None], closed, revealed), self.route, asking)
-            self.route = found.where(asking, self.route)
-            stage_one = found.stage_one if torch.equal(asking, busy) else None
-            self.counts.rounds += (asking & router.counted).cpu()
-        self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
-        asked, given = self.route.active & pending, z
-        drafts, drafted = self.drafts, None
-        if len(drafts):
-            drafts = drafts[pending[drafts.row, drafts.position]]
-        if len(drafts):
-            drafted, now = drafts.places(z.shape), self.route.level()
-            asked = asked | (torch.nn.functional.pad(drafted[:, :-1], (1, 0)) & pending)
-            self.route = routes.Route(torch.where(asked, now, self.route.ids), asked)
-            given = z.clone()
-            given[drafts.row, drafts.position] = drafts.token
-        predicted = self.predict(given, revealed, routes.Route(self.route.ids, asked, stage_one))
+        stage_one = self._route(closed, busy, spent)
+        canvas, asked = self._read(pending)
+        predicted = self.predict(canvas, self.revealed, Route(self.route.ids, asked, stage_one))
         where = RaggedIndex(asked)
         distributions = self.predict.distributions(where.valid, predicted.states)
         view = View(distributions, where.valid, where.index, self.steps, where.pick(self.order))
-        if router.narrows:
-            self.route = router.narrow(self.route, view, spent & busy)
+        if self.router.narrows:
+            self.route = self.router.narrow(self.route, view, spent & busy)
             view = replace(view, candidates=where.valid & where.pick(self.route.active))
-        fill, instead = commit(view), None
-        if drafted is not None:
-            assert drafter is not None
-            checked = verify(drafts, view, where, drafted, self.predict.log_p_of, drafter)
-            fill, instead = fill & checked.fill, checked.tokens
-            self.predict.settle(checked.stands)
-        tokens = reveal(view, fill)
-        if instead is not None:
-            tokens = torch.where(instead >= 0, instead, tokens)
+        fill, tokens = self._choose(view, where, commit, reveal)
         row, at = fill.nonzero(as_tuple=True)
-        z[row, view.position[row, at]] = tokens[row, at]
-        revealed[row, view.position[row, at]] = True
+        self.z[row, view.position[row, at]] = tokens[row, at]
+        self.revealed[row, view.position[row, at]] = True
         self.steps = self.steps + 1
-        if drafter is not None and bool(self.ahead.any()):
-            self._look_ahead(view, fill, tokens, pending & ~revealed, drafter)
-        counts = self.counts
-        counts.forwards += busy.cpu()
-        counts.computed += torch.where(busy, predicted.computed, 0).cpu()
-        counts.reused += torch.where(busy, predicted.reused, 0).cpu()
-        return Committed(view.position, tokens, fill, distributions, self.chunk, counts.forwards)
+        self.counts.forwards += busy.cpu()
+        self.counts.computed += torch.where(busy, predicted.computed, 0).cpu()
+        self.counts.reused += torch.where(busy, predicted.reused, 0).cpu()
+        return Committed(view.position, tokens, fill, distributions, self.chunk, self.counts.forwards)
 
-    def _look_ahead(self, view: View, fill: Tensor, tokens: Tensor, left: Tensor, drafter: Drafter) -> None:
-        """Guess what follows; places behind guesses that fell are asked for again. `left` (B, L) is still open."""
-        void = self.route.active & left & (self.ahead > 0)[:, None]
-        self.route = routes.Route(torch.where(void, routes.LATER, self.route.ids), self.route.active & ~void)
-        predict = self.predict
-        self.drafts = propose(
-            predict.model, view, fill, tokens, continues(self.lane, left), self.ahead, predict.log_p_of, drafter
-        )
+    def _route(self, closed: Tensor, busy: Tensor, spent: Tensor) -> StageOne | None:
+        """The next chunk of the `busy` rows whose chunk is `spent`, or that ask after every forward pass.
+
+        Returns block 0 of the canvas, where the router has computed it for all rows that the pass is about.
+        """
+        asking, stage_one = busy & (spent | self.router.every_step), None
+        if bool(asking.any()):
+            known = torch.where(asking[:, None], closed, self.revealed)
+            found = self.router.next(self.z, known, self.route, asking)
+            self.route = found.where(asking, self.route)
+            stage_one = found.stage_one if torch.equal(asking, busy) else None
+            self.counts.rounds += (asking & self.router.counted).cpu()
+        self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
+        return stage_one
+
+    def _read(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """The canvas that the forward pass reads, and the positions (B, L) that it predicts."""
+        return self.z, self.route.active & pending
+
+    def _choose(self, view: View, where: RaggedIndex, commit: Commit, reveal: Reveal) -> tuple[Tensor, Tensor]:
+        """Which of the predicted positions are filled, and with what: (B, A) each."""
+        fill = commit(view)
+        return fill, reveal(view, fill)
 
 
 @torch.no_grad()
 def fill_canvas(
-    z: Tensor,
-    sets: Sets,
-    router: Router,
-    predict: Predictor,
-    commit: Commit,
-    reveal: Reveal,
-    *,
+    z: Tensor, sets: Sets, router: Router, predict: Predictor, commit: Commit, reveal: Reveal,
     order: Tensor | None = None,
-    ahead: Tensor | None = None,
-    drafter: Drafter | None = None,
-) -> tuple[Tensor, Counts]:
-    """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk.
+) -> tuple[Tensor, Counts]:  # fmt: skip
+    """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk: the filled canvas and what it cost.
 
-    `order` (B, L) is the noise of random commit policies; `ahead` (B,) and `drafter` are for lanes with drafts.
-    Returns the filled canvas and what it cost.
+    `order` (B, L) is the noise of random commit policies.
     """
-    filling = Filling(z, sets, router, predict, order, ahead)
-    while filling.step(commit, reveal, drafter=drafter) is not None:
+    state = DecodingState(z, sets, router, predict, order)
+    while state.step(commit, reveal) is not None:
         pass
-    return filling.z, filling.counts
+    return state.z, state.counts

@@ -4,7 +4,7 @@ A route is a function of revealed tokens and predicted distributions, never of s
 
     B batch   L positions
 
-To add one: write a function that makes a `Router` and enter it in `router_of`.
+To add one: write a `Router` and enter it in `router_of`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Self
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
-from dcdm.lanes.partition import lane_partition
 from dcdm.model import routing
 from dcdm.model.layout import stack_rows
 from dcdm.model.transformer import Model, Sets, StageOne
@@ -57,8 +57,6 @@ class Router:
     """(B, L): False at padding."""
     policy: Hashable = None
     """Routers of one policy can be joined."""
-    lanes: Tensor | None = None
-    """(B, L): the lane of each position, from 1, for models that write in lanes; of the rows it began with."""
     narrows = False
     """Cut a chunk by what its first forward predicts; see `narrow`."""
 
@@ -70,7 +68,7 @@ class Router:
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         """From the canvas, what is revealed, the route so far and the rows (B,) that ask: the route of their next
-        chunk. What it says of other rows is void."""
+        chunk. What it says of other rows has no meaning."""
         raise NotImplementedError
 
     def narrow(self, route: Route, view: View, rows: Tensor) -> Route:
@@ -152,6 +150,7 @@ def check_routing(config: ModelConfig, name: str) -> None:
         raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
 
 
+@singledispatch
 def router_of(
     model: Model,
     sets: Sets,
@@ -159,44 +158,43 @@ def router_of(
     name: str = "auto",
     adablock: AdaBlock | None = None,
     lanes: int | Tensor | None = None,
-    paced: bool = False,
 ) -> Router:
-    """The routing policy `name` for a model; "auto" is the one of its kind. `lanes`: of all rows, or each (B,);
-    `paced` lets each of them run as far as it gets."""
+    """The routing policy `name` for a model; "auto" is the one of its kind.
+
+    `index` (B,) numbers the sequences for random routing; `lanes`, of all rows or each (B,), is for models that
+    write in lanes.
+    """
     config = model.config
     check_routing(config, name)
+    if config.routes_from_noise:
+        return FromNoise(model, sets, name)
     if name == "adablock":
         assert adablock is not None
-        return _Adaptive(config, sets, adablock)
+        return Adaptive(config, sets, adablock)
     if config.kind == "ar":  # the first position that is open; a position sees what stands before it
         place = torch.arange(sets.real.shape[1], device=sets.real.device).expand_as(sets.real)
-        return _Fixed(sets, place, place)
-    if config.routes_from_noise:
-        return _FromNoise(model, sets, name)
+        return Fixed(sets, place, place)
     if config.kind == "dcdm" and config.routing == "causal" and not config.prior_decides:
-        return _CausalRounds(model, sets)
-    if config.kind == "lanes":
-        ids, lane = lane_partition(config, sets.free, sets.real, lanes)
-        return _Paced(sets, lane) if paced else _Fixed(sets, ids, ids, lane)
+        return CausalRounds(model, sets)
     fixed = routing.fixed_partition(config, sets.free, sets.real, index)
     if not name.startswith("blocks"):
-        return _Fixed(sets, fixed, fixed)
+        return Fixed(sets, fixed, fixed)
     number = name.partition(":")[2]
     size = int(number) if number else config.block_size
     assert size is not None
     block = routing.label(sets.free, sets.real, (routing.free_rank(sets.free) + size - 1) // size)
     # for BDLM blocks are what a position may see; MDLM sees everything and only fills in order
-    return _Fixed(sets, block if config.kind == "bdlm" else fixed, block)
+    return Fixed(sets, block if config.kind == "bdlm" else fixed, block)
 
 
-class _Fixed(Router):
+class Fixed(Router):
     """An order that depends on no token: `ids` say who sees whom, `turn` which positions come next."""
 
     policy = "fixed"
 
-    def __init__(self, sets: Sets, ids: Tensor, turn: Tensor, lanes: Tensor | None = None) -> None:
+    def __init__(self, sets: Sets, ids: Tensor, turn: Tensor) -> None:
         super().__init__()
-        self.real, self.ids, self.turn, self.lanes = sets.real, ids, turn, lanes
+        self.real, self.ids, self.turn = sets.real, ids, turn
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         return Route(torch.where(self.real, self.ids, -1), lowest(self.turn, self.real & ~revealed))
@@ -205,32 +203,8 @@ class _Fixed(Router):
         return ("real", "ids", "turn")
 
 
-class _Paced(Router):
-    """The first open position of every lane; ids count the forwards after which a token is known."""
-
-    policy = "paced"
-
-    def __init__(self, sets: Sets, lanes: Tensor) -> None:
-        super().__init__()
-        self.real, self.lanes = sets.real, lanes
-        self.lane_now = lanes  # of the rows that there are
-
-    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        pending = self.real & ~revealed
-        place = torch.arange(pending.shape[1], device=pending.device)
-        upto = torch.where(pending, place, -1).cummax(dim=-1).values
-        before = torch.nn.functional.pad(upto[:, :-1], (1, 0), value=-1)  # the open position before each
-        active = pending & ((before < 0) | (self.lane_now.gather(1, before.clamp(min=0)) != self.lane_now))
-        known = torch.where(route.ids < LATER, route.ids, 0)
-        ids = torch.where(active, known.amax(dim=-1, keepdim=True) + 1, torch.where(pending, LATER, route.ids))
-        return Route(torch.where(self.real, ids, -1), active)
-
-    def state(self) -> tuple[str, ...]:
-        return ("real", "lane_now")
-
-
-class _FromNoise(Router):
-    """The paper's routing on the tokens as they stand: the lowest chunk with open positions is next.
+class FromNoise(Router):
+    """The paper's routing on the tokens so far: the lowest chunk with open positions is next.
 
     Revealed tokens count as earlier than it, unless the mask of the paper's appendix is asked for.
     """
@@ -255,7 +229,7 @@ class _FromNoise(Router):
         return ("real",)
 
 
-class _CausalRounds(Router):
+class CausalRounds(Router):
     """Chunk k from the tokens of the chunks before it."""
 
     policy = "rounds"
@@ -289,7 +263,7 @@ class _CausalRounds(Router):
         self.rounds.keep_rows(rows, length)
 
 
-class _Adaptive(Router):
+class Adaptive(Router):
     """A window is predicted; the block ends at its surest delimiter, and that forward serves the first commit."""
 
     narrows = True

@@ -5,9 +5,9 @@ B sequences   L positions   S samples   C noise groups: chunks or blocks, or the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,7 +35,7 @@ LABELS: dict[str, str] = {
     "surrogate": "surrogate (not a bound)",
     "sequential": "upper bound (NELBO, sequential protocol)",
     "trajectory": "exact negative log-likelihood of the decoder",
-    "drafted": "upper bound over the decoder's paces (exact with one lane)",
+    "drafted": "upper bound over acceptance patterns (exact with one lane)",
 }
 DRAWN = ("bound", "surrogate", "sequential", "drafted")
 """Those that draw samples."""
@@ -128,7 +128,7 @@ def score(
     _check_texts(model.config, tokens, prompt, batch_size)
     if index is None:
         index = torch.arange(len(tokens))
-    run = Scorer(model, samples, Key(seed).fold(name), decoder)
+    run = scorer_of(model, samples, Key(seed).fold(name), decoder)
     parts = []
     for at in range(0, len(tokens), batch_size):
         rows = slice(at, at + batch_size)
@@ -174,13 +174,15 @@ def check(config: ModelConfig, estimator: str, samples: int | str = 16) -> None:
     if estimator not in fits:
         raise ConfigError(f"estimator {estimator!r} does not fit {described}; choose one of {', '.join(fits)}")
     if samples == "all" and estimator == "drafted":
-        raise ConfigError("samples='all' does not fit 'drafted', which draws paces; give a number")
+        raise ConfigError("samples='all' does not fit 'drafted', which draws acceptance patterns; give a number")
     if samples != "all" and (not isinstance(samples, int) or samples < 1):
         raise ConfigError(f"samples={samples!r} must be a whole number of at least 1, or 'all'")
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
+    """What a batch adds to a `Score`, whose fields these are."""
+
     by_position: Tensor
     stderr: Tensor
     tokens: Tensor
@@ -200,31 +202,23 @@ class Scorer:
     decoder: DecodingConfig
     """The decoder whose likelihood `trajectory` is."""
 
-    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        if self.model.config.predicts_from_left:
-            return self._exact_from_left(tokens, sets, index)
+    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         states = self.model.encode(tokens).states[:, :-1]
-        nll = _scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
-        return _certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
+        nll = scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
+        return certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
 
-    def _exact_from_left(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        """Every token predicted once, given the earlier chunks: what a decoder with a forward per chunk does."""
-        ids = self.model.partition(tokens, sets.visible, index, self.decoder.lanes).ids
-        states = self.model.encode(tokens, prompt=sets.visible, chunk_ids=ids).states
-        return _certain(_scattered(self.model, states, tokens, sets.free), sets.free.sum(dim=-1), 1)
-
-    def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+    def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll_of = self._dual_stream(tokens, sets, ids)
         cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
-        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
 
-    def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+    def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         nll_of = self._dual_stream(tokens, sets, None)
         cost, variance, passes = self._expected(nll_of, sets.free.long(), 1, index)
-        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
 
-    def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+    def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
         router, route = router_of(model, sets), routes.start(sets)
@@ -243,7 +237,7 @@ class Scorer:
                 rows = masked.any(dim=-1)  # the others are full, or had fewer sets to draw
                 if bool(rows.any()):
                     z = tokens.masked_fill(masked | ~shown, mask_id)[rows]
-                    nll[rows] = _scattered(model, model.denoise(z, ids[rows]), tokens[rows], masked[rows])
+                    nll[rows] = scattered(model, model.denoise(z, ids[rows]), tokens[rows], masked[rows])
                 return nll
 
             chunks += 1
@@ -252,14 +246,14 @@ class Scorer:
             cost, variance = cost + more, variance + spread
             forwards += passes
             revealed = revealed | active
-        return _Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
+        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
 
-    def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+    def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         model, decoder = self.model, self.decoder
         by_mask = "bound" in estimators_of(model.config)
         if decoder.one_pass_per_chunk and by_mask:
             return self._trajectory_in_one_pass(tokens, sets, index)
-        along = _AlongText(tokens, decoder.sampling)
+        along = AlongText(tokens, decoder.sampling)
         _, counts = fill_canvas(
             tokens.masked_fill(sets.free, model.config.mask_id),
             sets,
@@ -269,53 +263,20 @@ class Scorer:
             along.reveal,
             order=self.key.fold("order").rows(index, tokens.shape[1]),
         )
-        return _certain(along.nats, sets.free.sum(dim=-1), counts.forwards)
+        return certain(along.nats, sets.free.sum(dim=-1), counts.forwards)
 
-    def drafted(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
-        """Lanes with drafts along the true text: −log p of each token given what its forward knew.
-
-        How far each forward gets is drawn as it would have come given the text. What is summed up is then
-        log p(text, pace) − log P(pace | steps before), whose mean is at most log p(text); with one lane it is the
-        same at any pace, and log p(text) itself.
-        """
-        assert isinstance(self.samples, int)
-        walks = [self.walk(tokens, sets, index, sample) for sample in range(self.samples)]
-        nats = torch.stack([along.nats for along in walks])
-        forwards = torch.stack([along.forward for along in walks]).double().mean(dim=0)
-        varies = self.decoder.drafts and self.decoder.lanes != 1
-        alone = torch.full_like(forwards, torch.nan if varies else 0.0)  # one draw has no spread
-        spread = alone if self.samples == 1 else nats.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
-        return _Part(nats.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), forwards)
-
-    def walk(self, tokens: Tensor, sets: Sets, index: Tensor, sample: int) -> _AlongText:
-        """Lanes with drafts along the true text, at a pace drawn for it."""
-        model, decoder = self.model, self.decoder
-        pace = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
-        along = _AlongText(tokens, decoder.sampling, pace)
-        fill_canvas(
-            tokens.masked_fill(sets.free, model.config.mask_id),
-            sets,
-            router_of(model, sets, index, lanes=decoder.lanes, paced=True),
-            predictor_of(model, sets, decoder.cache),
-            commit_policy("chunk"),
-            along.reveal,
-            ahead=torch.full_like(index, decoder.drafts or 0),
-            drafter=along,
-        )
-        return along
-
-    def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> _Part:
+    def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
         """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
         ids = self.model.partition(tokens, sets.visible, index).ids
         nll = self._dual_stream(tokens, sets, ids)(sets.free)
-        return _certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
+        return certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
 
     def _dual_stream(self, tokens: Tensor, sets: Sets, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """masked (B, L) → −log p of the masked tokens (B, L), by the training pass."""
 
         def nll_of(masked: Tensor) -> Tensor:
             states = self.model.encode(tokens, masked, prompt=sets.visible, chunk_ids=ids).states
-            return _scattered(self.model, states, tokens, masked)
+            return scattered(self.model, states, tokens, masked)
 
         return nll_of
 
@@ -338,19 +299,17 @@ class Scorer:
         return cost, variance, subsets.passes_needed(sizes, self.samples)
 
 
-class _AlongText:
-    """Fills a canvas with the text itself. Guesses are right, and stand as often as they would have, given that the
-    text came out."""
+class AlongText:
+    """Fills a canvas with the text itself."""
 
-    def __init__(self, tokens: Tensor, sampling: Sampling, pace: Tensor | None = None) -> None:
-        """`pace` (B, L) is uniform noise, for lanes with drafts."""
-        self.tokens, self.sampling, self.pace = tokens, sampling, pace
+    def __init__(self, tokens: Tensor, sampling: Sampling) -> None:
+        self.tokens, self.sampling = tokens, sampling
         self.nats = torch.zeros(tokens.shape, dtype=torch.float64)
         """(B, L): −log p of each token."""
         self.forward = torch.zeros(len(tokens), dtype=torch.long)
-        """(B,): forwards so far."""
+        """(B,): forward passes so far."""
         self.came = torch.zeros(tokens.shape, dtype=torch.long)
-        """(B, L): the forward that brought each token, from 1; 0 for given ones."""
+        """(B, L): the forward pass that brought each token, from 1; 0 for given ones."""
 
     def reveal(self, view: View, fill: Tensor) -> Tensor:
         true = self.tokens.gather(1, view.position)
@@ -364,39 +323,20 @@ class _AlongText:
         self.nats[row, position], self.came[row, position] = nll[fill].cpu(), self.forward[row]
         return true
 
-    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
-        return self.tokens[row, position]
 
-    def verify(
-        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self.pace is not None
-        p, q = (self.sampling.log_p(x).gather(-1, token[:, None]).squeeze(-1) for x in (log_p, log_q))
-        return self.pace[row, position].to(p) < (q - p).exp(), token
+@singledispatch
+def scorer_of(model: Model, samples: int | Literal["all"], key: Key, decoder: DecodingConfig) -> Scorer:
+    """The estimators of the model's class."""
+    return Scorer(model, samples, key, decoder)
 
 
-@torch.no_grad()
-def forwards_along(
-    model: Model, tokens: Tensor, prompt: Tensor | None = None, *, lanes: int | None = None,
-    drafts: int | None = None, index: Tensor | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """(B, L): the forward that brings each token of a text when lanes have drafts, from 1; 0 for given ones.
-
-    The pace is drawn as it would have come given the text.
-    """
-    decoder = DecodingConfig("chunk", lanes=lanes, drafts=drafts).resolve(model.config)
-    scorer = Scorer(model, 1, Key(seed).fold("drafted"), decoder)
-    numbers = torch.arange(len(tokens)) if index is None else index
-    return scorer.walk(tokens, model.sets(tokens, prompt), numbers, 0).came
-
-
-def _certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> _Part:
+def certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> Part:
     nats = by_position.double().cpu()
     passes = forwards if isinstance(forwards, Tensor) else torch.full(nats.shape[:1], forwards)
-    return _Part(nats, torch.zeros_like(nats[:, 0]), tokens.cpu(), passes)
+    return Part(nats, torch.zeros_like(nats[:, 0]), tokens.cpu(), passes)
 
 
-def _scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+def scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     """−log p of `tokens` where `where`, 0 elsewhere: (B, L) float64."""
     nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
     nll[where] = token_nll(states[where], model.head_weight(), tokens[where]).double()

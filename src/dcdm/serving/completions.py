@@ -68,18 +68,18 @@ def prepare_completion(served: Served, request: CompletionRequest) -> PreparedRe
     def row(index: int, ids: list[int]) -> TextRow:
         if behind is None:
             length = served.check_lengths(ids, new_tokens)
-            guides = served.guides(request.response_format, ids, length, eos_id)
-            begins = not ids and not guides
+            spans = served.spans(request.response_format, ids, length, eos_id)
+            begins = not ids and not spans
             writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, begins=begins, **reading_of(request))
-            return TextRow(ids, length, seed, index, decoding, eos_id, writer, guides=guides)
+            return TextRow(ids, length, seed, index, decoding, eos_id, writer, spans=spans)
         if new_tokens > served.settings.max_tokens:
             served.check_lengths([], new_tokens)
         canvas = ids + [served.model.config.mask_id] * new_tokens + behind
         served.check_lengths(canvas, 0, "suffix" if len(behind) > len(ids) else "prompt")
-        guides = served.guides(request.response_format, canvas, 0, eos_id)
-        first, begins = 1 + len(ids), not ids and not guides
+        spans = served.spans(request.response_format, canvas, 0, eos_id)
+        first, begins = 1 + len(ids), not ids and not spans
         writer = Writer(served.tokenizer, first, last=first + new_tokens - 1, begins=begins, **reading_of(request))
-        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, guides=guides)
+        return TextRow(canvas, 0, seed, index, decoding, eos_id, writer, spans=spans)
 
     n = texts_of(served, request, len(given))
     rows = [row(number, ids) for number, ids in enumerate(ids for ids, _ in given for _ in range(n))]
@@ -137,11 +137,11 @@ def prepare_chat(served: Served, request: ChatRequest) -> PreparedRequest:
     eos_id = served.eos_id(request.stop_at_eos is not False)
 
     check_stops(request)
-    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
+    spans = served.spans(request.response_format, ids, new_tokens, eos_id)
 
     def row(index: int) -> TextRow:
         writer = Writer(served.tokenizer, 1 + len(ids), eos_id=eos_id, **reading_of(request))
-        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer, guides=guides)
+        return TextRow(ids, new_tokens, seed, index, decoding, eos_id, writer, spans=spans)
 
     rows = [row(index) for index in range(texts_of(served, request, 1))]
     for each in rows:

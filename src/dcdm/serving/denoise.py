@@ -12,7 +12,7 @@ from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
-from dcdm.decoding.session import Ended, Event
+from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.partition import lane_partition
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
 from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request
@@ -30,10 +30,10 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     new_tokens = served.check_lengths(ids, request.max_tokens)
     order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
     eos_id = served.eos_id(request.stop_at_eos)
-    guides = served.guides(request.response_format, ids, new_tokens, eos_id)
-    begins = not ids and not guides
+    spans = served.spans(request.response_format, ids, new_tokens, eos_id)
+    begins = not ids and not spans
     reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order, begins=begins)
-    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, guides=guides)
+    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
 
 
 def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig, ids: list[int]) -> TextRow:
@@ -113,7 +113,7 @@ def start(served: Served, row: TextRow, identity: str) -> dict[str, Any]:
     places = [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)]
     more: dict[str, Any] = {}
     if decoding.lanes is not None:
-        drafts = 0 if row.guides else decoding.drafts  # texts that must match are written without
+        drafts = 0 if row.spans else decoding.drafts  # texts that must match are written without
         more = {"lanes": decoding.lanes, **({"drafts": drafts} if drafts else {})}
         for place, lane in zip(places, _first_lanes(served, tokens, decoding.lanes), strict=True):
             place["lane"] = lane

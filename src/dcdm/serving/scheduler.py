@@ -16,9 +16,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dcdm.config import ConfigError
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.constraints import Guide
-from dcdm.decoding.prefixes import PrefixStore
-from dcdm.decoding.session import Decoding, Ended, Event, Revision, Text
+from dcdm.decoding.constraints import ConstrainedSpan
+from dcdm.decoding.prefixes import PrefixCache
+from dcdm.decoding.revision import Revision
+from dcdm.decoding.session import session_of
+from dcdm.decoding.text import Ended, Event, Text
 from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
 from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_many_forwards
 from dcdm.serving.served import Served
@@ -52,7 +54,7 @@ class TextRow:
     reader: Reader
     alternatives: int = 0
     """How many of the most probable tokens to name beside each."""
-    guides: Sequence[Guide] = ()
+    spans: Sequence[ConstrainedSpan] = ()
     """What runs of its positions must match."""
     number: int = 0
     """Its place in the request."""
@@ -231,11 +233,11 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = False
         self._jobs: list[_Job] = []
-        self.prefixes = PrefixStore(self.settings.prefix_tokens)
-        self._decoding = Decoding(served.model, self.prefixes)
+        self.prefixes = PrefixCache(self.settings.prefix_tokens)
+        self._session = session_of(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         metrics.queued.set_function(lambda: len(self._waiting))
-        metrics.running_positions.set_function(lambda: self._decoding.positions)
+        metrics.running_positions.set_function(lambda: self._session.positions)
         metrics.prefix_positions.set_function(lambda: self.prefixes.tokens)
 
     def start(self) -> None:
@@ -283,11 +285,11 @@ class Scheduler:
     def _work(self) -> None:
         while self._admit():
             try:
-                count = self._decoding.step()
+                count = self._session.step()
             except Exception:  # a defect must not end the service
                 logger.exception("step failed", extra={"data": {"texts": len(self._jobs)}})
                 self.metrics.failures.inc()
-                self._decoding = Decoding(self.served.model, self.prefixes)
+                self._session = session_of(self.served.model, self.prefixes)
                 for job in self._jobs:
                     job.queued.tell(job.row, APIError(500, "the model failed on this request", code="failed"))
                 self._jobs = []
@@ -331,7 +333,7 @@ class Scheduler:
         for job in jobs:
             job.row.began = now
             self.metrics.waited.observe(now - job.queued.arrived)
-            self._decoding.add(self._text(job))
+            self._session.add(self._text(job))
         self.metrics.running.set(len(self._jobs))
 
     def _text(self, job: _Job) -> Text:
@@ -348,7 +350,7 @@ class Scheduler:
 
         return (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
-            row.seed, row.index, row.eos_id, row.number, row.alternatives, row.guides,
+            row.seed, row.index, row.eos_id, row.number, row.alternatives, row.spans,
             cancel=lambda: queued.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
             on_forward=forward,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from dcdm.data.chats import ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
 from dcdm.decoding.config import CACHES, ROUTINGS, DecodingConfig, Revise, default_commit, fitting_settings
-from dcdm.decoding.constraints import ENTRIES, CompilerBusy, Constraint, Guide, guides_of
+from dcdm.decoding.constraints import ENTRIES, CompilerBusy, ConstrainedSpan, Constraint, constrained_spans
 from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import described, fitting_routings
@@ -129,7 +129,9 @@ class Served:
         except ConfigError as error:
             raise invalid_setting(error) from error
 
-    def guides(self, wanted: ResponseFormat | None, ids: list[int], new_tokens: int, eos_id: int) -> list[Guide]:
+    def spans(
+        self, wanted: ResponseFormat | None, ids: list[int], new_tokens: int, eos_id: int
+    ) -> list[ConstrainedSpan]:
         """What a text must match; refused before anything is computed if none can."""
         expression = None if wanted is None else wanted.expression()
         if expression is None:
@@ -138,7 +140,7 @@ class Served:
         try:
             constraint = self.constraints.get(self.tokenizer, expression)
             row = [config.bos_id, *ids]
-            return guides_of([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
+            return constrained_spans([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
         except CompilerBusy:
             raise queue_full() from None
         except ConfigError as error:

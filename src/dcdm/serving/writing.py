@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.session import Ended, Event
+from dcdm.decoding.text import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
 Alternatives = list[tuple[int, float]]

@@ -1,16 +1,17 @@
-"""Lanes at their own pace: tokens that a head has guessed ahead, and the forward that verifies them.
+"""Draft tokens: proposing them behind every lane, and verifying them with the next forward pass.
 
-Speculative sampling, lane by lane. Each forward reads, beside the last token of a lane, what the draft head guesses
-to follow, and so predicts several places of the lane at once. A guess x, drawn from the head's distribution q,
-stands with probability min(1, p(x) / q(x)); where it does not, the token is drawn anew from what p has more of than
-q, and the guesses behind it are void. So every token follows p, the network's own distribution, whatever the head
-guesses: with one lane texts are drawn exactly as without drafts, in fewer forwards. With several, lanes run ahead
-of each other where their text is easy, and a token sees what stood in the other lanes when its forward began.
+Speculative sampling, lane by lane. Each forward pass reads, beside the last token of a lane, what the draft head
+proposes to follow, and so predicts several places of the lane at once. A draft token x, drawn from the head's
+distribution q, is accepted with probability min(1, p(x) / q(x)); where it is rejected, the token is drawn from what
+p has more of than q, and the draft tokens behind it are discarded. So every token follows p, the network's own
+distribution, whatever the head proposes: with one lane texts are drawn exactly as without drafts, in fewer forward
+passes. With several, lanes run ahead of each other where their text is easy, and a token sees what stood in the
+other lanes when its forward pass began.
 
-Guesses are seen by their own lane alone. Given a text, a token of probability p was guessed and stood with
-probability min(1, q / p): so the same loop walks along a given text and counts its forwards.
+Draft tokens are seen by their own lane alone. Given a text, a token of probability p was drafted and accepted with
+probability min(1, q / p): so the same loop walks along a given text and counts its forward passes.
 
-    B batch   L positions   A asked positions   M guesses of all rows   V the tokens that can be predicted
+    B batch   L positions   A asked positions   M draft tokens of all rows   V the tokens that can be predicted
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.decoding.commits import View
+from dcdm.decoding.loop import Committed
 from dcdm.decoding.sampling import Sampling
-from dcdm.lanes.model import LaneModel as Model
+from dcdm.lanes.model import LaneModel
 from dcdm.model.head import SLICE_BYTES
 from dcdm.model.layout import RaggedIndex
 
@@ -34,20 +36,20 @@ LogP = Callable[[Tensor], Tensor]
 
 
 class Drafter(Protocol):
-    """Who decides about guesses: the number of a row and a place come with each of M."""
+    """Draft sampler and verifier: the number of a row and a position come with each of M."""
 
-    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+    def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
         """Tokens (M,) from the head's distributions (M, V)."""
 
     def verify(
         self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Which guesses (M,) stand under the network's distributions, and what replaces the others."""
+        """Which draft tokens (M,) the network's distributions accept, and what replaces the others."""
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Guesses, row by row and from left to right."""
+    """Draft tokens, row by row and from left to right."""
 
     row: Tensor
     """(M,)."""
@@ -57,7 +59,7 @@ class Drafts:
     """(M, d): of the head."""
 
     @classmethod
-    def none(cls, model: Model) -> Drafts:
+    def none(cls, model: LaneModel) -> Drafts:
         weight = model.embed_tokens.weight
         nothing = torch.zeros(0, dtype=torch.long, device=weight.device)
         return cls(nothing, nothing, nothing, weight.new_zeros(0, weight.shape[1]))
@@ -69,12 +71,12 @@ class Drafts:
         return Drafts(self.row[index], self.position[index], self.token[index], self.states[index])
 
     def keep_rows(self, rows: Tensor) -> Drafts:
-        """Those of `rows`, ascending, which are counted anew."""
+        """Those of `rows`, ascending, which are numbered from 0 then."""
         kept = self[torch.isin(self.row, rows)]
         return Drafts(torch.searchsorted(rows, kept.row), kept.position, kept.token, kept.states)
 
     def places(self, shape: torch.Size) -> Tensor:
-        """(B, L) bool: where guesses stand."""
+        """(B, L) bool: where draft tokens stand."""
         found = torch.zeros(shape, dtype=torch.bool, device=self.row.device)
         found[self.row, self.position] = True
         return found
@@ -82,20 +84,20 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a forward says of the guesses that it read."""
+    """What a forward pass says of the draft tokens that it read."""
 
     fill: Tensor
-    """(B, A) bool: positions whose prediction holds: a lane's next one, and those behind guesses that stand."""
+    """(B, A) bool: positions whose prediction holds: a lane's next one, and those behind accepted draft tokens."""
     tokens: Tensor
-    """(B, A): what stands where there was a guess; −1 elsewhere."""
-    stands: Tensor
-    """(B, L) bool: guesses that were right and are part of the text."""
+    """(B, A): the token where there was a draft; −1 elsewhere."""
+    accepted: Tensor
+    """(B, L) bool: draft tokens that are part of the text."""
 
 
 def verify(
     drafts: Drafts, view: View, where: RaggedIndex, drafted: Tensor, log_p_of: LogP, by: Drafter
 ) -> Verified:
-    """Decide about `drafts`, which stand at the places `drafted` (B, L), from what the forward predicts."""
+    """Accept or reject `drafts`, which stand at the places `drafted` (B, L), by what the forward pass predicts."""
     columns = where.pick(drafted) & where.valid
     tokens = torch.full_like(view.position, -1)
     done = 0
@@ -109,38 +111,33 @@ def verify(
         return right
 
     right = view.predicted.measure(check, columns, 0, torch.bool)
-    behind = _shift(columns) & (view.position == _shift(view.position) + 1) & where.valid
+    behind = shifted(columns) & (view.position == shifted(view.position) + 1) & where.valid
     fill = where.valid & ~behind
     for _ in range(int(columns.sum(dim=-1).max())):
-        fill = fill | (behind & _shift(fill & right))
-    stands = torch.zeros_like(drafted)
-    where.put(stands, fill & right)
-    return Verified(fill, tokens, stands & drafted)
+        fill = fill | (behind & shifted(fill & right))
+    accepted = torch.zeros_like(drafted)
+    where.put(accepted, fill & right)
+    return Verified(fill, tokens, accepted & drafted)
 
 
-def _shift(x: Tensor) -> Tensor:
+def shifted(x: Tensor) -> Tensor:
     """Each column's left neighbour (B, A); 0 (False) in the first."""
     return F.pad(x[:, :-1], (1, 0))
 
 
-def continues(lane: Tensor, pending: Tensor) -> Tensor:
-    """(B, L) bool: open positions that stand on the right of one of the same lane."""
-    return pending & (lane > 0) & (lane == _shift(lane))
-
-
 def propose(
-    model: Model, view: View, filled: Tensor, tokens: Tensor, open_on: Tensor, ahead: Tensor, log_p_of: LogP,
-    by: Drafter,
-) -> Drafts:  # fmt: skip
-    """Guesses behind the last token of every lane, `ahead` (B,) at most, given what was just `filled` (B, A).
+    model: LaneModel, committed: Committed, continues: Tensor, ahead: Tensor, log_p_of: LogP, by: Drafter
+) -> Drafts:
+    """Draft tokens behind the last token of every lane, `ahead` (B,) at most, given what was just `committed`.
 
-    `open_on` is what `continues` says after that. A lane's last place is never guessed: it is predicted anyway.
+    `continues` (B, L): open positions whose left neighbour belongs to the same lane. A lane's last place is never
+    drafted: it is predicted anyway.
     """
     assert model.drafting is not None
-    further = F.pad(open_on, (0, 2))  # places beyond the end are not open
-    row, at = (filled & (ahead > 0)[:, None]).nonzero(as_tuple=True)
-    position, token = view.position[row, at], tokens[row, at]
-    states = view.predicted.states_at(row, at)
+    further = F.pad(continues, (0, 2))  # places beyond the end are not open
+    row, at = (committed.fill & (ahead > 0)[:, None]).nonzero(as_tuple=True)
+    position, token = committed.position[row, at], committed.tokens[row, at]
+    states = committed.predicted.states_at(row, at)
     made = [Drafts.none(model)]
     for number in range(1, int(ahead.max()) + 1 if len(ahead) else 1):
         use = (number <= ahead[row]) & further[row, position + 1] & further[row, position + 2]
@@ -151,16 +148,17 @@ def propose(
         position = position + 1
         size = max(1, SLICE_BYTES // (4 * model.config.vocab_size))  # of the distributions that exist at one time
         parts = zip(states.split(size), row.split(size), position.split(size), strict=True)
-        token = torch.cat([by.guess(log_p_of(part), *where) for part, *where in parts])
+        token = torch.cat([by.draft(log_p_of(part), *where) for part, *where in parts])
         made.append(Drafts(row, position, token, states))
     every = Drafts(*(torch.cat([getattr(part, name) for part in made]) for name in Drafts.__dataclass_fields__))
     return every[(every.row * further.shape[1] + every.position).argsort()]
 
 
-def stands_or_instead(
+def accept_or_replace(
     sampling: Sampling, log_p: Tensor, log_q: Tensor, token: Tensor, accept: Tensor, draw: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Speculative sampling: which guesses (M,) stand, and draws from what p has more of than q for the others.
+    """Speculative sampling: which draft tokens (M,) are accepted, and draws from what p has more of than q for the
+    others.
 
     `accept` and `draw` (M,) are uniform numbers.
     """
@@ -171,5 +169,5 @@ def stands_or_instead(
     at = token[:, None]
     right = accept.to(p) < (p - q).gather(-1, at).squeeze(-1).exp()
     more = (p.exp() - q.exp()).clamp(min=0)
-    more = torch.where(more.sum(dim=-1, keepdim=True) > 0, more, p.exp())  # p = q: no guess falls then
+    more = torch.where(more.sum(dim=-1, keepdim=True) > 0, more, p.exp())  # p = q: nothing is rejected then
     return right, sampling.draw(more.log(), draw)

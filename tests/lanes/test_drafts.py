@@ -1,4 +1,4 @@
-"""Lanes with drafts: guesses that are verified change how fast a text is written, not what it is drawn from."""
+"""Lanes with drafts: tokens that are verified change how fast a text is written, not what it is drawn from."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from dcdm.config import ConfigError
 from dcdm.decoding import predictors
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.drafts import stands_or_instead
-from dcdm.decoding.loop import Filling
-from dcdm.decoding.predictors import Cached
-from dcdm.decoding.prefixes import PrefixStore
-from dcdm.decoding.routes import router_of
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.prefixes import PrefixCache
 from dcdm.decoding.sampling import Sampling
-from dcdm.decoding.session import Decoding, Text
+from dcdm.decoding.session import Session, session_of
+from dcdm.decoding.text import Text
 from dcdm.keys import Key
 from dcdm.lanes import masks as lane_masks
+from dcdm.lanes import reference
+from dcdm.lanes.decoding import LaneState, OwnPace
+from dcdm.lanes.drafts import accept_or_replace
+from dcdm.lanes.partition import lane_partition
 from dcdm.likelihood.estimators import score
-from dcdm.model import masks, reference
+from dcdm.model import masks
 from dcdm.model.transformer import Model
 
 
@@ -42,14 +44,14 @@ def model_with_drafts(symbols: int = tiny.LETTERS, **changes: object) -> Model:
 
 @dataclass
 class Decided:
-    """Walks along a text; whether a guess stands is told beforehand, and the odds of that are kept."""
+    """Walks along a text; which draft tokens are accepted is told beforehand, and the odds of that are kept."""
 
     tokens: Tensor
     told: list[bool] | Tensor
-    """In the order in which guesses are verified, of one row; or for every position (B, L)."""
+    """In the order in which draft tokens are verified, of one row; or for every position (B, L)."""
     odds: list[float] = field(default_factory=list)
 
-    def guess(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+    def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
         return self.tokens[row, position]
 
     def verify(
@@ -59,17 +61,17 @@ class Decided:
             return self.told[row, position], token
         right = []
         chance = (log_q - log_p).gather(-1, token[:, None]).squeeze(-1).exp().clamp(max=1)
-        before, falls = -2, False
+        before, rejected = -2, False
         for at, one in zip(position.tolist(), chance.tolist(), strict=True):
-            if falls and at == before + 1:  # behind a guess that fell nobody asks
+            if rejected and at == before + 1:  # nobody asks behind a rejected one
                 right.append(False)
                 before = at
                 continue
             number = len(self.odds)
-            stands = self.told[number] if number < len(self.told) else True
-            self.odds.append(one if stands else 1 - one)
-            right.append(stands)
-            before, falls = at, not stands
+            accepted = self.told[number] if number < len(self.told) else True
+            self.odds.append(one if accepted else 1 - one)
+            right.append(accepted)
+            before, rejected = at, not accepted
         return torch.tensor(right), token
 
 
@@ -77,24 +79,29 @@ class Decided:
 def walk(
     model: Model, tokens: Tensor, lanes: int, ahead: int, by: Decided, prompt: Tensor | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """log p (B, L) of the tokens along a pace, the forward that brought each, and the forwards."""
+    """log p (B, L) of the tokens along an acceptance pattern, the passes that brought each, and how many."""
     sets = model.sets(tokens, prompt)
     z = tokens.masked_fill(sets.free, model.config.mask_id)
-    router = router_of(model, sets, lanes=lanes, paced=True)
+    lane = lane_of(model, tokens, lanes, prompt)
     numbers = torch.full((len(tokens),), ahead)
-    filling = Filling(z, sets, router, Cached(model, sets), ahead=numbers)
+    state = LaneState(z, sets, OwnPace(sets, lane), predictor_of(model, sets, "exact"), lane, numbers, by)
     log_p = torch.zeros(tokens.shape, dtype=torch.float64)
     known = torch.where(sets.real, 0, -1)
 
     def reveal(view: View, fill: Tensor) -> Tensor:
         return tokens.gather(1, view.position)
 
-    while (done := filling.step(commit_policy("chunk"), reveal, drafter=by)) is not None:
+    while (done := state.step(commit_policy("chunk"), reveal)) is not None:
         row, at = done.fill.nonzero(as_tuple=True)
         log_p[row, done.position[row, at]] = done.log_p()[row, at].double()
         known[row, done.position[row, at]] = done.forward[row]
-    assert torch.equal(filling.z, tokens)
-    return log_p, known, int(filling.counts.forwards.max())
+    assert torch.equal(state.z, tokens)
+    return log_p, known, int(state.counts.forwards.max())
+
+
+def lane_of(model: Model, tokens: Tensor, lanes: int, prompt: Tensor | None) -> Tensor:
+    sets = model.sets(tokens, prompt)
+    return lane_partition(model.config, sets.free, sets.real, lanes)[1]
 
 
 def texts(model: Model, rows: int, length: int, padded: bool = True) -> tuple[Tensor, Tensor]:
@@ -112,14 +119,15 @@ def texts(model: Model, rows: int, length: int, padded: bool = True) -> tuple[Te
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize("chunks", [{}, {"num_chunks": 2, "chunk_dim": 4}])
-def test_every_pace_equals_one_pass_over_all_slots_with_the_view_that_each_had(lanes: int, chunks: dict) -> None:
+def test_every_acceptance_pattern_equals_one_pass_over_all_slots_with_the_view_that_each_had(
+    lanes: int, chunks: dict
+) -> None:
     model = model_with_drafts(**chunks)
     tokens, prompt = texts(model, 4, 23)
     for seed in range(3):
         told = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
         log_p, known, _ = walk(model, tokens, lanes, 3, Decided(tokens, told), prompt)
-        lane = router_of(model, model.sets(tokens, prompt), lanes=lanes, paced=True).lanes
-        assert lane is not None
+        lane = lane_of(model, tokens, lanes, prompt)
         states = reference.encode_paced(model, tokens, known, lane)
         expected = model.head(states).log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
         free = model.sets(tokens, prompt).free
@@ -127,7 +135,7 @@ def test_every_pace_equals_one_pass_over_all_slots_with_the_view_that_each_had(l
         assert int((known == 1).sum()) >= lanes
 
 
-def test_a_pace_of_one_is_lockstep() -> None:
+def test_lanes_whose_drafts_are_all_rejected_wait_for_each_other() -> None:
     model = model_with_drafts()
     tokens, prompt = texts(model, 3, 19)
     for lanes in (1, 2, 4):
@@ -135,35 +143,34 @@ def test_a_pace_of_one_is_lockstep() -> None:
         exact = score(model, tokens, "exact", prompt=prompt, lanes=lanes)
         torch.testing.assert_close(-log_p.sum(dim=-1), exact.nats, atol=1e-9, rtol=0)
         never = torch.zeros(tokens.shape, dtype=torch.bool)
-        fallen, _, _ = walk(model, tokens, lanes, 3, Decided(tokens, never), prompt)
-        torch.testing.assert_close(fallen, log_p, atol=1e-9, rtol=0)
+        rejected, _, _ = walk(model, tokens, lanes, 3, Decided(tokens, never), prompt)
+        torch.testing.assert_close(rejected, log_p, atol=1e-9, rtol=0)
 
 
-def test_guesses_of_other_lanes_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_of_other_lanes_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_drafts()
     tokens, prompt = texts(model, 2, 23, padded=False)
 
-    def first_guessed(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def first_drafted(tokens: Tensor) -> tuple[Tensor, Tensor]:
         every = torch.ones(tokens.shape, dtype=torch.bool)
         log_p, known, _ = walk(model, tokens, 2, 3, Decided(tokens, every), prompt)
         return log_p, known
 
-    log_p, known = first_guessed(tokens)
-    lane = router_of(model, model.sets(tokens, prompt), lanes=2, paced=True).lanes
-    assert lane is not None
+    log_p, known = first_drafted(tokens)
+    lane = lane_of(model, tokens, 2, prompt)
     changed = (lane == 2) & (known == 2)  # what lane 2 is told in the second forward
     assert bool(changed.any())
     other = torch.where(changed, (tokens + 1) % (model.config.vocab_size - 3), tokens)
     same = (lane == 1) & (known <= 2)
-    torch.testing.assert_close(first_guessed(other)[0][same], log_p[same], atol=1e-12, rtol=0)
+    torch.testing.assert_close(first_drafted(other)[0][same], log_p[same], atol=1e-12, rtol=0)
     leaking = lane_masks.left_with_drafts | masks.Mask("leak", lambda q, k: (q.stream >= 2) & (k.stream >= 2))
     monkeypatch.setattr(lane_masks, "left_with_drafts", leaking)
-    leaked = [first_guessed(text)[0][same] for text in (tokens, other)]
+    leaked = [first_drafted(text)[0][same] for text in (tokens, other)]
     assert not torch.allclose(*leaked, atol=1e-6)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_the_probabilities_of_all_texts_at_all_paces_sum_to_one(lanes: int) -> None:
+def test_the_probabilities_of_all_texts_over_all_acceptance_patterns_sum_to_one(lanes: int) -> None:
     model = model_with_drafts(tiny.SYMBOLS)
     total = 0.0
     for letters in itertools.product(range(tiny.SYMBOLS), repeat=5):
@@ -176,7 +183,7 @@ def test_the_probabilities_of_all_texts_at_all_paces_sum_to_one(lanes: int) -> N
 
 
 def probability(model: Model, tokens: Tensor, lanes: int, ahead: int = 3) -> float:
-    """Of a text (1, L), summed over all paces."""
+    """Of a text (1, L), summed over all acceptance patterns."""
     total = 0.0
     open_ends: list[list[bool]] = [[]]
     while open_ends:
@@ -189,7 +196,7 @@ def probability(model: Model, tokens: Tensor, lanes: int, ahead: int = 3) -> flo
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_drawn_texts_follow_the_sum_over_paces(lanes: int) -> None:
+def test_drawn_texts_follow_the_sum_over_acceptance_patterns(lanes: int) -> None:
     model, count = model_with_drafts(tiny.SYMBOLS), 3000
     made = dcdm.generate(model, [[]] * count, max_new_tokens=4, lanes=lanes, drafts=2, batch_size=500, seed=1)
     found = torch.zeros(2**4)
@@ -271,7 +278,7 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
         window = draw.choice([24, 40])
         return Text([bos, *prompt], draw.choice([7, 25, 50]), decoding, window, 8, seed=4, index=number, eos_id=2)
 
-    def written(texts: list[Text], together: Decoding) -> list[list[int]]:
+    def written(texts: list[Text], together: Session) -> list[list[int]]:
         waiting = list(texts)
         while waiting or together.running:
             if waiting:
@@ -280,29 +287,29 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
         return [one.completion(mask) for one in texts]
 
     state = draw.getstate()
-    mixed = written([text(number) for number in range(12)], Decoding(model, PrefixStore(1 << 20)))
+    mixed = written([text(number) for number in range(12)], session_of(model, PrefixCache(1 << 20)))
     draw.setstate(state)
-    assert mixed == [written([text(number)], Decoding(model))[0] for number in range(12)]
+    assert mixed == [written([text(number)], session_of(model))[0] for number in range(12)]
 
 
-def test_texts_end_at_eos_also_where_guesses_went_on() -> None:
+def test_texts_end_at_eos_also_where_drafts_continue() -> None:
     model = model_with_drafts(tiny.SYMBOLS)
     made = dcdm.generate(model, [[]] * 40, max_new_tokens=12, lanes=2, eos_id=1, seed=2)
     assert "eos" in made.finished
     assert all(1 not in row for row in made.completions)
 
 
-def test_speculative_sampling_draws_from_p_whatever_is_guessed() -> None:
+def test_speculative_sampling_draws_from_p_whatever_is_drafted() -> None:
     draw = torch.Generator().manual_seed(0)
     log_p, log_q = (torch.randn(1, 6, generator=draw).log_softmax(-1).expand(60_000, 6) for _ in range(2))
     uniform = Key(0).fold("test").uniform(3 * 60_000).view(3, -1)
     for sampling in (Sampling(), Sampling(0.7, top_p=0.8)):
-        guess = sampling.draw(sampling.log_p(log_q), uniform[0])
-        right, instead = stands_or_instead(sampling, log_p, log_q, guess, uniform[1], uniform[2])
-        drawn = torch.where(right, guess, instead).bincount(minlength=6) / 60_000
+        drafted = sampling.draw(sampling.log_p(log_q), uniform[0])
+        right, instead = accept_or_replace(sampling, log_p, log_q, drafted, uniform[1], uniform[2])
+        drawn = torch.where(right, drafted, instead).bincount(minlength=6) / 60_000
         torch.testing.assert_close(drawn, sampling.log_p(log_p)[0].exp().to(drawn), atol=8e-3, rtol=0)
     greedy = Sampling(0.0)
-    right, instead = stands_or_instead(greedy, log_p[:6], log_q[:6], torch.arange(6), uniform[1], uniform[2])
+    right, instead = accept_or_replace(greedy, log_p[:6], log_q[:6], torch.arange(6), uniform[1], uniform[2])
     assert right.nonzero().flatten().tolist() == [int(log_p[0].argmax())]
     assert set(instead.tolist()) == {int(log_p[0].argmax())}
 
@@ -317,6 +324,6 @@ def test_mistakes_are_named() -> None:
         dcdm.generate(tiny.model("mdlm", kind="lanes"), [[1]], drafts=1)
     with pytest.raises(ConfigError, match="belongs to kind 'lanes'"):
         replace(tiny.config("mdlm"), drafts=1)
-    assert len(dcdm.generate(model, [[1]], max_new_tokens=5, drafts=10**30).completions[0]) == 5
+    assert len(dcdm.generate(model, [[1]], max_new_tokens=5, drafts=64).completions[0]) == 5
     assert DecodingConfig.of(cache="none").resolve(model.config).drafts == 0
     assert DecodingConfig.of().resolve(model.config).drafts == 3

@@ -1,0 +1,275 @@
+"""Decoding with a model that predicts from the left: its router of lanes, its cache, and its drafts.
+
+The core asks for these by the model's class: `router_of`, `cached_predictor` and `session_of`.
+
+    B batch   L positions   A asked positions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dcdm.decoding.commits import Commit, View
+from dcdm.decoding.loop import Committed, DecodingState, Reveal
+from dcdm.decoding.predictors import Cached, Needed, Part, Predicted, Predictor, cached_predictor
+from dcdm.decoding.prefixes import PrefixCache
+from dcdm.decoding.routes import LATER, AdaBlock, Fixed, Route, Router, check_routing, router_of
+from dcdm.decoding.session import Session, session_of
+from dcdm.decoding.text import Text
+from dcdm.lanes.drafts import Drafter, Drafts, accept_or_replace, propose, shifted, verify
+from dcdm.lanes.masks import DRAFTS, led_positions
+from dcdm.lanes.model import LaneModel
+from dcdm.lanes.partition import lane_partition
+from dcdm.model.layout import RaggedIndex, stack_rows
+from dcdm.model.masks import CLEAN
+from dcdm.model.transformer import Model, Sets
+
+# --- routing -----------------------------------------------------------------------------------------------------
+
+
+@router_of.register(LaneModel)
+def lane_router(
+    model: LaneModel,
+    sets: Sets,
+    index: Tensor | None = None,
+    name: str = "auto",
+    adablock: AdaBlock | None = None,
+    lanes: int | Tensor | None = None,
+) -> Router:
+    """Lanes that wait for each other: chunk k is the k-th position of every lane."""
+    if model.config.kind != "lanes":  # another partition, predicted from the left
+        return router_of.dispatch(Model)(model, sets, index, name, adablock)
+    check_routing(model.config, name)
+    ids, _ = lane_partition(model.config, sets.free, sets.real, lanes)
+    return Fixed(sets, ids, ids)
+
+
+class OwnPace(Router):
+    """Lanes that run as far as each gets: the first open position of every one.
+
+    Ids count the forward passes after which a token is known.
+    """
+
+    policy = "own pace"
+
+    def __init__(self, sets: Sets, lane: Tensor) -> None:
+        """`lane` (B, L), from 1."""
+        super().__init__()
+        self.real, self.lane = sets.real, lane
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        pending = self.real & ~revealed
+        place = torch.arange(pending.shape[1], device=pending.device)
+        upto = torch.where(pending, place, -1).cummax(dim=-1).values
+        before = torch.nn.functional.pad(upto[:, :-1], (1, 0), value=-1)  # the open position before each
+        active = pending & ((before < 0) | (self.lane.gather(1, before.clamp(min=0)) != self.lane))
+        known = torch.where(route.ids < LATER, route.ids, 0)
+        ids = torch.where(active, known.amax(dim=-1, keepdim=True) + 1, torch.where(pending, LATER, route.ids))
+        return Route(torch.where(self.real, ids, -1), active)
+
+    def state(self) -> tuple[str, ...]:
+        return ("real", "lane")
+
+
+# --- predicting --------------------------------------------------------------------------------------------------
+
+
+class CachedFromLeft(Cached):
+    """The tokens that were committed last come in and predict what stands on their right."""
+
+    def __init__(self, model: LaneModel, sets: Sets | None = None, prefixes: PrefixCache | None = None) -> None:
+        super().__init__(model, sets, prefixes)
+        self._drafts: list[tuple[Tensor, RaggedIndex, Tensor]] = []
+        """Of each pass that read draft tokens: rows, positions, places in the cache."""
+
+    def _extended(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        self._drafts = []
+        return super()._extended(z, revealed, route)
+
+    def _needed(self, z: Tensor, revealed: Tensor, route: Route) -> Needed:
+        """Leaders, which predict what stands on their right; seeds, which predict themselves; draft tokens, which
+        are forgotten unless they are accepted; and tokens that are only written."""
+        ids = route.ids
+        new = (ids >= 0) & (ids < route.level()) & revealed & ~self.written
+        led = led_positions(ids) & route.active
+        asked = torch.nn.functional.pad(led[:, 1:], (0, 1))  # the slots on the left of what is led
+        drafts = route.active & ~revealed & (z != self.model.config.mask_id)
+        led = led | (route.active & shifted(drafts))
+        predicting = [
+            Part(asked & new, stays=True, stream=CLEAN),
+            Part(route.active & ~led, stays=False),
+            Part(drafts, stays=False, stream=_streams(drafts)),
+        ]
+        return Needed(predicting, Part(new & ~asked, stays=True, stream=CLEAN), led)
+
+    def _pass(self, z: Tensor, route: Route, need: Needed, rows: Tensor) -> tuple[Tensor, Tensor]:
+        states, home = super()._pass(z, route, need, rows)
+        drafts = RaggedIndex(need.predicting[-1].where[rows])
+        if count := drafts.index.shape[1]:
+            answers = states.shape[1]
+            self._drafts.append((rows, drafts, self.cache.index[:, answers - count : answers]))
+        return states, home
+
+    def keep_accepted(self, accepted: Tensor) -> None:
+        """Told which draft tokens (B, L) of the last forward pass are part of the text."""
+        accepted = accepted[self.rows]
+        for rows, where, index in self._drafts:
+            self.cache.promote(rows, index, where.pick(accepted[rows]) & where.valid)
+        self._drafts = []
+        self.written |= accepted
+
+
+def _streams(drafts: Tensor) -> Tensor:
+    """(B, L): the stream of each draft token, one for every run of them."""
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    begins = drafts & ~shifted(drafts)
+    return DRAFTS + torch.where(begins, place, 0).cummax(dim=-1).values
+
+
+cached_predictor.register(LaneModel, CachedFromLeft)
+
+# --- one forward pass --------------------------------------------------------------------------------------------
+
+
+class LaneState(DecodingState):
+    """Canvases some of whose lanes have drafts: a forward pass verifies what was proposed after the one before."""
+
+    POSITIONS: ClassVar[dict[str, float]] = {**DecodingState.POSITIONS, "lane": 0}
+    ROWS: ClassVar[tuple[str, ...]] = (*DecodingState.ROWS, "ahead")
+
+    def __init__(
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, lane: Tensor, ahead: Tensor,
+        drafter: Drafter, order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`lane` (B, L) numbers the lanes, `ahead` (B,) says how many tokens of each are drafted."""
+        super().__init__(z, sets, router, predict, order)
+        assert isinstance(predict, CachedFromLeft)
+        assert isinstance(predict.model, LaneModel)
+        self.model, self.cached, self.drafter = predict.model, predict, drafter
+        self.lane, self.ahead = lane, ahead.to(z.device)
+        self.drafts = Drafts.none(self.model)
+        self._reading = Drafts.none(self.model)
+        """Those of the pass that is under way."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        self.drafts = self.drafts.keep_rows(rows)
+
+    def step(self, commit: Commit, reveal: Reveal, closed: Tensor | None = None) -> Committed | None:
+        committed = super().step(commit, reveal, closed)
+        if committed is not None and bool(self.ahead.any()):
+            left = self.real & ~self.revealed
+            self._draft(committed, left if closed is None else left & ~closed)
+        return committed
+
+    def _read(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """With the draft tokens in their places; what stands behind each is predicted, too."""
+        canvas, asked = super()._read(pending)
+        self._reading = drafts = self.drafts[pending[self.drafts.row, self.drafts.position]]
+        if not len(drafts):
+            return canvas, asked
+        asked = asked | (shifted(drafts.places(canvas.shape)) & pending)
+        self.route = Route(torch.where(asked, self.route.level(), self.route.ids), asked)
+        canvas = canvas.clone()
+        canvas[drafts.row, drafts.position] = drafts.token
+        return canvas, asked
+
+    def _choose(self, view: View, where: RaggedIndex, commit: Commit, reveal: Reveal) -> tuple[Tensor, Tensor]:
+        drafts = self._reading
+        if not len(drafts):
+            return super()._choose(view, where, commit, reveal)
+        checked = verify(drafts, view, where, drafts.places(self.z.shape), self.cached.log_p_of, self.drafter)
+        self.cached.keep_accepted(checked.accepted)
+        fill = commit(view) & checked.fill
+        return fill, torch.where(checked.tokens >= 0, checked.tokens, reveal(view, fill))
+
+    def _draft(self, committed: Committed, left: Tensor) -> None:
+        """Propose what follows; places behind rejected draft tokens are asked for again. `left` (B, L) is open."""
+        again = self.route.active & left & (self.ahead > 0)[:, None]
+        self.route = Route(torch.where(again, LATER, self.route.ids), self.route.active & ~again)
+        continues = left & (self.lane > 0) & (self.lane == shifted(self.lane))
+        self.drafts = propose(self.model, committed, continues, self.ahead, self.cached.log_p_of, self.drafter)
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+class LaneSession(Session):
+    """Texts that are written in lanes; the session samples and verifies their drafts."""
+
+    def __init__(self, model: LaneModel, prefixes: PrefixCache | None = None) -> None:
+        super().__init__(model, prefixes)
+        nothing, none = self._state.z, self._state.real
+        self._state = self._lane_state(nothing, Sets(none, none, none), self._state.router, None, nothing, [])
+        self._draft_uniform = torch.zeros(0, 1, 2, dtype=torch.float64)
+        """(B, L, 2): numbers for a draft token, and for whether it is accepted."""
+
+    def _lane_state(
+        self, z: Tensor, sets: Sets, router: Router, order: Tensor | None, lane: Tensor, texts: list[Text]
+    ) -> LaneState:
+        ahead = torch.tensor([_drafts(text) for text in texts], dtype=torch.long)
+        return LaneState(z, sets, router, self._predict, lane, ahead, self, order)
+
+    def _policy(self, text: Text) -> tuple[Hashable, ...]:
+        return *super()._policy(text), _drafts(text) > 0
+
+    def _rows(self, z: Tensor, sets: Sets, order: Tensor, texts: list[Text]) -> DecodingState:
+        lanes = torch.tensor([text.decoding.lanes for text in texts])
+        ids, lane = lane_partition(self.model.config, sets.free, sets.real, lanes)
+        for text, row in zip(texts, lane.tolist(), strict=True):
+            text.lanes = row
+        router = OwnPace(sets, lane) if _drafts(texts[0]) else Fixed(sets, ids, ids)
+        return self._lane_state(z, sets, router, order, lane, texts)
+
+    def _join_noise(self, texts: list[Text], length: int) -> None:
+        super()._join_noise(texts, length)
+        if self.model.config.drafts:
+            new = [torch.cat([text.noise(use, length) for text in texts]) for use in ("guess", "verify")]
+            self._draft_uniform = stack_rows(self._draft_uniform, torch.stack(new, dim=-1), 0.0)
+
+    def _keep_noise(self, rows: Tensor, length: int) -> None:
+        super()._keep_noise(rows, length)
+        if self.model.config.drafts:
+            self._draft_uniform = self._draft_uniform[rows, :length]
+
+    def _closed(self) -> Tensor | None:
+        """Chunks of lanes do not depend on what is written: positions after an EOS can stay masked."""
+        return self._after_eos()
+
+    def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        """As `Drafter` says: each draft token is drawn with a uniform number of its own."""
+        tokens = torch.zeros_like(row)
+        uniform = self._draft_uniform.to(row.device)
+        for sampling, rows in self._samplings():
+            mine = rows[row]
+            chance = uniform[row[mine], position[mine], 0]
+            tokens[mine] = sampling.draw(sampling.log_p(log_q[mine]), chance)
+        return tokens
+
+    def verify(
+        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `Drafter` says."""
+        right, instead = torch.zeros_like(row, dtype=torch.bool), torch.zeros_like(row)
+        uniform = self._draft_uniform.to(row.device)
+        for sampling, rows in self._samplings():
+            mine = rows[row]
+            draw, accept = self._chances[row[mine], position[mine]], uniform[row[mine], position[mine], 1]
+            right[mine], instead[mine] = accept_or_replace(
+                sampling, log_p[mine], log_q[mine], token[mine], accept, draw
+            )
+        return right, instead
+
+
+def _drafts(text: Text) -> int:
+    """How many tokens of each lane are drafted; none where they must match something."""
+    return 0 if text.spans else text.decoding.drafts or 0
+
+
+@session_of.register(LaneModel)
+def lane_session(model: LaneModel, prefixes: PrefixCache | None = None) -> Session:
+    return (LaneSession if model.config.kind == "lanes" else Session)(model, prefixes)

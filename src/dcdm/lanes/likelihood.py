@@ -1,0 +1,97 @@
+"""Likelihoods of a model that predicts from the left: exact, and with drafts an upper bound.
+
+B sequences   L positions
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.config import DecodingConfig
+from dcdm.decoding.predictors import predictor_of
+from dcdm.decoding.sampling import Sampling
+from dcdm.keys import Key
+from dcdm.lanes.decoding import LaneState, OwnPace
+from dcdm.lanes.model import LaneModel
+from dcdm.lanes.partition import lane_partition
+from dcdm.likelihood.estimators import AlongText, Part, Scorer, certain, scattered, scorer_of
+from dcdm.model.transformer import Model, Sets
+
+
+@scorer_of.register(LaneModel)
+class LaneScorer(Scorer):
+    """The estimators of such a model."""
+
+    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+        """Every token predicted once, given the earlier chunks, as a decoder with one forward pass per chunk does."""
+        ids = self.model.partition(tokens, sets.visible, index, self.decoder.lanes).ids
+        states = self.model.encode(tokens, prompt=sets.visible, chunk_ids=ids).states
+        return certain(scattered(self.model, states, tokens, sets.free), sets.free.sum(dim=-1), 1)
+
+    def drafted(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+        """Lanes with drafts along the true text: −log p of each token given what its forward pass knew.
+
+        How many draft tokens each forward pass accepts is drawn as it would have come given the text. What is
+        summed up is then log p(text, pattern) − log P(pattern | steps before), whose mean over acceptance patterns
+        is at most log p(text); with one lane it is the same for any pattern, and log p(text) itself.
+        """
+        assert isinstance(self.samples, int)
+        walks = [self.walk(tokens, sets, index, sample) for sample in range(self.samples)]
+        nats = torch.stack([along.nats for along in walks])
+        forwards = torch.stack([along.forward for along in walks]).double().mean(dim=0)
+        varies = self.decoder.drafts and self.decoder.lanes != 1
+        alone = torch.full_like(forwards, torch.nan if varies else 0.0)  # one draw has no spread
+        spread = alone if self.samples == 1 else nats.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
+        return Part(nats.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), forwards)
+
+    @torch.no_grad()
+    def walk(self, tokens: Tensor, sets: Sets, index: Tensor, sample: int) -> AlongTextWithDrafts:
+        """Lanes with drafts along the true text, with an acceptance pattern drawn for it."""
+        model, decoder = self.model, self.decoder
+        chances = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
+        along = AlongTextWithDrafts(tokens, decoder.sampling, chances)
+        _, lane = lane_partition(model.config, sets.free, sets.real, decoder.lanes)
+        state = LaneState(
+            tokens.masked_fill(sets.free, model.config.mask_id), sets, OwnPace(sets, lane),
+            predictor_of(model, sets, decoder.cache), lane, torch.full_like(index, decoder.drafts or 0), along,
+        )  # fmt: skip
+        while state.step(commit_policy("chunk"), along.reveal) is not None:
+            pass
+        return along
+
+
+class AlongTextWithDrafts(AlongText):
+    """Fills a canvas with the text itself. Draft tokens are right, and are accepted as often as they would have
+    been, given that the text came out."""
+
+    def __init__(self, tokens: Tensor, sampling: Sampling, chances: Tensor) -> None:
+        """`chances` (B, L) are uniform."""
+        super().__init__(tokens, sampling)
+        self.chances = chances
+
+    def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        return self.tokens[row, position]
+
+    def verify(
+        self, log_p: Tensor, log_q: Tensor, row: Tensor, position: Tensor, token: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        p, q = (self.sampling.log_p(x).gather(-1, token[:, None]).squeeze(-1) for x in (log_p, log_q))
+        return self.chances[row, position].to(p) < (q - p).exp(), token
+
+
+def forwards_along(
+    model: Model, tokens: Tensor, prompt: Tensor | None = None, *, lanes: int | None = None,
+    drafts: int | None = None, index: Tensor | None = None, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """(B, L): the forward pass that brings each token of a text when lanes have drafts, from 1; 0 for given ones.
+
+    The acceptance pattern is drawn as it would have come given the text.
+    """
+    decoder = DecodingConfig("chunk", lanes=lanes, drafts=drafts).resolve(model.config)
+    scorer = LaneScorer(model, 1, Key(seed).fold("drafted"), decoder)
+    numbers = torch.arange(len(tokens)) if index is None else index
+    return scorer.walk(tokens, model.sets(tokens, prompt), numbers, 0).came
