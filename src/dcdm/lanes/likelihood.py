@@ -27,7 +27,7 @@ class LaneScorer(Scorer):
     """The estimators of such a model."""
 
     def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
-        """Every token predicted once, given the earlier chunks, as a decoder with one forward pass per chunk does."""
+        """Every token predicted once, given the earlier chunks, as when each chunk takes one forward pass."""
         ids = self.model.partition(tokens, sets.visible, index, self.decoder.lanes).ids
         states = self.model.encode(tokens, prompt=sets.visible, chunk_ids=ids).states
         return certain(scattered(self.model, states, tokens, sets.free), sets.free.sum(dim=-1), 1)
