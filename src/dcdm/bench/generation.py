@@ -153,7 +153,7 @@ def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> 
     order drawn for each window, one with drafts along one acceptance pattern: on average a bound.
     """
     scorer = scorer_of(model, 1, Key(seed).fold("order"), decoder)
-    walk = scorer.drafted if decoder.drafts else scorer.trajectory
+    walk = getattr(scorer, "drafted" if decoder.drafts else "trajectory")
     part = walk(tokens, model.sets(tokens), torch.arange(len(tokens)))
     return part.by_position.sum(dim=-1).tolist(), part.tokens.tolist()
 
