@@ -119,10 +119,26 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
 
     monkeypatch.setattr("dcdm.decoding.engine.generate", generate)
     monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
-    main(["eval", "quality", "run", "--num", "5", "--batch-size", "2", "--scorer", str(folder), "--json"])
+    main(
+        [
+            "eval",
+            "quality",
+            "run",
+            "--num",
+            "5",
+            "--lanes",
+            "2",
+            "--set",
+            "top_k=3",
+            "--scorer",
+            str(folder),
+            "--json",
+        ]
+    )
     of_model = json.loads(capsys.readouterr().out)
     assert of_model["perplexity"] == pytest.approx(of_file["perplexity"])
     assert (of_model["forwards"], "forwards" in of_file) == (3.5, False)
+    assert (of_model["lanes"], of_model["top_k"]) == (2, 3)
     main(["eval", "quality", "--texts", str(file), "--scorer", str(folder)])
     assert "generative perplexity" in capsys.readouterr().out
 

@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import tyro
 
-from dcdm.commands.options import DeviceOption, DtypeOption, JsonOption, at_least_one, load_for, print_json
+from dcdm.commands.options import (
+    NO_FLAGS,
+    DecoderOptions,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    SetOption,
+    at_least_one,
+    decoder_settings,
+    load_for,
+    print_json,
+)
 from dcdm.config import ConfigError, Device, Dtype
 
 EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
@@ -21,9 +32,8 @@ def quality(
     texts: Path | None = None,
     num: int = 64,
     length: int = 128,
-    temperature: float = 1.0,
-    commit: str = "auto",
-    lanes: int | None = None,
+    decoder: DecoderOptions = NO_FLAGS,
+    set: SetOption = (),
     batch_size: int = 8,
     seed: int = 0,
     device: DeviceOption = "auto",
@@ -40,9 +50,6 @@ def quality(
         texts: A file of texts instead of a model: .jsonl with a field text, or parted by blank lines.
         num: Texts to generate.
         length: Tokens of a generated text.
-        temperature: Temperature of sampling.
-        commit: How tokens are filled in, as in dcdm sample.
-        lanes: For models that write in lanes: how many, as in dcdm sample.
         batch_size: Sequences of one pass; it changes no result.
         seed: Seed of sampling; text i follows from it and i.
     """
@@ -55,8 +62,7 @@ def quality(
     if texts is not None:
         wanted, settings, forwards = read_texts(texts), {}, None
     else:
-        settings = {"max_new_tokens": length, "temperature": temperature, "commit": commit, "seed": seed}
-        settings |= {} if lanes is None else {"lanes": lanes}
+        settings = {"max_new_tokens": length, "seed": seed} | decoder_settings(decoder, set)
         wanted, forwards = _generated(str(model), num, batch_size, device, dtype, settings)
     result = measure_quality(wanted, judge, batch_size)
     if json:

@@ -15,6 +15,7 @@ from dcdm.commands.options import (
     DtypeOption,
     JsonOption,
     ModelArgument,
+    assignments,
     at_least_one,
     compute_on,
     print_json,
@@ -41,6 +42,7 @@ def tasks(
     max_length: int | None = None,
     max_new_tokens: int = 256,
     commit: str = "auto",
+    set: tuple[str, ...] = (),
     allow_code_execution: bool = False,
     use_cache: Path | None = None,
     items: Path | None = None,
@@ -64,6 +66,7 @@ def tasks(
         max_length: Tokens of context and answer together (default: the window of training).
         max_new_tokens: Tokens of an answer where the task sets no limit.
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
+        set: Other settings of the decoder, as in lanes=4 or routing=adablock.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
         items: Write a JSON line per question to this file, with the Monte-Carlo errors of its choices.
@@ -82,7 +85,8 @@ def tasks(
     with _quiet():
         lm = _model(
             pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
-            max_length=max_length, max_gen_toks=max_new_tokens, commit=commit, device=str(place), dtype=weights,
+            max_length=max_length, max_gen_toks=max_new_tokens, device=str(place), dtype=weights,
+            **{"commit": commit} | assignments(set),
         )  # fmt: skip
         cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
         reports = []
