@@ -67,25 +67,17 @@ def test_windows_cross_shard_borders_and_lose_only_the_tail(tmp_path_factory, si
     assert len(tokens) - len(inside) < length - 1
 
 
-def test_a_window_outside_the_data_set_is_an_index_error(windows):
-    assert torch.equal(windows[-1]["tokens"], windows[len(windows) - 1]["tokens"])
-    with pytest.raises(IndexError):
-        windows[len(windows)]
-    with pytest.raises(IndexError):
-        windows.stream.read(0, len(windows.stream) + 1)
-
-
-def test_a_split_shorter_than_one_window_is_refused(prepared, tmp_path):
-    with pytest.raises(DataError, match="fewer than one window"):
-        prepared.dataset("train", 100_000)
-    with pytest.raises(DataError, match="--validation-share"):
-        prepared.dataset("validation", 100_000)
-    with pytest.raises(DataError, match="length=1"):
-        prepared.dataset("train", 1)
-    with pytest.raises(DataError, match="unknown split"):
-        prepared.dataset("test", 9)
+def test_windows_that_cannot_be_are_refused(prepared, windows, tmp_path):
+    for split, length, reason in (
+        ("train", 100_000, "fewer than one window"), ("validation", 100_000, "--validation-share"),
+        ("train", 1, "length=1"), ("test", 9, "unknown split"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=reason):
+            prepared.dataset(split, length)
     with pytest.raises(DataError, match="no prepared data"):
         PreparedData.open(tmp_path)
+    with pytest.raises(IndexError):
+        windows[len(windows)]
 
 
 def test_a_data_set_travels_to_another_process_without_its_tokens(windows):
@@ -157,16 +149,12 @@ def test_ranks_and_micro_batches_make_up_the_same_global_batches(windows, refere
         assert joined(parts) == reference[step]
 
 
-def test_worker_processes_give_the_same_batches(windows, reference):
+def test_worker_processes_give_the_same_batches_and_nothing_is_drawn_from_the_global_generator(windows, reference):
+    before = torch.random.get_rng_state()
     with_workers = Loader(windows, seed=5, global_batch=8, num_workers=2)
     assert [joined([batch]) for batch in take(with_workers, 12)] == reference[:12]
-    assert with_workers.state_dict()["samples"] == 96
-
-
-def test_loading_draws_nothing_from_the_global_generator(windows):
-    before = torch.random.get_rng_state()
-    take(Loader(windows, seed=5, global_batch=8), 3)
     assert torch.equal(before, torch.random.get_rng_state())
+    assert with_workers.state_dict()["samples"] == 96
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -182,13 +170,8 @@ def test_a_saved_position_is_restored_exactly_in_the_middle_of_an_epoch(windows,
     assert [joined([batch]) for batch in take(again, 12)] == reference[7:19]
     at_step = Loader(windows, seed=5, global_batch=8, start=7)
     assert joined(take(at_step, 1)) == reference[7]
+    assert joined(take(at_step, 1)) == reference[8], "iterating again resumes where the last iteration stopped"
     assert 0 < again.epoch < 3
-
-
-def test_iterating_again_resumes_where_the_last_iteration_stopped(windows, reference):
-    source = Loader(windows, seed=5, global_batch=8)
-    for at in (0, 3, 6):
-        assert [joined([batch]) for batch in take(source, 3)] == reference[at : at + 3]
 
 
 def test_a_position_moves_from_one_rank_to_two_and_back(windows, reference):
@@ -219,15 +202,12 @@ def test_a_step_counts_once_all_its_micro_batches_are_handed_out(windows):
     assert seen == [0, 0, 8, 8, 8, 16]
 
 
-def test_a_position_of_other_data_or_another_seed_is_refused(prepared, windows):
+def test_a_position_of_other_data_or_another_seed_and_wrong_batch_sizes_are_refused(prepared, windows):
     state = Loader(windows, seed=5, global_batch=8).state_dict()
     with pytest.raises(DataError, match="seed 5, this loader has 6"):
         Loader(windows, seed=6, global_batch=8).load_state_dict(state)
     with pytest.raises(DataError, match="same data"):
         Loader(prepared.dataset("train", 17), seed=5, global_batch=8).load_state_dict(state)
-
-
-def test_wrong_batch_sizes_are_refused_by_name(windows):
     for change, name in (
         ({"global_batch": 9, "world": 2}, "global_batch"), ({"global_batch": 0}, "global_batch"),
         ({"global_batch": 8, "micro_batch": 9}, "micro_batch"), ({"global_batch": 8, "rank": 1}, "rank"),

@@ -211,14 +211,6 @@ def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     assert asked == expected
 
 
-def test_prompt_and_response_become_an_example_that_ends_with_eos():
-    maker = ExampleMaker(DataConfig(prompt_field="q", response_field="a"), BYTES)
-    _, examples = maker.examples_of({"q": "1+1?", "a": "2", "extra": None})
-    ((prompt, response),) = maker.encode(examples)
-    assert bytes(prompt.tolist()) == b"1+1?\n"
-    assert response.tolist() == [ord("2"), BYTES.eos_id]
-
-
 CHAT = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1?"},
@@ -227,7 +219,13 @@ CHAT = [
 OPENING = "System:\nBe brief.\n\nUser:\n1+1?\n\nAssistant:\n"
 
 
-def test_a_chat_learns_its_last_answer_or_each_in_a_plain_format_of_its_own():
+def test_prompts_and_responses_become_examples_and_of_a_chat_its_last_answer_is_learned_or_each():
+    maker = ExampleMaker(DataConfig(prompt_field="q", response_field="a"), BYTES)
+    _, pair = maker.examples_of({"q": "1+1?", "a": "2", "extra": None})
+    ((prompt, response),) = maker.encode(pair)
+    assert bytes(prompt.tolist()) == b"1+1?\n"
+    assert response.tolist() == [ord("2"), BYTES.eos_id]
+
     def examples(turns):
         return ExampleMaker(DataConfig(messages_field="m", turns=turns), BYTES).examples_of({"m": CHAT})[1]
 

@@ -48,7 +48,7 @@ def prepare_text(
         field: Field of a row that holds its text.
         prompt_field: Fine-tuning: field of the prompt.
         response_field: Fine-tuning: field of the response.
-        separator: Fine-tuning: what stands between prompt and response.
+        separator: Fine-tuning: what is between prompt and response.
         messages_field: Fine-tuning on chats: field of the messages.
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.

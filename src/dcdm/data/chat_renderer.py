@@ -39,7 +39,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant writes; here it stands as it is."""
+    """`{% generation %}…{% endgeneration %}` marks what the assistant writes; here it is kept unchanged."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 

@@ -73,8 +73,10 @@ def prepare(
         reporter.say(sentence)
 
     # plan: is it there already?
-    spec = tokenizer if isinstance(tokenizer, str) else "given"
-    ready = _tokenizer_if_ready(tokenizer)
+    if isinstance(tokenizer, Tokenizer):
+        spec, ready = "given", tokenizer
+    else:  # bpe:N must be learned from the corpus first
+        spec, ready = tokenizer, None if bpe_size(tokenizer) is not None else load_tokenizer(tokenizer)
     plan = plan_of(files, settings, spec, ready, bool(validation))
     out = cache_folder() / f"{_slug(sources[0])}-{digest(plan)[:12]}" if out is None else _absolute(out)
     if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
@@ -218,7 +220,7 @@ def _existing(
         reason = str(error)
     if not overwrite:
         raise DataError(f"{reason}. Choose another out folder, or replace this one (overwrite, --overwrite)")
-    reporter.say(f"{reason}. Preparing it anew")
+    reporter.say(f"{reason}. Replacing it")
     return None
 
 
@@ -281,13 +283,6 @@ def _publish(work: Path, out: Path) -> None:
 
 
 # --- the tokenizer -----------------------------------------------------------------------------------------------
-
-
-def _tokenizer_if_ready(tokenizer: str | Tokenizer) -> Tokenizer | None:
-    """The tokenizer, unless it must be learned from the corpus first."""
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    return None if bpe_size(tokenizer) is not None else load_tokenizer(tokenizer)
 
 
 def _kept_tokenizer(

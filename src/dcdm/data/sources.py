@@ -58,7 +58,7 @@ class SourceFile:
 
 @dataclass
 class Skipped:
-    """What lies where text was looked for, and is not read."""
+    """What was found where text was looked for, and is not read."""
 
     other_kinds: Counter[str] = field(default_factory=Counter)
     """Files by the ending of their names, "" for none."""

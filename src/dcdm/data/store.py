@@ -1,4 +1,4 @@
-"""Prepared data on the disk: the manifest, token shards that it vouches for, and windows over them.
+"""Prepared data on the disk: the manifest, token shards with their checksums, and windows over them.
 
 L positions of a window
 """
@@ -107,7 +107,7 @@ class PreparedData:
 
     @property
     def content_fingerprint(self) -> str:
-        """Names the bytes of all shards, wherever they stand and however they came about."""
+        """Names the bytes of all shards, wherever they are and however they came about."""
         return digest({split: [entry["sha256"] for entry in self._split(split)["files"]] for split in SPLITS})
 
     @property

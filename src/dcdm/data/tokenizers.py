@@ -245,7 +245,7 @@ def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokeniz
         raise DataError(f"tokenizer {spec}: this is a file; name the folder that holds tokenizer.json")
     elif spec.startswith((".", "/", "~")):
         raise DataError(f"tokenizer {spec}: there is no such folder")
-    return _through_transformers(spec)
+    return adopted(ask_transformers(spec), spec)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -293,10 +293,6 @@ def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
         raise DataError(f"cannot read vocab.json and merges.txt in {folder}: {error}") from error
     eos = _content(config.get("eos_token")) or "<|endoftext|>"
     return Tokenizer.over(base, eos, _chat_template(folder, config))
-
-
-def _through_transformers(spec: str) -> Tokenizer:
-    return adopted(ask_transformers(spec), spec)
 
 
 def ask_transformers(spec: str, **options: Any) -> Any:
@@ -438,7 +434,7 @@ def _check_ids(ids: Collection[Any]) -> None:
     if not all(type(number) is int and number >= 0 for number in ids):
         raise DataError("the tokenizer has an id that is not a whole number of at least 0")
     if (holes := max(ids, default=-1) + 1 - len(ids)) > MOST_HOLES:
-        raise DataError(f"the tokenizer leaves out {holes:,} ids; more than {MOST_HOLES:,} are no tokenizer's")
+        raise DataError(f"the tokenizer leaves out {holes:,} ids; a tokenizer may leave out {MOST_HOLES:,}")
 
 
 def _free_name(backend: Backend, word: str) -> str:
