@@ -1,5 +1,6 @@
 """`dcdm report` on two short runs."""
 
+import itertools
 import json
 import re
 
@@ -9,6 +10,7 @@ from dcdm.cli import main
 from dcdm.training.run import run_training
 from dcdm.viewing import palette
 from dcdm.viewing.plots import Curve, averaged, chart
+from dcdm.viewing.report import read_runs
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))
 SMALL = {
@@ -66,6 +68,10 @@ def test_a_torn_line_of_metrics_is_skipped(runs, tmp_path, capsys):
         file.write('[1]\n{"step": 7, "nl')
     main(["report", str(folder), "--json"])
     assert json.loads(capsys.readouterr().out)[0]["step"] == 6
+    (run,) = read_runs([str(folder)])
+    tokens = [row["tokens"] for row in run.steps]
+    assert [seen for seen, _ in run.curve("nll", "seen")] == list(itertools.accumulate(tokens))
+    assert [row["seen"] for row in run.evaluations] == [sum(tokens[:3]), sum(tokens)]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

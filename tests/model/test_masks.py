@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcdm.model import masks
-from dcdm.viewing.plots import draw_masks
+from draw_masks import draw_masks
 
 patterns = st.lists(st.tuples(st.integers(-1, 4), st.booleans()), min_size=1, max_size=9)
 

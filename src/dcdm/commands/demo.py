@@ -267,11 +267,11 @@ def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate
         ours = score(lanes, windows, "exact", lanes=number)
         theirs = score(bdlm, windows, "trajectory", commit=commit, batch_size=len(windows))
         counts = ours.tokens.tolist()
-        means = [
+        one, other, apart = (
             mean_and_stderr(list(zip(nats.tolist(), counts, strict=True)))
             for nats in (ours.nats, theirs.nats, ours.nats - theirs.nats)
-        ]
-        lines.append(ComparedEstimate(name, meaning, *means, windows=len(windows)))
+        )
+        lines.append(ComparedEstimate(name, meaning, one, other, apart, windows=len(windows)))
     return lines
 
 

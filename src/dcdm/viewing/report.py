@@ -72,7 +72,7 @@ def _read(name: str, folder: Path) -> RunLog:
         raise ConfigError(f"{folder} has no figures yet: metrics.jsonl is missing or empty; train it first")
     seen = 0
     for row in rows:
-        seen += row.get("tokens") or 0
+        seen += row.get("tokens", 0) if "nll" in row else 0
         row["seen"] = seen
     evaluations = [row for row in rows if _finite((row.get("evaluation") or {}).get(MAIN))]
     steps = [row for row in rows if "nll" in row]
