@@ -389,10 +389,7 @@ return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
 """
 
 
-@pytest.mark.parametrize("still", [
-    pytest.param(False, id="moving"), pytest.param(True, id="still", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch, still):
+def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch):
     """Refused at once: beside the button. After a while, or in the middle of a text: above the canvas."""
     from dcdm.serving import denoise
     from dcdm.serving.schemas import queue_full
@@ -407,7 +404,7 @@ def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch,
 
         return refuse
 
-    page.open(address, width=NARROW, height=740, still=still, prompt=PROMPT, a_commit="position")
+    page.open(address, width=NARROW, height=740, prompt=PROMPT, a_commit="position")
     for seconds, where in ((0, "form"), (1.5, "results")):
         with monkeypatch.context() as patched:
             patched.setattr(app.state.scheduler, "submit", refuse_after(seconds))
@@ -415,7 +412,7 @@ def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch,
             settled()
             assert page.driver.execute_script(IN_SIGHT, "problem"), where
             assert page.js(f"document.getElementById('{where}').contains(document.getElementById('problem'))")
-        page.driver.save_screenshot(str(page.artefacts / f"phone-error-{where}{'-still' if still else ''}.png"))
+        page.driver.save_screenshot(str(page.artefacts / f"phone-error-{where}.png"))
 
     with monkeypatch.context() as patched:
         patched.setattr(denoise, "stream", cut_short(denoise.stream))
@@ -423,14 +420,14 @@ def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch,
         settled()
         assert "stopped in the middle" in page.text("problem")
         assert page.driver.execute_script(IN_SIGHT, "problem")
-        page.driver.save_screenshot(str(page.artefacts / f"phone-error-middle{'-still' if still else ''}.png"))
+        page.driver.save_screenshot(str(page.artefacts / "phone-error-middle.png"))
 
     page.fill("a-top_p", "0")  # within the field's bounds, refused by the server
     page.generate()
     settled()
     assert page.driver.execute_script(IN_SIGHT, "a-top_p-error")
     assert page.js("document.getElementById('problem').hidden")
-    page.driver.save_screenshot(str(page.artefacts / f"phone-error-field{'-still' if still else ''}.png"))
+    page.driver.save_screenshot(str(page.artefacts / "phone-error-field.png"))
 
 
 def test_the_page_works_behind_a_key(page):

@@ -265,7 +265,7 @@ def test_a_template_sees_names_and_while_it_is_busy_callers_are_told_when_to_com
             assert answer["choices"][0]["message"]["content"] == expected
             assert answer["usage"]["prompt_tokens"] == len(prompt)
         monkeypatch.setattr("dcdm.data.chats.SECONDS", 0.05)
-        with server.app.state.models.first.template._lock:
+        with server.app.state.served.template._lock:
             answer = server.post("/v1/chat/completions", body)
         assert answer.status_code == 429
         assert answer.json()["error"]["code"] == "queue_full"

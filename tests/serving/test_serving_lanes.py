@@ -41,13 +41,6 @@ def test_completions_are_the_librarys_for_every_number_of_lanes(server, lanes):
     )
 
 
-def test_filling_reports_as_many_tokens_a_forward_as_there_are_lanes(server):
-    body = {"prompt": "ab", "max_tokens": 12, "lanes": 4, "stop_at_eos": False}
-    sent = events(server.post("/v1/denoise", body).text)
-    sizes = [len(data["positions"]) for name, data in sent if name == "commit" or "positions" in data]
-    assert sizes == [4, 4, 4]
-
-
 def streamed(server, path, body):
     """The choices of a stream, and its last line."""
     answer = server.post(path, body | {"stream": True, "model": NAME})
@@ -138,30 +131,10 @@ def test_numbers_of_lanes_and_drafts_and_policies_that_do_not_fit_are_refused(se
         assert "lanes=2 does not fit" in refused.json()["error"]["message"]
 
 
-def test_the_playground_has_a_dial_for_lanes(server, tmp_path):
+def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path):
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(server.url, prompt="ab", length="12", a_lanes="2", eos="0")
-        assert page.js("document.getElementById('a-lanes').value") == "2"
-        page.generate()
-        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
-        assert "12 tokens in 6 forwards" in page.text("status")
-        assert page.complaints() == []
-        assert "--lanes 2" in page.text("code")
-    with live("causal") as other, chromium(tmp_path / "second") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(other.url, prompt="ab")
-        assert page.js("document.getElementById('a-lanes').closest('.field').hidden")
-        assert page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)") == [
-            "chunk", "confidence", "order"
-        ]  # fmt: skip
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, dark):
-    with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(server.url, width=390, height=844, dark=dark, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
+        page.open(server.url, width=390, height=844, dark=True, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
         page.generate()
         page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
         page.scrub(3)
@@ -178,7 +151,7 @@ def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path, da
         assert page.overflow() == 0
         widest = "Math.max(...[...document.querySelectorAll('#runs .token')].map((cell) => cell.offsetWidth))"
         assert page.js(widest) < 60, "heads stand in their lines"
-        page.shot(f"playground-lanes-390-{'dark' if dark else 'light'}")
+        page.shot("playground-lanes-390-dark")
         page.click("#colours label:nth-of-type(3)")  # by confidence
         assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
         assert page.complaints() == []
@@ -208,7 +181,7 @@ def test_texts_with_drafts_are_the_librarys(drafting, drafts):
     assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
 
 
-def test_texts_that_must_match_are_written_without_guesses(drafting):
+def test_texts_that_must_match_are_written_without_drafts(drafting):
     matching = {"type": "regex", "regex": "[ab]{6}"}
     body = {"prompt": "ab", "max_tokens": 8, "lanes": 2, "seed": 3, "response_format": matching}
     done = drafting.post("/v1/completions", body)
@@ -230,14 +203,19 @@ def test_a_stream_with_drafts_is_the_text_in_one_piece(drafting):
     assert "".join(one["choices"][0]["text"] for one in sent if one["choices"]) == whole
 
 
-def test_the_playground_has_a_dial_for_drafts(drafting, tmp_path):
+def test_the_playground_has_dials_for_lanes_and_drafts_where_they_fit(drafting, tmp_path):
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
-        assert page.js("document.getElementById('a-drafts').value") == "2"
+        assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id).value)") == ["2", "2"]
         page.generate()
         page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
         forwards = int(expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=2, eos_id=-1).forwards[0])
         assert f"24 tokens in {forwards} forwards" in page.text("status")
+        assert all(flag in page.text("code") for flag in ("--lanes 2", "--drafts 2"))
+        with live("causal") as other:
+            page.open(other.url, prompt="ab")
+            assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id))") == [None, None]
+            colours = page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)")
+            assert colours == ["chunk", "confidence", "order"]
         assert page.complaints() == []
-        assert "--drafts 2" in page.text("code")

@@ -107,7 +107,7 @@ def test_a_host_beyond_this_machine_needs_a_key_and_a_taken_port_is_named(capsys
         (["nowhere", "--host", "0.0.0.0"], "DCDM_API_KEY"),
         (["nowhere", "--port", "70000"], "--port 70000"),
         (["nowhere", "--api-key", " "], "api_key must"),
-        (["nowhere", "--max-batch", "0"], "--max-batch 0"),
+        (["nowhere", "--max-batch", "0"], "max_batch=0"),
         (["nowhere", "--threads", "0"], "--threads 0"),
         (["nowhere", "--drain-seconds", "inf"], "--drain-seconds inf"),
     ):

@@ -216,8 +216,3 @@ def test_behind_an_eos_that_is_known_nothing_is_told_ahead():
     assert writer.event(event_of(tokens, [4, 6])) is None
     assert writer.event(event_of(tokens, [0, 1])).text == "abc"
     assert writer.end(ENDED["eos"]).reading == 3
-
-
-def test_without_being_asked_a_writer_says_nothing_of_what_is_ahead():
-    pieces = written(Writer(TOKENIZERS["bytes"], FIRST), list(b"abcdefgh"), 3)
-    assert all(piece.reading is None and not piece.ahead for piece in pieces)

@@ -59,7 +59,7 @@ def serve(
         api_key: Key that callers must send; better given in the environment as DCDM_API_KEY.
         max_tokens: New tokens of one text.
         max_prompt_tokens: Tokens of one prompt; by default what the context has room for.
-        max_forwards: Forwards of one text.
+        max_forwards: Forward passes of one text.
         max_texts: Texts of one request (prompts times n).
         max_queued: Texts that may wait; more get 429.
         max_batch: Texts that are computed together.

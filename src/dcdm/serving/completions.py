@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from dcdm.data.chats import ChatBusy, ChatError
@@ -24,29 +24,13 @@ from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_tex
 DEFAULT_MAX_TOKENS = 16
 
 
-class Form(Protocol):
-    """How a route writes texts down."""
-
-    prefix: str
-    object: str
-    chunk_object: str
-
-    def opening(self, number: int) -> dict[str, Any] | None:
-        """The choice of a stream's first chunk, if it needs one of its own."""
-
-    def part(self, number: int, piece: Piece) -> dict[str, Any]:
-        """The choice of a stream's chunk."""
-
-    def whole(self, number: int, piece: Piece) -> dict[str, Any]:
-        """The choice of an answer in one piece."""
-
-
 @dataclass
 class PreparedRequest:
     """A request, ready to be computed."""
 
     rows: list[TextRow]
-    form: Form
+    form: Texts | Messages
+    """How the route writes texts down."""
     prompt_tokens: int
     seed: int
     stream: bool
@@ -202,15 +186,18 @@ class Texts:
         self.tokenizer, self.echoes, self.with_log_p = tokenizer, echoes, with_log_p
 
     def opening(self, number: int) -> dict[str, Any] | None:
+        """The choice of a stream's first chunk, if it needs one of its own."""
         return self.part(number, Piece(self.echoes[number])) if self.echoes[number] else None
 
     def part(self, number: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a stream's chunk."""
         return {
             "index": number, "text": piece.text, "finish_reason": piece.finish,
             "logprobs": self._log_p(piece) if self.with_log_p else None, **provisional_of(piece),
         }  # fmt: skip
 
     def whole(self, number: int, piece: Piece) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
         choice = self.part(number, piece)
         return {**choice, "text": self.echoes[number] + piece.text}
 

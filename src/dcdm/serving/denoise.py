@@ -42,7 +42,7 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
         raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
     if request.response_format is not None:
         raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
-    served.check_prompt(ids, served.window - 1)  # BOS stands before it
+    served.check_prompt(ids, served.window - 1)  # BOS comes before it
     try:
         read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
     except ConfigError as error:
@@ -81,7 +81,7 @@ class EventReporter:
     def __init__(
         self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None, *, begins: bool
     ) -> None:
-        """If the text `begins`, no prompt stands before it."""
+        """If the text `begins`, it has no prompt."""
         self.tokenizer, self.prompt, self.blanks, self.order = tokenizer, prompt, blanks, order
         self.begins = begins
 

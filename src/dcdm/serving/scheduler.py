@@ -1,8 +1,8 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
-Texts join and leave between two forwards: whoever waits is taken in as soon as there is room, whatever the others
-are doing. Requests come from the event loop's thread as a `QueuedRequest` of rows. Messages about them go back into
-its queue, in the order in which things happen.
+Texts join and leave between two forward passes: whoever waits is taken in as soon as there is room, whatever the
+others are doing. Requests come from the event loop's thread as a `QueuedRequest` of rows. Messages about them go
+back into its queue, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reader(Protocol):
     """What a route makes of a row's events. It is called in the model's thread."""
 
     satisfied: bool
-    """Nothing more is needed; asked between forwards."""
+    """Nothing more is needed; asked between forward passes."""
 
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
@@ -75,7 +75,7 @@ class Last:
 
 
 class QueuedRequest:
-    """The rows of one request. Leaving its context before they have ended stops them between two forwards."""
+    """The rows of one request. Leaving its context before they have ended stops them between two forward passes."""
 
     def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int, kind: str) -> None:
         self.rows, self.max_forwards, self.seconds, self.kind = list(rows), max_forwards, seconds, kind
@@ -274,7 +274,7 @@ class Scheduler:
             self._waiting.drop(lambda _: True)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Stop what is being computed between two forwards, and the thread."""
+        """Stop what is being computed between two forward passes, and the thread."""
         self.refuse_all()
         with self._changed:
             self._closed = True

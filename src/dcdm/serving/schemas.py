@@ -288,5 +288,5 @@ def too_many_forwards(most: int, kind: str) -> APIError:
     ways = {"ar": ("max_tokens", ""), "lanes": ("lanes", ", or for more lanes")}
     param, more = ways.get(kind, ("commit", ", or for a commit that fills more at once"))
     return bad_request(
-        f"the text needs more than {most} forwards; ask for fewer tokens{more}", param, "too_many_forwards"
+        f"the text needs more than {most} forward passes; ask for fewer tokens{more}", param, "too_many_forwards"
     )

@@ -53,7 +53,7 @@ class Settings:
     max_prompt_tokens: int | None = None
     """Tokens of one prompt, blanks counted; None means what the context has room for."""
     max_forwards: int = 4096
-    """Forwards of one text."""
+    """Forward passes of one text."""
     max_texts: int = 16
     """Texts of one request."""
     max_queued: int = 64

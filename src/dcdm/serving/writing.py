@@ -20,7 +20,7 @@ Alternatives = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Provisional:
-    """Whole characters that stand ahead of the reading order; void if the text ends before them."""
+    """Whole characters ahead of the reading order; discarded if the text ends before them."""
 
     position: int
     """Of the first token, in tokens of the completion, from 0."""
@@ -68,9 +68,9 @@ class Writer:
         self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
         eos_id: int = -1, provisional: bool = False, begins: bool = False,
     ) -> None:  # fmt: skip
-        """The text stands at the positions from `first` on, to `last` if something given follows it.
+        """The text takes the positions from `first` on, to `last` if something given follows it.
 
-        With `provisional` pieces also say what is written ahead. If it `begins`, no prompt stands before it.
+        With `provisional` pieces also say what is written ahead. If it `begins`, it has no prompt.
         """
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
