@@ -70,15 +70,12 @@ def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
     assert batch.tokens[1, 1:9].tolist() == list(range(3, 11))
 
 
-def test_documents_on_their_own_never_share_a_window_and_short_ones_are_padded():
+def test_documents_on_their_own_never_share_a_window_and_are_padded_by_their_own_size():
     windows = CorpusWindows(stream([5, 12, 3]), BYTES, 9, WindowSettings(apart=True))
     assert windows.spans[:, [0, 2]].tolist() == [[0, 5], [5, 13], [13, 17], [17, 20]]
     for batch in windows.batches(8):
         assert ((batch.tokens == BYTES.pad_id) == ((batch.place < 0) & ~batch.prompt)).all()
     assert windows.cut_documents() == 1
-
-
-def test_the_size_to_which_a_window_is_padded_depends_on_itself_alone():
     windows = CorpusWindows(stream([5, 100, 40]), BYTES, 128, WindowSettings(apart=True))
     shapes = {int(i): b.tokens.shape[1] for size in (1, 2, 8) for b in windows.batches(size) for i in b.index}
     assert shapes == {0: 32, 1: 128, 2: 64}

@@ -122,9 +122,8 @@ def test_the_frontier_is_drawn(finished, tmp_path):
     asked, work = finished
     plots.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
     drawn = (tmp_path / "frontier.svg").read_text()
-    assert (
-        drawn.count('id="LineCollection') == 10
-    )  # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
+    # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
+    assert drawn.count('id="LineCollection') == 10
 
 
 def test_curves_run_over_steps_or_over_minutes_where_the_study_knows_them(finished, tmp_path):
@@ -428,11 +427,8 @@ def test_a_comparison_is_decided_over_the_seeds_that_both_sides_have(comparison,
         assert claim.parts[0].difference.mean == pytest.approx(-3.1 / 3)
 
 
-def test_one_seed_decides_nothing():
+def test_a_claim_is_as_good_as_its_weakest_comparison_and_one_seed_decides_nothing():
     assert claimed("one < two", one={0: 1.0}, two=HIGH)[0].verdict == results.UNDECIDED
-
-
-def test_a_claim_is_as_good_as_its_weakest_comparison():
     assert claimed("one < two", "one < one", one=LOW, two=HIGH)[0].verdict == results.UNDECIDED
     assert claimed("one < two", "two < one", "one < one", one=LOW, two=HIGH)[0].verdict == results.CONTRADICTED
 

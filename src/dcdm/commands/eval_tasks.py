@@ -18,13 +18,14 @@ from dcdm.commands.options import (
     assignments,
     at_least_one,
     compute_on,
+    folders_exist,
     print_json,
 )
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.evaluation.harness import HarnessModel
-    from dcdm.evaluation.tasks import Chosen, ItemFile
+    from dcdm.evaluation.tasks import Chosen
 
 EXAMPLES = ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",)
 
@@ -71,13 +72,14 @@ def tasks(
         use_cache: Keep the model's answers in a data base of this name, and resume from it.
         items: Write a JSON line per question to this file, with the Monte-Carlo errors of its choices.
     """
-    from dcdm.evaluation.tasks import ItemFile, choose
+    from dcdm.evaluation.tasks import choose
+    from dcdm.files import write_whole
     from dcdm.viewing.tables import print_task
 
     at_least_one(limit=limit)
+    folders_exist(items=items)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
-    questions = None if items is None else ItemFile(items)
     if data_dir is not None:  # read by the packages when they are imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     place, kind = compute_on(device, dtype)
@@ -89,9 +91,11 @@ def tasks(
             **{"commit": commit} | assignments(set),
         )  # fmt: skip
         cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{_fingerprint(lm)}.db")
-        reports = []
+        reports, questions = [], list[str]()
         for one in chosen:
             reports.append(_run(lm, one, limit, allow_code_execution, cache, questions))
+            if items is not None:
+                write_whole(items, "".join(questions).encode())
             if not json:
                 print_task(reports[-1], first=len(reports) == 1)
     if json:
@@ -159,11 +163,11 @@ def _fingerprint(lm: HarnessModel) -> str:
 
 
 def _run(
-    lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, items: ItemFile | None
+    lm: HarnessModel, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None, questions: list[str]
 ) -> dict[str, Any]:
-    """One benchmark's report."""
+    """One benchmark's report; its questions are added to those of the others."""
     from dcdm.evaluation.harness import RequestCounts
-    from dcdm.evaluation.tasks import Loader, run_tasks, task_figures
+    from dcdm.evaluation.tasks import Loader, item_lines, run_tasks, task_figures
 
     started = time.perf_counter()
     lm.counts = RequestCounts()
@@ -173,8 +177,7 @@ def _run(
     if chosen.name == "humaneval":
         cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}
         notes.append(f"executed, network cut by {' or '.join(sorted(cut))}" if execute else "not executed")
-    if items is not None:
-        items.add(chosen.name, results)
+    questions += item_lines(chosen.name, results)
     return {
         "task": chosen.name,
         "title": chosen.benchmark.title,

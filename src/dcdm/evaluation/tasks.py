@@ -16,7 +16,6 @@ from typing import Any
 
 from dcdm.config import ConfigError
 from dcdm.evaluation import execution
-from dcdm.files import write_whole
 
 SPLITS = ("train", "dev", "validation", "test")
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -392,32 +391,13 @@ def _leads_by_chance(choices: list[Any]) -> bool:
     return bool(error > 0 and first - second < WITHIN_NOISE * error)
 
 
-class ItemFile:
-    """The questions of a command's benchmarks, a JSON line each: answers with their errors, and metrics.
-
-    The file is emptied when the command begins, and written whole after every benchmark.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._lines = path, list[str]()
-        try:
-            self._write()
-        except OSError as error:
-            raise ConfigError(f"--items {path}: {error.strerror}; give a file that can be written to") from error
-
-    def add(self, task: str, results: dict[str, Any]) -> None:
-        for leaf, samples in results["samples"].items():
-            for sample in samples:
-                answers = [answer[0] for answer in sample["resps"]]
-                shown = (
-                    [{"loglikelihood": float(e), "stderr": e.stderr, "is_greedy": g} for e, g in answers]
-                    if _is_choice(sample)
-                    else answers
-                )
-                metrics = {name: sample[name] for name in sample["metrics"]}
-                line = {"task": task, "name": leaf, "question": sample["doc_id"], "filter": sample["filter"]}
-                self._lines.append(json.dumps(line | {"answers": shown, **metrics}, default=str) + "\n")
-        self._write()
-
-    def _write(self) -> None:
-        write_whole(self.path, "".join(self._lines).encode())
+def item_lines(task: str, results: dict[str, Any]) -> Iterator[str]:
+    """The questions of a benchmark, a JSON line each: answers with their errors, and metrics."""
+    for leaf, samples in results["samples"].items():
+        for sample in samples:
+            answers = [answer[0] for answer in sample["resps"]]
+            if _is_choice(sample):
+                answers = [{"loglikelihood": float(e), "stderr": e.stderr, "is_greedy": g} for e, g in answers]
+            line = {"task": task, "name": leaf, "question": sample["doc_id"], "filter": sample["filter"]}
+            metrics = {name: sample[name] for name in sample["metrics"]}
+            yield json.dumps(line | {"answers": answers, **metrics}, default=str) + "\n"
