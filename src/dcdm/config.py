@@ -28,6 +28,7 @@ PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balan
 RETIRED: dict[str, dict[str, Any]] = {
     "model": {"chunk_growth": 1.0},
     "objective": {"noise_draws": 1, "complementary_draws": False, "grow_steps": 0},
+    "data.reading": {"max_line_bytes": 64 << 20},
 }
 """Settings that are gone, with the value that says nothing: folders of earlier versions name them."""
 

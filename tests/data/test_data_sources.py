@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import Heard, documents, prose, write_jsonl
-from dcdm.config import DataError
+from dcdm.config import ConfigError, DataError
 from dcdm.data.examples import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
@@ -20,6 +20,7 @@ from dcdm.data.settings import DataConfig, held_out
 from dcdm.data.sources import STDLIB_SHARE, examine, resolve, stdlib_documents, stdlib_files
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.files import canonical
+from dcdm.training import settings as run_settings
 
 BYTES = byte_tokenizer()
 ALL = DataConfig(validation_share=0)
@@ -379,6 +380,15 @@ def test_wrong_settings_are_refused_by_name():
     ):  # fmt: skip
         with pytest.raises(DataError, match=next(iter(change))):
             DataConfig(**change)
+
+
+def test_retired_settings_of_earlier_runs_are_left_out_where_they_said_nothing_and_else_refused():
+    values = run_settings.to_dict(run_settings.resolve("dcdm-debug"))
+    values["data"]["reading"]["max_line_bytes"] = 64 << 20
+    assert run_settings.from_dict(values) == run_settings.resolve("dcdm-debug")
+    values["data"]["reading"]["max_line_bytes"] = 1000
+    with pytest.raises(ConfigError, match="unknown setting data.reading.max_line_bytes"):
+        run_settings.from_dict(values)
 
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):

@@ -225,7 +225,7 @@ def _sources(
     """Where settings come from, the later winning over the earlier, and what each says."""
     from_file: dict[str, Any] = {}
     if file is not None:
-        from_file = _without_retired(_read_yaml(Path(file), f"--config {file}"))
+        from_file = _read_yaml(Path(file), f"--config {file}")
         for group in ("model", "objective", "train", "data"):
             if group in from_file and not isinstance(from_file[group], Mapping):
                 raise ConfigError(f"--config {file}: {group} must hold settings by name, not {from_file[group]!r}")
@@ -285,14 +285,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Settings from the plain values that `to_dict` gave."""
-    return made(RunConfig, _without_retired(values), "")
-
-
-def _without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that are gone are left out where they said nothing."""
-    groups = {name: without_retired(values[name], gone) for name, gone in RETIRED.items()
-              if isinstance(values.get(name), Mapping)}  # fmt: skip
-    return {**values, **groups}
+    return made(RunConfig, values, "")
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
@@ -365,19 +358,13 @@ def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> Non
             base[name] = value
 
 
-_GONE = {"data.reading.max_line_bytes": 64 << 20}
-"""Settings that are gone, with the value that said nothing: runs of earlier versions name them."""
-
-
 def made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """A dataclass from nested plain values; unknown names and wrong types are refused with the nearest fix."""
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     ready = {}
-    for name, value in values.items():
+    for name, value in without_retired(values, RETIRED.get(path.rstrip("."), {})).items():
         where = f"{path}{name}"
-        if where in _GONE and value == _GONE[where]:
-            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"unknown setting {where}; " + (f"did you mean {path}{near[0]}?" if near else
