@@ -123,7 +123,7 @@ def test_a_wrong_option_is_named_with_the_help_of_its_command(given, option, hel
     [
         ["bench", "step", "--repeats", "0"],
         ["sample", "nowhere", "--prompt", "x"],
-        ["sample", "nowhere", "--file", "nowhere.txt"],
+        ["sample", "nowhere", "--jsonl", "nowhere.jsonl"],
         ["eval", "quality", "--scorer", "nowhere", "--texts", "nowhere.jsonl"],
         ["report", "nowhere"],
         ["train", "--preset", "mdlm-debug", "--set", "steps"],
