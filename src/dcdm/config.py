@@ -455,8 +455,9 @@ def _names(cls: type[Any]) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
-def lanes_in_words(number: int) -> str:
-    return f"{number} lane{'s' if number > 1 else ''}"
+def many(count: int, one: str, more: str | None = None) -> str:
+    """A counted noun: 1 lane, 2 lanes, 1,000 forward passes."""
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def whole_number(name: str, value: Any) -> int:

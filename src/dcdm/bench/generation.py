@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dcdm.bench.harness import Case, Run, environment
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
@@ -35,7 +35,6 @@ from dcdm.kinds import OWN_PARTS
 from dcdm.likelihood.estimators import scorer_of
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
 from dcdm.model.transformer import Model
-from dcdm.viewing.page import many
 from dcdm.viewing.tables import Table
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dcdm.commands.options import (
     harmless,
     load_for,
 )
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, many
 
 if TYPE_CHECKING:
     from dcdm.data.chats import ChatTemplate
@@ -88,7 +88,8 @@ def chat(
         if sys.stdin.isatty():
             costs = result.statistics
             tokens, forwards = int(costs.new_tokens.sum()), int(costs.forwards.sum())
-            print(f"({tokens} tokens in {forwards} forwards)", file=sys.stderr)
+            passes = many(forwards, "forward pass", "forward passes")
+            print(f"({many(tokens, 'token')} in {passes})", file=sys.stderr)
 
 
 class Conversation:

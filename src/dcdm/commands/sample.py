@@ -26,7 +26,7 @@ from dcdm.commands.options import (
     piped_text,
     print_json,
 )
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, many
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
@@ -183,13 +183,12 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
     """How the first text was filled: SVG moves, HTML has buttons."""
     from dcdm.files import write_whole
     from dcdm.viewing.filling import Written, filling_of, moving_picture
-    from dcdm.viewing.page import many
     from dcdm.viewing.pages import replay_page
 
     filling = filling_of(result, tokenizer)
     picture.parent.mkdir(parents=True, exist_ok=True)
     tokens, forwards = int(result.statistics.new_tokens[0]), int(result.forwards[0])
-    sentence = f"{model}: {tokens} tokens in {forwards} forwards."
+    sentence = f"{model}: {many(tokens, 'token')} in {many(forwards, 'forward pass', 'forward passes')}."
     if picture.suffix == ".svg":
         lanes = max(filling.lanes, default=0)
         label = many(lanes, "lane") if lanes else many(max(filling.chunks), "chunk")
@@ -197,7 +196,7 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
             picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
         )
     else:
-        what = "Colours are lanes, numbers forwards" if filling.lanes else "Colours and numbers are chunks"
+        what = "Colours are lanes, numbers forward passes" if filling.lanes else "Colours and numbers are chunks"
         page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
         write_whole(picture, page.encode())
 
@@ -206,7 +205,8 @@ def _costs(result: Generation) -> str:
     costs = result.statistics
     total = costs.summary()
     text = (
-        f"{total['new_tokens']} tokens in {total['forwards']} forwards ({costs.tokens_per_forward:.2f} each), "
+        f"{many(total['new_tokens'], 'token')} in {many(total['forwards'], 'forward pass', 'forward passes')} "
+        f"({costs.tokens_per_forward:.2f} each), "
         f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s"
     )
     if not DEBUG.get():

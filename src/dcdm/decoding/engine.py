@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, whole_number
+from dcdm.config import ConfigError, many, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Constraint, constrained_spans
@@ -95,7 +95,8 @@ class Generation:
         costs = self.statistics
         return (
             f'<div style="font-family: monospace; white-space: pre-wrap">{rows}</div>'
-            f"<small>{int(costs.new_tokens.sum())} tokens in {int(costs.forwards.sum())} forwards, "
+            f"<small>{many(int(costs.new_tokens.sum()), 'token')} in "
+            f"{many(int(costs.forwards.sum()), 'forward pass', 'forward passes')}, "
             f"{costs.seconds:.2f} s; bold: written by the model</small>"
         )
 

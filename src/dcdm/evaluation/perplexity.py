@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dcdm.config import ConfigError, ModelConfig, lanes_in_words
+from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.decoding.config import DecodingConfig
 from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
@@ -269,7 +269,7 @@ def _variants(
     """A line of the table for each number of lanes, for each decoder, or one for a model that has but one way."""
     if config.lanes is not None:
         numbers = sampling.lanes or config.lanes
-        return {f"{name}, {lanes_in_words(number)}": (number, "chunk", fitting) for number in numbers}
+        return {f"{name}, {many(number, 'lane')}": (number, "chunk", fitting) for number in numbers}
     commits = sampling.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
     here = [estimator for estimator in fitting if estimator != "trajectory" or "chunk" in commits]
     one: dict[str, Variant] = {name: (None, "chunk", here)} if here else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, lanes_in_words
+from dcdm.config import ConfigError, many
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, replace_folder, write_tensors, write_whole
 from dcdm.io import adapters
@@ -146,7 +146,7 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
         figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
-        label += f", {lanes_in_words(config.default_lanes)}"
+        label += f", {many(config.default_lanes, 'lane')}"
     lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6

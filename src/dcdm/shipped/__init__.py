@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError, lanes_in_words
+from dcdm.config import ConfigError, many
 from dcdm.files import UnreadableFile, read_json_object
 
 HOME = Path(__file__).parent
@@ -108,7 +108,7 @@ class Card:
     def sentence(self) -> str:
         """What it is, what it was trained on and how good it is, for a page or a terminal."""
         best, text = self.best, self.trained_on
-        order = "" if best.lanes is None else f" in {lanes_in_words(best.lanes)}"
+        order = "" if best.lanes is None else f" in {many(best.lanes, 'lane')}"
         kind = "exact" if best.estimator in ("exact", "trajectory") else "upper bound"
         return (
             f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.all_steps:,} steps on {text['source']}; "

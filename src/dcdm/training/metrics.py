@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, many
 from dcdm.costs import bf16_peak, bill
 from dcdm.distributed import World
 from dcdm.files import write_whole
@@ -184,8 +184,7 @@ def wandb_package() -> Any:
 def label(name: str) -> str:
     """What a figure of an evaluation is called on the screen."""
     if name.startswith("lanes_"):
-        number = name.split("_")[1]
-        return f"{number} lane" if number == "1" else f"{number} lanes"
+        return many(int(name.split("_")[1]), "lane")
     return "surrogate (not a bound)" if name.startswith("surrogate") else "validation"
 
 

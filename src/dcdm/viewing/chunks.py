@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import resolve_drafts, resolve_lanes
 from dcdm.keys import Key
@@ -149,7 +149,8 @@ class ChunkView:
             pieces.append(f'<span style="{look}" title="{tip}">{escape(token.text)}</span>')
         where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
         outlined = "not written yet" if self.lanes else "MASK here"
-        below = f"{self.model}: {self.num_chunks} chunks, {where}; outlined: {outlined}. {self.rule} {self.note}"
+        chunks = many(self.num_chunks, "chunk")
+        below = f"{self.model}: {chunks}, {where}; outlined: {outlined}. {self.rule} {self.note}"
         style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
         return f'<div style="{style}">{"".join(pieces)}</div><small>{escape(below)}</small>'
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 
+from dcdm.config import many
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import Generation
 from dcdm.viewing.chunks import ChunkView, window_from
-from dcdm.viewing.page import escape, many
+from dcdm.viewing.page import escape
 from dcdm.viewing.palette import colour, ink
 
 # --- what was filled when ----------------------------------------------------------------------------------------

@@ -109,7 +109,3 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[st
     ]
     body = "".join(f"<tr>{line}</tr>\n" for line in lines)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def many(count: int, one: str, more: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else more or one + 's'}"

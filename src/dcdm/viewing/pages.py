@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dcdm.config import many
 from dcdm.shipped import Card
 from dcdm.viewing.chunks import KINDS, ChunkView
 from dcdm.viewing.filling import Filling, Written, as_filling
-from dcdm.viewing.page import escape, grid, items, many, page, paragraph, section
+from dcdm.viewing.page import escape, grid, items, page, paragraph, section
 from dcdm.viewing.plots import Curve, chart
 
 # --- the chunks of a text ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.evaluation.perplexity import names_of
 from dcdm.kinds import parameter_counts
 from dcdm.likelihood.statistics import with_stderr
@@ -17,7 +17,7 @@ from dcdm.training import settings as run_settings
 from dcdm.training.metrics import read_rows
 from dcdm.training.settings import RunConfig
 from dcdm.training.validation import MAIN
-from dcdm.viewing.page import details, escape, many, page, paragraph, section
+from dcdm.viewing.page import details, escape, page, paragraph, section
 from dcdm.viewing.plots import Curve, Points, averaged, chart
 from dcdm.viewing.tables import Table
 

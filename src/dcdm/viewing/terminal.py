@@ -13,9 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dcdm.config import many
 from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView
 from dcdm.viewing.filling import Filling, Written
-from dcdm.viewing.page import many
 from dcdm.viewing.palette import colour, on_colour
 
 BAR = 10
