@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 from pathlib import Path
@@ -279,6 +280,22 @@ def test_a_disk_that_is_really_full_or_read_only_is_told_and_what_it_holds_stays
     with pytest.raises(CheckpointError, match=f"cannot use {folder} for checkpoints.*cannot be written"):
         Checkpointer(folder)
     assert verify_checkpoint(folder / "step-00000002") == []
+
+
+def save_beyond_a_limit(folder: Path) -> str:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, large_state(1.0), wait=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(2, large_state(2.0), wait=True)
+    return str(caught.value)
+
+
+def test_a_file_that_the_system_refuses_to_let_grow_is_told_with_its_reason(tmp_path):
+    said = Child(save_beyond_a_limit, tmp_path).join(60)
+    assert "step 2" in said
+    assert "no space left ([Errno 27] File too large" in said
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def fill_one_rank_s_disk(world: World, folder: Path) -> tuple[str | None, list[str]]:

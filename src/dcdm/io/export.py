@@ -23,7 +23,6 @@ from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights
 from dcdm.training.fingerprints import SETTINGS
-from dcdm.training.metrics import read_rows
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
 
@@ -140,10 +139,11 @@ def _config(model: Model) -> dict[str, object]:
 def _card(model: Model, found: ModelSource, average: bool) -> str:
     """A model card with the evaluation of these very weights, where the run has one, named by its estimator."""
     config, run = model.config, found.run or found.place
-    figures = None
+    step, figures = 0, {}
     averages = found.run is not None and run_settings.read(run / SETTINGS).train.ema_decay > 0
     if found.run is not None and found.base is None and (average or not averages):
-        figures = _evaluation(run / "metrics.jsonl", int(found.identity()["step"]))
+        step = int(found.identity()["step"])
+        figures = _evaluation(run / "metrics.jsonl", step)
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
         label += f", {many(config.default_lanes, 'lane')}"
@@ -151,12 +151,11 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     lines.append(f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm.")
-    if figures is not None:
-        step, values = figures
+    if figures:
         lines += ["", "| validation figure | nats per token | kind of figure |", "|---|---|---|"]
         for name, kind in (("valid_nll", label), ("surrogate_nll", LABELS["surrogate"])):
-            if name in values:
-                figure = with_stderr(values[name], values.get(f"{name}_stderr"))
+            if name in figures:
+                figure = with_stderr(figures[name], figures.get(f"{name}_stderr"))
                 lines.append(f"| step {step} | {figure} | {kind} |")
     auto = "AutoModelForCausalLM" if config.kind == "ar" else "AutoModelForMaskedLM"
     lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model"]
@@ -165,11 +164,13 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def _evaluation(path: Path, step: int) -> tuple[int, dict[str, float]] | None:
-    """The run's evaluation of this step."""
-    found = None
+def _evaluation(path: Path, step: int) -> dict[str, float]:
+    """The run's evaluation of this step; empty where there is none."""
+    from dcdm.training.metrics import read_rows  # it needs the training loop, which a server does without
+
+    found = {}
     for row in read_rows(path):
         figures = row.get("evaluation") if row["step"] == step else None
         if isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()):
-            found = step, figures
+            found = figures
     return found
