@@ -1,7 +1,7 @@
 """Trained models that come with the package: what there is, where it lies, and what its card says.
 
 Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
-how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its start weights,
+how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its initial weights,
 where it did not begin from nothing. Reading cards needs no PyTorch.
 """
 
@@ -36,7 +36,7 @@ class Figure:
     forwards_per_window: float | None
     """Of the decoder; None for a bound, which holds for every decoder that is faithful to the chunks."""
     drafts: int | None = None
-    """How many tokens of a lane were guessed ahead; None where none were."""
+    """How many tokens of a lane were drafted; None where none were."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Card:
 
     @property
     def all_steps(self) -> int:
-        """Of its training, that of its start weights included."""
+        """Of its training, that of its initial weights included."""
         return self.steps + (0 if self.start is None else self.start["steps"])
 
     @property

@@ -68,7 +68,7 @@ function fillingReplay(container, fillings, name) {
       text.draw(chunks, forward.map((when) => when > at), (position) => moving && newest(position), (position) => lanes.length && newest(position));
       const done = at >= steps.length && fillings.length > 1;
       if (!at) sentence.textContent = "Nothing is filled in yet.";
-      else if (done) sentence.textContent = `Done after ${many(steps.length, "forward")}.`;
+      else if (done) sentence.textContent = `Done after ${many(steps.length, "forward pass", "forward passes")}.`;
       else sentence.textContent = `Forward ${at} filled ${many(steps[at - 1].length, "token")}.`;
     };
     return { draw };
