@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import tiny
+from dcdm.config import ObjectiveConfig
 from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import World
+from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.loop import Hooks, StepReport, TrainConfig
-from dcdm.training.loop import train as run_loop
+from dcdm.training.loop import StepReport, TrainConfig, Trainer
 from dcdm.training.optimizers import make_optimizer
 
 ROWS, LENGTH = 6, 12
@@ -83,18 +85,14 @@ def train(
     model = tiny.model(kind, seed=0).to(dtype)
     windows = InMemory(tiny.tokens(4 * ROWS, LENGTH, seed=0))
     batches = Loader(windows, seed=0, global_batch=ROWS, rank=world.rank, world=world.size)
-    losses: list[float] = []
-
-    def note(report: StepReport) -> None:
-        losses.append(report.loss)
-        on_step(report.step)
-
     with Watched(folder, world, keep_last=keep_last, keep_best=1, on_phase=on_phase) as checkpointer:
-        run_loop(
-            model, batches, settings(steps, dtype, optimizer), world=world, hooks=Hooks(on_step=note),
-            checkpointer=checkpointer, checkpoint_every=every,
-            evaluate=lambda model, step: {"loss": losses[-1]}, evaluate_every=1,
-        )  # fmt: skip
+        trainer = Trainer(model, batches, settings(steps, dtype, optimizer), world=world)
+        trainer.resume(checkpointer)
+        while trainer.step < steps:
+            report = trainer.take_step()
+            on_step(report.step)
+            if trainer.step % every == 0 or trainer.step == steps:
+                trainer.save(checkpointer, {}, {"loss": report.loss}, wait=trainer.step == steps)
     return everything(checkpointer.state), checkpointer.resumed
 
 
@@ -105,3 +103,12 @@ def differences(found: Weights, expected: Weights, tolerance: float = 0.0) -> li
         if not (np.array_equal(found[name], expected[name]) if tolerance == 0
                 else np.allclose(found[name], expected[name], rtol=tolerance, atol=tolerance))
     ]  # fmt: skip
+
+
+def train_windows(
+    model: Model, windows: Tensor, settings: TrainConfig, noise: ObjectiveConfig | None = None
+) -> list[StepReport]:
+    """Train in place on windows (N, L) held in memory, in one process, without checkpoints."""
+    loader = Loader(InMemory(windows), seed=settings.seed, global_batch=settings.batch_size)
+    trainer = Trainer(model, loader, settings, noise)
+    return [trainer.take_step() for _ in range(settings.steps)]

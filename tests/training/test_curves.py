@@ -12,7 +12,8 @@ import torch
 
 import dcdm
 from dcdm.kinds import build
-from dcdm.training.loop import TrainConfig, train_windows
+from dcdm.training.settings import TrainConfig
+from toy import train_windows
 
 STORED = Path(__file__).parents[1] / "data" / "curves.json"
 DEBUG = [name for name in dcdm.presets() if "debug" in name]
@@ -26,11 +27,9 @@ def arithmetic_text(rows: int, length: int) -> torch.Tensor:
 
 
 def curve(name: str) -> list[float]:
-    losses: list[float] = []
     settings = TrainConfig(steps=20, batch_size=4, learning_rate=1e-3, warmup_steps=5)
     model = build(replace(dcdm.preset(name), rope_theta=1e6), seed=0)  # as it was when the losses were stored
-    train_windows(model, arithmetic_text(64, 64), settings, on_step=lambda report: losses.append(report.loss))
-    return losses
+    return [report.loss for report in train_windows(model, arithmetic_text(64, 64), settings)]
 
 
 @pytest.mark.parametrize("name", DEBUG)

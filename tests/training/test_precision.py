@@ -14,10 +14,11 @@ from dcdm.config import ConfigError
 from dcdm.data.loader import InMemory, Loader
 from dcdm.distributed import ParallelError, Precision, World, choose_device, precision
 from dcdm.training.checkpoint_folder import load_weights, newest_whole
-from dcdm.training.loop import Hooks, StepReport, train, train_windows
+from dcdm.training.loop import StepReport, Trainer
 from dcdm.training.run import run_training
 from dcdm.training.settings import TrainConfig, resolve
 from ranks import on_ranks
+from toy import train_windows
 
 KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "paper-moe", "causal-moe"]
 TOLERANCE = {"causal": 0.2, "causal-moe": 0.2}  # other chunks, and so another draw of the noise
@@ -30,9 +31,7 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> dcdm.Model:
 
 
 def trained(kind: str, settings: TrainConfig, dtype: torch.dtype = torch.float32) -> list[StepReport]:
-    reports: list[StepReport] = []
-    train_windows(model(kind, dtype), WINDOWS, settings, on_step=reports.append)
-    return reports
+    return train_windows(model(kind, dtype), WINDOWS, settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,11 +43,11 @@ def test_every_kind_trains_in_bf16_with_the_first_loss_of_fp32(kind):
 
 
 def losses_of_shards(world: World, kind: str) -> tuple[list[float], str]:
-    reports: list[StepReport] = []
     made = model(kind)
     batches = Loader(InMemory(WINDOWS), seed=0, global_batch=4, rank=world.rank, world=world.size)
-    train(made, batches, SETTINGS, world=world, hooks=Hooks(on_step=reports.append))
-    return [report.nll for report in reports], str(next(made.parameters()).dtype)
+    trainer = Trainer(made, batches, SETTINGS, world=world)
+    nlls = [trainer.take_step().nll for _ in range(SETTINGS.steps)]
+    return nlls, str(next(made.parameters()).dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)

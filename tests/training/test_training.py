@@ -9,8 +9,9 @@ from dcdm.config import ConfigError
 from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.kinds import build
-from dcdm.training.loop import TrainConfig, learning_rate, train_windows
+from dcdm.training.loop import TrainConfig, learning_rate
 from dcdm.training.optimizers import adamw
+from toy import train_windows
 
 
 def test_learning_rate_warms_up_linearly_and_falls_along_a_cosine():
@@ -34,9 +35,8 @@ def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
     windows = pack(["def f(x):\n    return x + 1\n\n" * 40], byte_tokenizer(), 33)
     for name in ("dcdm-debug", "dcdm-debug-causal"):
         model = build(dcdm.preset(name), seed=0)
-        reports = []
-        train_windows(model, windows, TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5),
-              on_step=reports.append)  # fmt: skip
+        settings = TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5)
+        reports = train_windows(model, windows, settings)
         assert sum(r.nll for r in reports[-5:]) < 0.75 * sum(r.nll for r in reports[:5])
         assert bool(model.chunking.balance_bias.any()) == (name == "dcdm-debug")
         assert all(math.isfinite(r.gradient_norm) for r in reports)

@@ -133,6 +133,10 @@ class Checkpointer:
         finally:
             self._checkpoints.close()
 
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint, whole or damaged."""
+        return bool(self._checkpoints.checkpoints())
+
     def leave_no_trace(self) -> None:
         """Let go of a folder in which no run has begun."""
         if self.world.is_main:

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: batches, losses, gradients, step, balance, evaluation, checkpoint."""
+"""One optimizer step, top to bottom: prompts, losses, gradients, step, balance. `run.py` has the loop around it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
-from dcdm.data.loader import InMemory, Loader
-from dcdm.diffusion import objectives
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, with_prompts
-from dcdm.distributed import Precision, World, any_true, precision, sum_over_ranks
+from dcdm.data.loader import Loader
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, objective, with_prompts
+from dcdm.distributed import World, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
-from dcdm.training.checkpoint import Checkpointer, TrainState
+from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
 from dcdm.training.fsdp import clip_gradients, run_gathered, shard, sync_gradients
 from dcdm.training.optimizers import make_optimizer, trainable
 from dcdm.training.settings import TrainConfig
-
-Evaluate = Callable[[Model, int], Mapping[str, float]]
-"""(model, steps done) → figures; called by all ranks."""
 
 
 class NotFinite(FloatingPointError):
@@ -60,144 +55,123 @@ class StepReport:
         return None if self.chunk_counts is None else float(max_violation(self.chunk_counts))
 
 
-@dataclass
-class Hooks:
-    """What the loop tells and asks; the defaults do nothing."""
+class Trainer:
+    """A model in training, its optimizer, its averaged weights and its place in the data.
 
-    accept: Callable[[dict[str, Any]], None] = lambda record: None
-    """Sees the record of the checkpoint to resume from, and raises if it is not this run's."""
-    on_skipped: Callable[[Path, str], None] = lambda checkpoint, reason: None
-    on_resume: Callable[[int], None] = lambda step: None
-    on_step: Callable[[StepReport], None] = lambda report: None
-    on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, figures: None
-    should_stop: Callable[[], bool] = lambda: False
-    record: dict[str, Any] = field(default_factory=dict)
-    """Kept in every checkpoint: settings, and fingerprints of tokenizer and data."""
-
-
-def train(
-    model: Model,
-    loader: Loader,
-    settings: TrainConfig,
-    objective: ObjectiveConfig | None = None,
-    *,
-    world: World | None = None,
-    hooks: Hooks | None = None,
-    checkpointer: Checkpointer | None = None,
-    checkpoint_every: int = 1_000,
-    evaluate: Evaluate | None = None,
-    evaluate_every: int = 1_000,
-    evaluate_first: bool = False,
-) -> int:
-    """Train `model` in place, resuming from the newest checkpoint if there is one; returns the steps done.
-
-    Every random choice follows from `settings.seed`. Fewer than `settings.steps` steps are returned when
-    `hooks.should_stop` is true on any rank; everything is saved then.
+    Every random choice follows from `settings.seed`. Under several ranks the model is sharded in place.
     """
-    objective, world, hooks = objective or ObjectiveConfig(), world or World(), hooks or Hooks()
-    types = precision(settings.dtype, world.device)
-    model = shard(model, world, compute_dtype=types.compute)
-    if settings.compile:
-        model.compile_blocks()
-    model.activation_checkpointing = settings.activation_checkpointing
-    optimizer = make_optimizer(model, settings)
-    average = {name: p.detach().clone() for name, p in trainable(model)} if settings.ema_decay else {}
-    state = TrainState(model, optimizer, {"ema": average} if average else {})
-    step = _resume(state, loader, checkpointer, hooks)
-    hooks.on_resume(step)
-    key, bias_rate = Key(settings.seed), objective.bias_rate_for(model.config)
-    batches = _batches(loader, world)
-    if evaluate is not None and evaluate_first and step == 0:
-        hooks.on_evaluation(0, evaluate(model, 0))
 
-    while step < settings.steps:
-        micro = next(batches)
-        report = _gradients(model, micro, key.fold("noise", step), objective, world, step, settings, types)
-        rate = learning_rate(step, settings)
-        for group in optimizer.param_groups:
+    def __init__(
+        self,
+        model: Model,
+        loader: Loader,
+        settings: TrainConfig,
+        noise: ObjectiveConfig | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.settings, self.noise, self.world = settings, noise or ObjectiveConfig(), world or World()
+        self.noise.check_fits(model.config)
+        self.types = precision(settings.dtype, self.world.device)
+        self.model = shard(model, self.world, compute_dtype=self.types.compute)
+        if settings.compile:
+            self.model.compile_blocks()
+        self.model.activation_checkpointing = settings.activation_checkpointing
+        self.optimizer = make_optimizer(self.model, settings)
+        self.average = {name: p.detach().clone() for name, p in trainable(self.model)} if settings.ema_decay else {}
+        self.loader, self.step = loader, 0
+        """`step` counts the steps done."""
+        self._key, self._bias_rate = Key(settings.seed), self.noise.bias_rate_for(model.config)
+        self._batches: Iterator[list[Batch]] | None = None
+
+    def resume(
+        self, checkpointer: Checkpointer, accept: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> Resumed | None:
+        """Continue from the newest whole checkpoint, if there is one; `accept` may refuse its record by raising."""
+        if (resumed := checkpointer.resume(self._state(), accept)) is not None:
+            self.loader.load_state_dict(resumed.record["loader"])
+            self.step = resumed.step
+        return resumed
+
+    def save(
+        self, checkpointer: Checkpointer, record: Mapping[str, Any], figures: Mapping[str, float], wait: bool
+    ) -> None:
+        """A checkpoint of this step, in the background unless `wait`."""
+        state = self._state({"loader": self.loader.state_dict(), **record})
+        checkpointer.save(self.step, state, figures, wait=wait)
+
+    def _state(self, record: dict[str, Any] | None = None) -> TrainState:
+        tensors = {"ema": self.average} if self.average else {}
+        return TrainState(self.model, self.optimizer, tensors, record or {})
+
+    def take_step(self) -> StepReport:
+        """One optimizer step on the next global batch."""
+        self._batches = self._batches or _batches(self.loader, self.world)
+        settings, rate = self.settings, learning_rate(self.step, self.settings)
+        report = self._gradients(next(self._batches), self._key.fold("noise", self.step), rate)
+        for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("rate_scale", 1.0)
-        optimizer.step()
-        if model.chunking is not None and bias_rate > 0:
+        self.optimizer.step()
+        if self.model.chunking is not None and self._bias_rate > 0:
             assert report.chunk_counts is not None
-            update_bias(model.chunking.balance_bias, report.chunk_counts, bias_rate)
-        step += 1
-        _update_average(average, model, min(settings.ema_decay, (1 + step) / (10 + step)))
-        hooks.on_step(report)
+            update_bias(self.model.chunking.balance_bias, report.chunk_counts, self._bias_rate)
+        self.step += 1
+        self._update_average(min(settings.ema_decay, (1 + self.step) / (10 + self.step)))
+        return report
 
-        stop = any_true(hooks.should_stop(), world)
-        last = stop or step == settings.steps
-        figures: Mapping[str, float] = {}
-        # also when stopping: a resumed run starts after this step and would never come back to it
-        if evaluate is not None and (step % evaluate_every == 0 or step == settings.steps):
-            with _averaged(model, average):  # what the run gives: of a run that averages, its averages
-                figures = evaluate(model, step)
-            hooks.on_evaluation(step, figures)
-        if checkpointer is not None and (step % checkpoint_every == 0 or last):
-            state.record = {"loader": loader.state_dict(), **hooks.record}
-            checkpointer.save(step, state, figures, wait=last)
-        if stop:
-            break
-    return step
+    def _gradients(self, micro: list[Batch], key: Key, rate: float) -> StepReport:
+        """Leave the clipped gradient of the global batch in the model; raises before the optimizer moves."""
+        model, world = self.model, self.world
 
+        def total(x: Tensor) -> Tensor:
+            return sum_over_ranks(x, world)
 
-def train_windows(
-    model: Model,
-    windows: Tensor,
-    settings: TrainConfig,
-    objective: ObjectiveConfig | None = None,
-    on_step: Callable[[StepReport], None] = lambda report: None,
-) -> None:
-    """Train in place on windows (N, L) held in memory, in one process, without checkpoints."""
-    batches = Loader(InMemory(windows), seed=settings.seed, global_batch=settings.batch_size)
-    train(model, batches, settings, objective, hooks=Hooks(on_step=on_step))
+        micro = [with_prompts(model, batch, key, self.noise) for batch in micro]
+        tokens = total(torch.stack([counted(model, batch) for batch in micro]).sum())
+        global_batch = GlobalBatch(tokens, self.settings.batch_size, len(micro), total)
+        model.zero_grad(set_to_none=True)
+        parts: list[Loss] = []
+        for number, batch in enumerate(micro):
+            sync_gradients(model, number == len(micro) - 1)
+            with self.types.autocast(world.device) if world.size == 1 else nullcontext():
+                part = run_gathered(model, objective, model, batch, key, self.noise, global_batch)
+            part.total.backward()
+            parts.append(part)
+        norm = clip_gradients(model, self.settings.clip)
 
+        names = ("total", "nll", "chunk_loss", "moe_loss", "draft_loss")
+        sums = {n: total(torch.stack([getattr(p, n).detach() for p in parts]).sum()).item()
+                for n in names if getattr(parts[0], n) is not None}  # fmt: skip
+        for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
+            if not math.isfinite(value):
+                raise NotFinite(self.step + 1, "the loss" if name == "total" else name, micro)
+        counts = None
+        if parts[0].counts is not None:
+            counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
+        return StepReport(
+            self.step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
+            sums.get("chunk_loss"), sums.get("moe_loss"), counts, sums.get("draft_loss"),
+        )  # fmt: skip
 
-def _gradients(
-    model: Model, micro: list[Batch], key: Key, objective: ObjectiveConfig, world: World, step: int,
-    settings: TrainConfig, types: Precision,
-) -> StepReport:  # fmt: skip
-    """Leave the clipped gradient of the global batch in the model; raises before the optimizer moves."""
+    @contextmanager
+    def averaged(self) -> Iterator[Model]:
+        """The model with its averaged weights, where there are any: what the run gives."""
+        trained = {name: p.detach().clone() for name, p in self._averages()}
+        with torch.no_grad():
+            for name, parameter in self._averages():
+                parameter.copy_(self.average[name])
+            try:
+                yield self.model
+            finally:
+                for name, parameter in self._averages():
+                    parameter.copy_(trained[name])
 
-    def total(x: Tensor) -> Tensor:
-        return sum_over_ranks(x, world)
+    @torch.no_grad()
+    def _update_average(self, decay: float) -> None:
+        for name, parameter in self._averages():
+            self.average[name].lerp_(parameter, 1 - decay)
 
-    micro = [with_prompts(model, batch, key, objective) for batch in micro]
-    tokens = total(torch.stack([counted(model, batch) for batch in micro]).sum())
-    global_batch = GlobalBatch(tokens, settings.batch_size, len(micro), total)
-    model.zero_grad(set_to_none=True)
-    parts: list[Loss] = []
-    for number, batch in enumerate(micro):
-        sync_gradients(model, number == len(micro) - 1)
-        with types.autocast(world.device) if world.size == 1 else nullcontext():
-            part = run_gathered(model, objectives.objective, model, batch, key, objective, global_batch)
-        part.total.backward()
-        parts.append(part)
-    norm = clip_gradients(model, settings.clip)
-
-    names = ("total", "nll", "chunk_loss", "moe_loss", "draft_loss")
-    sums = {n: total(torch.stack([getattr(p, n).detach() for p in parts]).sum()).item()
-            for n in names if getattr(parts[0], n) is not None}  # fmt: skip
-    for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
-        if not math.isfinite(value):
-            raise NotFinite(step + 1, "the loss" if name == "total" else name, micro)
-    counts = None
-    if parts[0].counts is not None:
-        counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
-    rate = learning_rate(step, settings)
-    return StepReport(
-        step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
-        sums.get("chunk_loss"), sums.get("moe_loss"), counts, sums.get("draft_loss"),
-    )  # fmt: skip
-
-
-def _resume(state: TrainState, loader: Loader, checkpointer: Checkpointer | None, hooks: Hooks) -> int:
-    resumed = checkpointer.resume(state, hooks.accept) if checkpointer is not None else None
-    if resumed is None:
-        return 0
-    for checkpoint, reason in resumed.skipped:
-        hooks.on_skipped(checkpoint, reason)
-    loader.load_state_dict(resumed.record["loader"])
-    return resumed.step
+    def _averages(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(trainable(self.model) if self.average else ())
 
 
 def _batches(loader: Loader, world: World) -> Iterator[list[Batch]]:
@@ -211,26 +185,6 @@ def _batches(loader: Loader, world: World) -> Iterator[list[Batch]]:
 def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
     moved: dict[str, Any] = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
     return Batch(**moved)
-
-
-@contextmanager
-def _averaged(model: Model, average: dict[str, Tensor]) -> Iterator[None]:
-    """The model with its averaged weights, where there are any."""
-    trained = {name: parameter.detach().clone() for name, parameter in trainable(model)} if average else {}
-    with torch.no_grad():
-        for name, parameter in trainable(model) if average else ():
-            parameter.copy_(average[name])
-        try:
-            yield
-        finally:
-            for name, parameter in trainable(model) if average else ():
-                parameter.copy_(trained[name])
-
-
-@torch.no_grad()
-def _update_average(average: dict[str, Tensor], model: Model, decay: float) -> None:
-    for name, parameter in trainable(model) if average else ():
-        average[name].lerp_(parameter, 1 - decay)
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:
