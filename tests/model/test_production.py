@@ -13,8 +13,8 @@ from dcdm.keys import Key
 from dcdm.model import masks, reference, tiling
 from dcdm.model.attention import AttentionPlan, choose_backend, tiled_attention, tiles_by_autograd
 from dcdm.model.chunking import subspace_mixture
-from dcdm.model.head import token_nll, weighted_nll
 from dcdm.model.layout import chunk_sorted, dual_stream, visible_first
+from dcdm.model.products import token_nll, weighted_nll
 
 CLOSE = {"atol": 1e-9, "rtol": 1e-7}
 
@@ -261,7 +261,7 @@ def test_chunking_attention_in_blocks_equals_the_literal_one_at_any_memory_budge
 
 @pytest.mark.parametrize("slice_bytes", [1, 500, 1 << 26])
 def test_the_sliced_loss_equals_cross_entropy_in_value_and_gradient(slice_bytes, monkeypatch):
-    monkeypatch.setattr("dcdm.model.head.SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("dcdm.model.products.SLICE_BYTES", slice_bytes)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(13, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -291,7 +291,7 @@ def test_no_tensor_of_all_logits_exists_during_a_training_step():
             return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcdm.model.head.SLICE_BYTES", 8 * 500 * 4)
+        patch.setattr("dcdm.model.products.SLICE_BYTES", 8 * 500 * 4)
         with Watch():
             loss(model, Batch(clean), 0).total.backward()
     assert 0 < largest <= 8 * 500

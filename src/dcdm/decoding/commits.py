@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.model.head import SLICE_BYTES
+from dcdm.model.products import SLICE_BYTES
 
 OUTSIDE = 2**40  # behind every position
 OfPositions = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -17,9 +17,9 @@ from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.decoding.commits import Distributions
 from dcdm.decoding.prefixes import PrefixCache, PromptPrefix
 from dcdm.decoding.routes import Route, without_hidden
-from dcdm.model.attention import at_least_fp32
 from dcdm.model.layout import RaggedIndex, stack_rows, widen
 from dcdm.model.masks import NOISY, Slots
+from dcdm.model.products import at_least_fp32
 from dcdm.model.transformer import Model, Sets
 
 

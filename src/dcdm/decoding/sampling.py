@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, whole_number
-from dcdm.model.attention import at_least_fp32
+from dcdm.model.products import at_least_fp32
 
 _BELOW_ONE = 1 - 1e-12
 

@@ -20,7 +20,7 @@ from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
-from dcdm.model.head import weighted_nll
+from dcdm.model.products import weighted_nll
 from dcdm.model.transformer import Encoded, Model
 
 

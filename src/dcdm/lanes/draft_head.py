@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
 from dcdm.lanes.masks import led_positions
-from dcdm.model.linear import Linear
+from dcdm.model.products import Linear
 
 SHARE = 4
 """Training teaches the head on every fourth row: a small head needs no more, and a step stays cheap."""

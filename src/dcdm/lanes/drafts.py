@@ -28,8 +28,8 @@ from dcdm.decoding.commits import View
 from dcdm.decoding.loop import Committed
 from dcdm.decoding.sampling import Sampling
 from dcdm.lanes.model import LaneModel
-from dcdm.model.head import SLICE_BYTES
 from dcdm.model.layout import RaggedIndex
+from dcdm.model.products import SLICE_BYTES
 
 LogP = Callable[[Tensor], Tensor]
 """States (n, d) → log-probabilities (n, V)."""

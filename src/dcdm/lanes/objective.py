@@ -18,7 +18,7 @@ from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, balanced, object
 from dcdm.keys import Key
 from dcdm.lanes.draft_head import SHARE, draft_states
 from dcdm.lanes.model import LaneModel
-from dcdm.model.head import weighted_nll
+from dcdm.model.products import weighted_nll
 from dcdm.model.transformer import Encoded
 
 DRAFT_WEIGHT = 0.1

@@ -24,7 +24,7 @@ from dcdm.decoding.routes import router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
-from dcdm.model.head import token_nll
+from dcdm.model.products import token_nll
 from dcdm.model.transformer import Model, Sets
 
 Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory", "drafted"]

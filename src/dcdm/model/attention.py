@@ -17,6 +17,7 @@ from torch import Tensor
 from dcdm.config import ConfigError, ModelConfig, RopeScaling
 from dcdm.model import blockmask, explicit
 from dcdm.model.masks import Mask, Slots
+from dcdm.model.products import at_least_fp32
 from dcdm.model.tiling import Tile, rows_alike, tiles_of
 
 Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
@@ -311,17 +312,3 @@ def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     first, second = x_bshd.chunk(2, dim=-1)
     return x_bshd * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-# --- the types that sums and products are made in -----------------------------------------------------------------
-
-
-def at_least_fp32(x: Tensor) -> torch.dtype:
-    """The type of `x`, or fp32 where that is narrower."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def product_type(x: Tensor) -> torch.dtype:
-    """What matrix products of `x` are made in: autocast's type, for those it does not know."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

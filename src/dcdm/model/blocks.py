@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
-from dcdm.model.attention import AttentionInputs, at_least_fp32, attend, product_type, rotate
-from dcdm.model.linear import Linear
+from dcdm.model.attention import AttentionInputs, attend, rotate
+from dcdm.model.products import Linear, at_least_fp32, product_type
 
 Rotary = tuple[Tensor, Tensor]
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import AttentionInputs, product_type
+from dcdm.model.attention import AttentionInputs
 from dcdm.model.masks import CLEAN, Mask, Slots
+from dcdm.model.products import product_type
 
 
 class KVCache:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import NUM_SPECIALS
-from dcdm.model.linear import Linear
+from dcdm.model.products import Linear
 from dcdm.model.transformer import Model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

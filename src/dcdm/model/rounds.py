@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
-from dcdm.model.attention import at_least_fp32, product_type, rotary_tables, rotate
+from dcdm.model.attention import rotary_tables, rotate
 from dcdm.model.blocks import Block
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.layout import RaggedIndex, stack_rows
+from dcdm.model.products import at_least_fp32, product_type
 
 
 class Rounds:

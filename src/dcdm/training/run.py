@@ -157,7 +157,7 @@ def _train(
     trainer: Trainer, config: RunConfig, valid_set: WindowSet, checkpointer: Checkpointer, record: dict[str, Any],
     recorder: Recorder | None, picture: MakePicture | None, stop_asked: Callable[[], bool], world: World,
 ) -> bool:  # fmt: skip
-    """The loop: step, report, evaluate, save. True if it was asked to stop before its last step, all being saved."""
+    """The loop: step, report, evaluate, save. True if it was asked to stop before its last step, and saved."""
 
     def assess() -> Mapping[str, float]:
         with trainer.averaged() as model:

@@ -1,6 +1,10 @@
-"""Cross-entropy at chosen positions, a slice of the logits at a time.
+"""Products with weight matrices: their types, their kernels, and the head's, of which no M × V tensor exists.
 
-M positions   d hidden size   V vocabulary
+Decoding multiplies a few rows, one or one per lane, with every matrix of the network. PyTorch's own product on a
+CPU takes several times as long for 2 to 16 rows as for one; oneDNN's reads the weights once for all of them
+(docs/LOG.md has the figures). Training and prompts have hundreds of rows and stay with PyTorch's.
+
+    M positions   d hidden size   V vocabulary
 """
 
 from __future__ import annotations
@@ -9,11 +13,51 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dcdm.model.attention import at_least_fp32, product_type
-
+FEW_ROWS = 64
 SLICE_BYTES = 64 << 20  # size of the logits that exist at one time
+
+
+def at_least_fp32(x: Tensor) -> torch.dtype:
+    """The type of `x`, or fp32 where that is narrower."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """What matrix products of `x` are made in: autocast's type, for those it does not know."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, as `F.linear` gives it up to rounding."""
+    if _served_by_onednn(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _served_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_grad_enabled()
+        and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and type(weight.data) is Tensor  # not a shard
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` by `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+# --- cross-entropy at chosen positions, a slice of the logits at a time -------------------------------------------
 
 
 def _slices(states: Tensor, weight: Tensor) -> list[slice]:

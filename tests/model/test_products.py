@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcdm.model import linear
-from dcdm.model.linear import FEW_ROWS, Linear, product
+from dcdm.model import products
+from dcdm.model.products import FEW_ROWS, Linear, product
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 16), (3, 5), (4, 0), (FEW_ROWS + 1, 1)])
@@ -29,7 +29,7 @@ def test_rows_of_a_slice_are_multiplied_as_they_stand():
 def test_only_few_rows_without_gradients_in_fp32_go_to_onednn():
     x, weight = torch.randn(4, 48), torch.randn(32, 48)
     with torch.no_grad():
-        assert linear._served_by_onednn(x, weight) == torch.backends.mkldnn.is_available()
-        assert not linear._served_by_onednn(x.double(), weight.double())
-        assert not linear._served_by_onednn(x.repeat(FEW_ROWS, 1), weight)
-    assert not linear._served_by_onednn(x, weight)
+        assert products._served_by_onednn(x, weight) == torch.backends.mkldnn.is_available()
+        assert not products._served_by_onednn(x.double(), weight.double())
+        assert not products._served_by_onednn(x.repeat(FEW_ROWS, 1), weight)
+    assert not products._served_by_onednn(x, weight)
