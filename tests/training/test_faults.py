@@ -279,7 +279,7 @@ LOOP = [
 def at_random(count: int, seed: int) -> list[Fault]:
     """Deaths at places of the loop drawn at random, after a random number of calls: the same on any machine."""
     draws = random.Random(seed)
-    places = ["dcdm.training.loop:Trainer._gradients", "dcdm.training.metrics:Recorder.on_step", TENSORS, "os:fsync",
+    places = ["dcdm.training.loop:Trainer._gradients", "dcdm.training.metrics:Recorder.on_step", TENSORS,
               "dcdm.training.checkpoint:file_digest"]  # fmt: skip
     return [Fault("random", draws.choice(places), draws.randint(1, 4), after=draws.random() < 0.5)
             for _ in range(count)]  # fmt: skip
