@@ -387,7 +387,7 @@ def test_retired_settings_of_earlier_runs_are_left_out_where_they_said_nothing_a
     values["data"]["reading"]["max_line_bytes"] = 64 << 20
     assert run_settings.from_dict(values) == run_settings.resolve("dcdm-debug")
     values["data"]["reading"]["max_line_bytes"] = 1000
-    with pytest.raises(ConfigError, match="unknown setting data.reading.max_line_bytes"):
+    with pytest.raises(ConfigError, match=r"unknown setting data\.reading\.max_line_bytes"):
         run_settings.from_dict(values)
 
 

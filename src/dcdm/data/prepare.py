@@ -73,6 +73,7 @@ def prepare(
         reporter.say(sentence)
 
     # plan: is it there already?
+    ready: Tokenizer | None
     if isinstance(tokenizer, Tokenizer):
         spec, ready = "given", tokenizer
     else:  # bpe:N must be learned from the corpus first
