@@ -84,7 +84,8 @@ def walk(
     z = tokens.masked_fill(sets.free, model.config.mask_id)
     lane = lane_of(model, tokens, lanes, prompt)
     numbers = torch.full((len(tokens),), ahead)
-    state = LaneState(z, sets, OwnPace(sets, lane), predictor_of(model, sets, "exact"), lane, numbers, by)
+    predict = predictor_of(model, sets, "exact")
+    state = LaneState(z, sets, OwnPace(sets, lane), predict, lane=lane, ahead=numbers, drafter=by)
     log_p = torch.zeros(tokens.shape, dtype=torch.float64)
     known = torch.where(sets.real, 0, -1)
 

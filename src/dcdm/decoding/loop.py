@@ -81,19 +81,21 @@ class DecodingState:
     on the others.
     """
 
-    POSITIONS: ClassVar[dict[str, float]] = {"real": 0, "revealed": 0, "order": 0}
-    """The tensors (B, L) about rows, with what stands behind a row's end; `z` has PAD there."""
+    POSITIONS: ClassVar[dict[str, float]] = {"real": 0, "revealed": 0, "order": 0, "uniform": 0}
+    """The tensors (B, L, …) about rows, with what stands behind a row's end; `z` has PAD there."""
     ROWS: ClassVar[tuple[str, ...]] = ("steps", "chunk")
     """Those (B,)."""
 
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None
-    ) -> None:
-        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies."""
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
+        uniform: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies, `uniform`
+        (B, L, U) that of draws."""
         self.z, self.real, self.router, self.predict = z.clone(), sets.real, router, predict
-        self.order = (
-            torch.zeros(z.shape, dtype=torch.float64, device=z.device) if order is None else order.to(z.device)
-        )
+        nothing = torch.zeros(*z.shape, 1, dtype=torch.float64)
+        self.order = (nothing[..., 0] if order is None else order).to(z.device)
+        self.uniform = (nothing if uniform is None else uniform).to(z.device)
         self.revealed, self.route = sets.real & ~sets.free, start(sets)
         self.counts = Counts.zero(len(z))
         self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import singledispatch
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,12 +24,14 @@ from dcdm.decoding.prefixes import PrefixCache, shared_prefix
 from dcdm.decoding.routes import MixedRouter, router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.decoding.text import Event, Text
-from dcdm.model.layout import stack_rows
 from dcdm.model.transformer import Model, Sets
 
 
 class Session:
     """Texts that are written together: `add` some, and call `step` until none is left. `session_of` makes one."""
+
+    DRAWS: ClassVar[tuple[str, ...]] = ("token",)
+    """The uses of random numbers, one each for every position."""
 
     def __init__(self, model: Model, prefixes: PrefixCache | None = None) -> None:
         """`prefixes` remembers what texts begin with, for later ones."""
@@ -40,8 +43,6 @@ class Session:
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
         self._state = DecodingState(nothing, Sets(none, none, none), MixedRouter(), self._predict)
-        self._uniform = torch.zeros(0, 1, dtype=torch.float64)
-        """(B, L): the number that draws the token of each position."""
 
     def add(self, text: Text) -> None:
         """A text that takes part from the next step on."""
@@ -84,13 +85,11 @@ class Session:
         rows = [line + [config.pad_id] * (length - len(line)) for line in lines]
         z = torch.tensor(rows, device=self._state.z.device)
         sets = self.model.sets(z, z != config.mask_id)
-        order = torch.cat([text.noise("order", length) for text in texts])
-        self._join_noise(texts, length)
         for _, group in groupby(range(len(texts)), lambda row: self._policy(texts[row])):
             numbers = list(group)
             part, own = slice(numbers[0], numbers[-1] + 1), texts[numbers[0] : numbers[-1] + 1]
             places = Sets(sets.real[part], sets.visible[part], sets.free[part])
-            self._state.join(self._rows(z[part], places, order[part], own))
+            self._state.join(self._rows(z[part], places, own))
             if own[0].decoding.cache != "none":
                 prefixes = [
                     shared_prefix(config, line) if text.decoding.cache == "exact" and not text.number else None
@@ -106,26 +105,22 @@ class Session:
         """Neighbours that agree on it join under one router."""
         return text.decoding.routing, text.decoding.adablock, text.decoding.cache == "none"
 
-    def _rows(self, z: Tensor, sets: Sets, order: Tensor, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, sets: Sets, texts: list[Text]) -> DecodingState:
         """Canvases of texts with one policy."""
         index, decoding = torch.tensor([text.index for text in texts]), texts[0].decoding
         router = router_of(self.model, sets, index, decoding.routing, decoding.adablock)
-        return DecodingState(z, sets, router, self._predict, order)
+        return DecodingState(z, sets, router, self._predict, *self._noise(texts, z.shape[1]))
 
-    def _join_noise(self, texts: list[Text], length: int) -> None:
-        new = torch.cat([text.noise("token", length) for text in texts])
-        self._uniform = stack_rows(self._uniform, new, 0.0)
-
-    def _keep_noise(self, rows: Tensor, length: int) -> None:
-        self._uniform = self._uniform[rows, :length]
+    def _noise(self, texts: list[Text], length: int) -> tuple[Tensor, Tensor]:
+        """(B, L) of random commit policies, and (B, L, U) for draws: the first number draws a position's token."""
+        order, *draws = (torch.cat([text.noise(use, length) for text in texts]) for use in ("order", *self.DRAWS))
+        return order, torch.stack(draws, dim=-1)
 
     def _keep_rows(self, rows: list[int]) -> None:
         """All texts leave but these."""
         kept = torch.tensor(rows, dtype=torch.long, device=self._state.z.device)
         self._state.keep_rows(kept)
-        length = self._state.z.shape[1]
-        self._predict.keep_rows(kept, length)
-        self._keep_noise(kept.cpu(), length)
+        self._predict.keep_rows(kept, self._state.z.shape[1])
         self.texts = [self.texts[row] for row in rows]
         self._look()
 
@@ -134,7 +129,6 @@ class Session:
         device = self._state.z.device
         if self.texts:
             self._commit = mixed_commit([commit_policy(text.commit) for text in self.texts])
-        self._chances = self._uniform.to(device)
         self._eos = torch.tensor([-1 if t.eos_id is None else t.eos_id for t in self.texts], device=device)[:, None]
         self._start = torch.tensor([len(t.context) for t in self.texts], device=device)[:, None]
 
@@ -180,13 +174,13 @@ class Session:
         for sampling, mine in self._samplings():
 
             def draw(log_p: Tensor, row: Tensor, at: Tensor, sampling: Sampling = sampling) -> Tensor:
-                return sampling.draw(sampling.log_p(log_p), self._chances[row, view.position[row, at]])
+                return sampling.draw(sampling.log_p(log_p), self._state.uniform[row, view.position[row, at], 0])
 
             asked = fill & mine[:, None]
             tokens = torch.where(mine[:, None], view.predicted.measure(draw, asked, 0), tokens)
         for row, text in enumerate(self.texts):
             for span in text.spans:
-                chances, line = self._chances[row], self._state.z[row]
+                line, chances = self._state.z[row], self._state.uniform[row, :, 0]
                 tokens[row] = span.draw(view, fill, row, tokens[row], line, text.decoding.sampling, chances)
             if (forced := text.forced()) is not None:
                 tokens[row] = torch.tensor(forced, device=tokens.device)[

@@ -24,7 +24,7 @@ from dcdm.lanes.drafts import Drafter, Drafts, accept_or_replace, propose, shift
 from dcdm.lanes.masks import DRAFTS, led_positions
 from dcdm.lanes.model import LaneModel
 from dcdm.lanes.partition import lane_partition
-from dcdm.model.layout import RaggedIndex, stack_rows
+from dcdm.model.layout import RaggedIndex
 from dcdm.model.masks import CLEAN
 from dcdm.model.transformer import Model, Sets
 
@@ -142,11 +142,11 @@ class LaneState(DecodingState):
     ROWS: ClassVar[tuple[str, ...]] = (*DecodingState.ROWS, "ahead")
 
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, lane: Tensor, ahead: Tensor,
-        drafter: Drafter, order: Tensor | None = None,
+        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
+        uniform: Tensor | None = None, *, lane: Tensor, ahead: Tensor, drafter: Drafter,
     ) -> None:  # fmt: skip
         """`lane` (B, L) numbers the lanes, `ahead` (B,) says how many tokens of each are drafted."""
-        super().__init__(z, sets, router, predict, order)
+        super().__init__(z, sets, router, predict, order, uniform)
         assert isinstance(predict, CachedFromLeft)
         assert isinstance(predict.model, LaneModel)
         self.model, self.cached, self.drafter = predict.model, predict, drafter
@@ -201,40 +201,30 @@ class LaneState(DecodingState):
 class LaneSession(Session):
     """Texts that are written in lanes; the session samples and verifies their drafts."""
 
+    DRAWS: ClassVar[tuple[str, ...]] = ("token", "guess", "verify")
+    """For a token, for a draft token, and for whether that is accepted."""
+
     def __init__(self, model: LaneModel, prefixes: PrefixCache | None = None) -> None:
         super().__init__(model, prefixes)
-        nothing, none = self._state.z, self._state.real
-        self._state = self._lane_state(nothing, Sets(none, none, none), self._state.router, None, nothing, [])
-        self._draft_uniform = torch.zeros(0, 1, 2, dtype=torch.float64)
-        """(B, L, 2): numbers for a draft token, and for whether it is accepted."""
-
-    def _lane_state(
-        self, z: Tensor, sets: Sets, router: Router, order: Tensor | None, lane: Tensor, texts: list[Text]
-    ) -> LaneState:
-        ahead = torch.tensor([_drafts(text) for text in texts], dtype=torch.long)
-        return LaneState(z, sets, router, self._predict, lane, ahead, self, order)
+        none, no_lane = self._state.real, self._state.z
+        uniform = self._state.uniform.expand(-1, -1, len(self.DRAWS))
+        self._state = LaneState(
+            no_lane, Sets(none, none, none), self._state.router, self._predict, None, uniform, lane=no_lane,
+            ahead=no_lane[:, 0], drafter=self,
+        )  # fmt: skip
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
         return *super()._policy(text), _drafts(text) > 0
 
-    def _rows(self, z: Tensor, sets: Sets, order: Tensor, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, sets: Sets, texts: list[Text]) -> DecodingState:
         lanes = torch.tensor([text.decoding.lanes for text in texts])
         ids, lane = lane_partition(self.model.config, sets.free, sets.real, lanes)
         for text, row in zip(texts, lane.tolist(), strict=True):
             text.lanes = row
-        router = OwnPace(sets, lane) if _drafts(texts[0]) else Fixed(sets, ids, ids)
-        return self._lane_state(z, sets, router, order, lane, texts)
-
-    def _join_noise(self, texts: list[Text], length: int) -> None:
-        super()._join_noise(texts, length)
-        if self.model.config.drafts:
-            new = [torch.cat([text.noise(use, length) for text in texts]) for use in ("guess", "verify")]
-            self._draft_uniform = stack_rows(self._draft_uniform, torch.stack(new, dim=-1), 0.0)
-
-    def _keep_noise(self, rows: Tensor, length: int) -> None:
-        super()._keep_noise(rows, length)
-        if self.model.config.drafts:
-            self._draft_uniform = self._draft_uniform[rows, :length]
+        ahead = torch.tensor([_drafts(text) for text in texts])
+        router = OwnPace(sets, lane) if bool(ahead.any()) else Fixed(sets, ids, ids)
+        noise = self._noise(texts, z.shape[1])
+        return LaneState(z, sets, router, self._predict, *noise, lane=lane, ahead=ahead, drafter=self)
 
     def _closed(self) -> Tensor | None:
         """Chunks of lanes do not depend on what is written: positions after an EOS can stay masked."""
@@ -243,10 +233,9 @@ class LaneSession(Session):
     def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
         """As `Drafter` says: each draft token is drawn with a uniform number of its own."""
         tokens = torch.zeros_like(row)
-        uniform = self._draft_uniform.to(row.device)
         for sampling, rows in self._samplings():
             mine = rows[row]
-            chance = uniform[row[mine], position[mine], 0]
+            chance = self._state.uniform[row[mine], position[mine], 1]
             tokens[mine] = sampling.draw(sampling.log_p(log_q[mine]), chance)
         return tokens
 
@@ -255,10 +244,9 @@ class LaneSession(Session):
     ) -> tuple[Tensor, Tensor]:
         """As `Drafter` says."""
         right, instead = torch.zeros_like(row, dtype=torch.bool), torch.zeros_like(row)
-        uniform = self._draft_uniform.to(row.device)
         for sampling, rows in self._samplings():
             mine = rows[row]
-            draw, accept = self._chances[row[mine], position[mine]], uniform[row[mine], position[mine], 1]
+            draw, accept = (self._state.uniform[row[mine], position[mine], use] for use in (0, 2))
             right[mine], instead[mine] = accept_or_replace(
                 sampling, log_p[mine], log_q[mine], token[mine], accept, draw
             )

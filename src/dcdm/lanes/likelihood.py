@@ -57,7 +57,8 @@ class LaneScorer(Scorer):
         _, lane = lane_partition(model.config, sets.free, sets.real, decoder.lanes)
         state = LaneState(
             tokens.masked_fill(sets.free, model.config.mask_id), sets, OwnPace(sets, lane),
-            predictor_of(model, sets, decoder.cache), lane, torch.full_like(index, decoder.drafts or 0), along,
+            predictor_of(model, sets, decoder.cache), lane=lane,
+            ahead=torch.full_like(index, decoder.drafts or 0), drafter=along,
         )  # fmt: skip
         while state.step(commit_policy("chunk"), along.reveal) is not None:
             pass
