@@ -21,7 +21,7 @@ from dcdm.model.layout import RaggedIndex, stack_rows
 from dcdm.model.transformer import Sets, StageOne
 
 
-@dataclass
+@dataclass(frozen=True)
 class Counts:
     """What decoding cost; each (B,)."""
 
@@ -33,19 +33,6 @@ class Counts:
     """Positions that went through all blocks, over all forward passes."""
     reused: Tensor
     """Positions whose keys and values came from the cache, over all forward passes."""
-
-    @classmethod
-    def zero(cls, rows: int) -> Counts:
-        return cls(*torch.zeros(4, rows, dtype=torch.long))
-
-    def stack(self, other: Counts) -> Counts:
-        return Counts(*(torch.cat(both) for both in zip(self._all(), other._all(), strict=True)))
-
-    def of(self, rows: Tensor) -> Counts:
-        return Counts(*(count[rows] for count in self._all()))
-
-    def _all(self) -> tuple[Tensor, ...]:
-        return self.forwards, self.rounds, self.computed, self.reused
 
 
 @dataclass(frozen=True)
@@ -81,9 +68,9 @@ class DecodingState:
     on the others.
     """
 
-    POSITIONS: ClassVar[dict[str, float]] = {"real": 0, "revealed": 0, "order": 0, "uniform": 0}
-    """The tensors (B, L, …) about rows, with what stands behind a row's end; `z` has PAD there."""
-    ROWS: ClassVar[tuple[str, ...]] = ("steps", "chunk")
+    POSITIONS: ClassVar[tuple[str, ...]] = ("real", "revealed", "order", "uniform")
+    """The tensors (B, L, …) about rows beside `z`; 0 (False) behind a row's end."""
+    ROWS: ClassVar[tuple[str, ...]] = ("steps", "chunk", "forwards", "rounds", "computed", "reused")
     """Those (B,)."""
 
     def __init__(
@@ -97,19 +84,23 @@ class DecodingState:
         self.order = (nothing[..., 0] if order is None else order).to(z.device)
         self.uniform = (nothing if uniform is None else uniform).to(z.device)
         self.revealed, self.route = sets.real & ~sets.free, start(sets)
-        self.counts = Counts.zero(len(z))
         self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
         """(B,): forward passes that the active chunk has had, and its number from 1."""
+        self.forwards = self.rounds = self.computed = self.reused = self.steps
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(*(count.cpu() for count in (self.forwards, self.rounds, self.computed, self.reused)))
 
     def join(self, new: Self) -> None:
         """The rows of `new` behind the own; the predictor is told by the caller."""
-        for name, filler in {"z": self.predict.model.config.pad_id, **self.POSITIONS}.items():
-            setattr(self, name, stack_rows(getattr(self, name), getattr(new, name), filler))
+        self.z = stack_rows(self.z, new.z, self.predict.model.config.pad_id)
+        for name in self.POSITIONS:
+            setattr(self, name, stack_rows(getattr(self, name), getattr(new, name), 0))
         for name in self.ROWS:
             setattr(self, name, torch.cat([getattr(self, name), getattr(new, name)]))
         ids = stack_rows(self.route.ids, new.route.ids, -1)
         self.route = Route(ids, stack_rows(self.route.active, new.route.active, False))
-        self.counts = self.counts.stack(new.counts)
         self.router.join(new.router)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -120,7 +111,6 @@ class DecodingState:
         for name in self.ROWS:
             setattr(self, name, getattr(self, name)[rows])
         self.route = Route(self.route.ids[rows, :length], self.route.active[rows, :length])
-        self.counts = self.counts.of(rows.cpu())
         self.router.keep_rows(rows, length)
 
     def step(self, commit: Commit, reveal: Reveal, closed: Tensor | None = None) -> Committed | None:
@@ -148,10 +138,10 @@ class DecodingState:
         self.z[row, view.position[row, at]] = tokens[row, at]
         self.revealed[row, view.position[row, at]] = True
         self.steps = self.steps + 1
-        self.counts.forwards += busy.cpu()
-        self.counts.computed += torch.where(busy, predicted.computed, 0).cpu()
-        self.counts.reused += torch.where(busy, predicted.reused, 0).cpu()
-        return Committed(view.position, tokens, fill, distributions, self.chunk, self.counts.forwards)
+        self.forwards = self.forwards + busy
+        self.computed = self.computed + torch.where(busy, predicted.computed, 0)
+        self.reused = self.reused + torch.where(busy, predicted.reused, 0)
+        return Committed(view.position, tokens, fill, distributions, self.chunk, self.forwards)
 
     def _route(self, closed: Tensor, busy: Tensor, spent: Tensor) -> StageOne | None:
         """The next chunk of the `busy` rows whose chunk is `spent`, or that ask after every forward pass.
@@ -164,7 +154,7 @@ class DecodingState:
             found = self.router.next(self.z, known, self.route, asking)
             self.route = found.where(asking, self.route)
             stage_one = found.stage_one if torch.equal(asking, busy) else None
-            self.counts.rounds += (asking & self.router.counted).cpu()
+            self.rounds = self.rounds + (asking & self.router.counted)
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
         return stage_one
 

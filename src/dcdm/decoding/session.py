@@ -156,10 +156,9 @@ class Session:
         if not any(over):
             return
         leaving = [(text, state.z[row].tolist()) for row, text in enumerate(self.texts) if over[row]]
-        for row, text in enumerate(self.texts):
-            if over[row]:
-                for name in ("forwards", "rounds", "computed", "reused"):
-                    text.costs[name] += int(getattr(state.counts, name)[row])
+        for name, counts in vars(state.counts).items():
+            for row, text in enumerate(self.texts):
+                text.costs[name] += int(counts[row]) if over[row] else 0
         self._keep_rows([row for row in range(len(over)) if not over[row]])
         for text, line in leaving:
             text.accept(line, self.model.config.mask_id)

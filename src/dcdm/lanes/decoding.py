@@ -138,7 +138,7 @@ cached_predictor.register(LaneModel, CachedFromLeft)
 class LaneState(DecodingState):
     """Canvases some of whose lanes have drafts: a forward pass verifies what was proposed after the one before."""
 
-    POSITIONS: ClassVar[dict[str, float]] = {**DecodingState.POSITIONS, "lane": 0}
+    POSITIONS: ClassVar[tuple[str, ...]] = (*DecodingState.POSITIONS, "lane")
     ROWS: ClassVar[tuple[str, ...]] = (*DecodingState.ROWS, "ahead")
 
     def __init__(
