@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
 from dcdm.config import ModelConfig
 from dcdm.decoding.routes import current_ids
-from dcdm.model.transformer import Model
+from dcdm.kinds import network
 
 IGNORED = -100  # label of a position that does not count, as everywhere in transformers
 
@@ -51,7 +51,7 @@ class _Wrapped(PreTrainedModel):
 
     def __init__(self, config: DCDMConfig) -> None:
         super().__init__(config)
-        self.model = Model(config.model_config())
+        self.model = network(config.model_config())
         self.model.init_weights()
         self.post_init()
 
