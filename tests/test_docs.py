@@ -253,20 +253,6 @@ def test_every_internal_link_and_picture_is_there(page):
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
-def test_files_that_the_readme_names_in_code_are_there():
-    named = re.findall(
-        r"`((?:src|docs|tests|examples)/[\w./-]+)`", (ROOT / "README.md").read_text(encoding="utf-8")
-    )
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_every_reason_is_given_and_every_left_out_python_block_is_still_there():
-    assert all(LEFT_OUT.values())
-    assert all(why for *_, why in INSTEAD)
-    for name, first in UNFINISHED_PYTHON.items():
-        assert any(block.text.startswith(first) for block in blocks(ROOT / "docs" / name))
-
-
 def test_nothing_holds_the_marks_of_an_unfinished_merge():
     folders = [ROOT / name for name in ("src", "docs", "examples", "tests")]
     files = [

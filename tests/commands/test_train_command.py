@@ -1,4 +1,4 @@
-"""`dcdm train` as a user runs it: settings, resume, interruption, start weights, export, verify."""
+"""`dcdm train` as a user runs it: settings, resume, interruption, initial weights, export, verify."""
 
 import functools
 import json
@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -123,32 +122,6 @@ def test_a_run_stopped_and_resumed_equals_one_never_interrupted_bit_for_bit(pres
     assert metrics(parts) == metrics(whole)
 
 
-def test_a_run_killed_without_warning_goes_on_and_ends_the_same(corpus, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = 14
-    assert start("bdlm-debug", whole, corpus, train__steps=steps, checkpoint_every=2, evaluate_every=100) == 0
-    file = tmp_path / "settings.yaml"
-    values = yaml.safe_load((whole / "settings.yaml").read_text())
-    file.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "dcdm", "train", "--config", str(file), "--run", str(parts)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(3):  # kill as soon as a new checkpoint is there
-        had = set((parts / "checkpoints").glob("step-*")) if parts.exists() else set()
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 90
-        while process.poll() is None and time.monotonic() < deadline:
-            if (parts / "checkpoints").exists() and set((parts / "checkpoints").glob("step-*")) - had:
-                process.kill()
-                break
-            time.sleep(0.01)
-        process.communicate(timeout=60)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    ours, theirs = load_weights(newest(parts)), load_weights(newest(whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert metrics(parts) == metrics(whole)
-
-
 def test_resolved_settings_start_the_same_run_again(corpus, tmp_path):
     assert start("dcdm-debug-causal", tmp_path / "one", corpus, train__steps=3, objective__full_mask_share=0.5) == 0
     assert run(None, tmp_path / "two", file=tmp_path / "one" / "settings.yaml") == 0
@@ -163,7 +136,7 @@ def test_contradicting_a_run_folder_is_refused_by_name(corpus, tmp_path):
         start("bdlm-debug", tmp_path / "run", corpus, train__steps=2)
 
 
-def test_a_run_does_not_begin_among_files_of_others(corpus, tmp_path):
+def test_a_run_begins_among_logs_and_settings_but_not_among_files_of_others(corpus, tmp_path):
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "thesis.tex").write_text("…")
@@ -172,17 +145,11 @@ def test_a_run_does_not_begin_among_files_of_others(corpus, tmp_path):
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
     (folder / "thesis.tex").rename(folder / "training.log")
     (folder / ".DS_Store").touch()
-    assert start("mdlm-debug", folder, corpus, train__steps=1) == 0
-    with pytest.raises(ConfigError, match="is a file"):
-        start("mdlm-debug", corpus, corpus, train__steps=1)
-
-
-def test_a_file_of_settings_may_stand_in_the_folder_of_its_run(corpus, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump({"preset": "mdlm-debug", "train": {"steps": 1}}))
     assert run(None, folder, file=file, changes={**SMALL, "data.sources": (str(corpus),)}) == 0
+    with pytest.raises(ConfigError, match="is a file"):
+        start("mdlm-debug", corpus, corpus, train__steps=1)
 
 
 def test_what_auto_meant_on_another_device_stays(corpus, tmp_path, monkeypatch):
@@ -264,7 +231,7 @@ def test_a_loss_that_is_not_finite_keeps_the_batch_and_names_the_part(corpus, tm
     assert all(torch.isfinite(v).all() for v in before.values())
 
 
-def test_start_weights_come_from_a_run_and_from_an_export(corpus, tmp_path):
+def test_initial_weights_come_from_a_run_and_from_an_export(corpus, tmp_path):
     start("mdlm-debug", tmp_path / "first", corpus, train__steps=3)
     export(tmp_path / "first", tmp_path / "exported")
     for number, source in enumerate((tmp_path / "first", tmp_path / "exported")):
@@ -437,11 +404,16 @@ def test_a_dry_run_starts_nothing_and_says_what_it_would_cost(tmp_path, capsys):
         ({"model.num_layers": 0}, "num_layers"),
         ({"objective.t_min": 2.0}, "t_min"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
+        ({"train.batch_size": 4, "train.micro_batch": 8}, "--micro-batch 8 must lie between 1 and 4"),
+        ({"init": "nowhere"}, "init=nowhere is not a folder, nor a model that comes with dcdm"),
     ],
 )
-def test_wrong_settings_are_refused_by_name_before_anything_starts(changes, message, tmp_path):
+def test_what_could_not_be_trained_is_refused_by_name_before_data_is_prepared(
+    changes, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dcdm.training.run.open_data", lambda *_: pytest.fail("prepared"))
     with pytest.raises(ConfigError, match=message):
-        run("mdlm-debug", tmp_path / "run", changes=changes)
+        dcdm.train("mdlm-debug", tmp_path / "run", data="nowhere.txt", settings=changes)
     assert not (tmp_path / "run").exists()
 
 
@@ -509,20 +481,6 @@ def test_leaks_are_found_in_a_model_that_leaks():
     model.forward = lambda tokens, masked: type("Out", (), {
         "logits": forward(tokens, masked).logits + torch.nn.functional.one_hot(tokens, 260)})  # fmt: skip
     assert leaks(model)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train.batch_size": 4, "train.micro_batch": 8}, "--micro-batch 8 must lie between 1 and 4"),
-        ({"init": "nowhere"}, "init=nowhere is not a folder, nor a model that comes with dcdm"),
-    ],
-)
-def test_what_could_not_be_trained_is_refused_before_data_is_prepared(changes, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("dcdm.training.run.open_data", lambda *_: pytest.fail("prepared"))
-    with pytest.raises(ConfigError, match=message):
-        dcdm.train("ar-debug", tmp_path / "run", data="nowhere.txt", settings=changes)
-    assert not (tmp_path / "run").exists()
 
 
 def test_missing_places_are_refused_by_name(tmp_path):

@@ -62,14 +62,9 @@ def test_generations_and_chunk_views_show_themselves_in_a_notebook(corpus, tmp_p
     assert "<b>[" not in shown
     assert shown.count('<b title="forward ') == 4
     assert "4 tokens in" in shown
+    assert "3 </span>" in dcdm.generate(model, [[1, 2, 3]], max_new_tokens=2)._repr_html_(), "ids as numbers"
     window, _ = window_of("if x < 1: <script>", tokenizer, 32)
     drawn = view(model, window)._repr_html_()
     assert "<script>" not in drawn
     assert 'title="chunk ' in drawn
     assert drawn.count("<span") == 19
-
-
-def test_ids_without_a_tokenizer_are_shown_as_numbers(corpus, tmp_path):
-    model = dcdm.build(dcdm.preset("mdlm-debug"), seed=0)
-    result = dcdm.generate(model, [[1, 2, 3]], max_new_tokens=2)
-    assert "3 </span>" in result._repr_html_()
