@@ -12,8 +12,8 @@ import httpx
 
 import tiny
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
+from dcdm.decoding.session import Session
 from dcdm.model.transformer import Model
-from dcdm.serving import scheduler
 from dcdm.serving.app import create_app
 from dcdm.serving.served import Settings
 from dcdm.serving.server import BackgroundServer
@@ -74,13 +74,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 def slow_down(monkeypatch: Any, seconds: float = 0.02) -> None:
     """Every forward of a served model takes this much longer."""
-    fast = scheduler.Decoding.step
+    fast = Session.step
 
     def slow(decoding: Any) -> int:
         time.sleep(seconds)
         return fast(decoding)
 
-    monkeypatch.setattr(scheduler.Decoding, "step", slow)
+    monkeypatch.setattr(Session, "step", slow)
 
 
 def events(text: str) -> list[tuple[str, dict]]:

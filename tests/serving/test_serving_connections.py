@@ -24,7 +24,7 @@ def connected(server) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has ended it; what it has sent before is passed over."""
+    """Whether the server has ended it; what it has sent before is skipped."""
     connection.settimeout(0.05)
     try:
         while connection.recv(65536):

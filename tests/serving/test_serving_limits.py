@@ -24,8 +24,9 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.session import Session
 from dcdm.io.export import SUMS
-from dcdm.serving import monitoring, scheduler
+from dcdm.serving import monitoring
 from dcdm.serving.served import Settings
 from dcdm.serving.server import load_safetensors
 from live import NAME, events, live, slow_down, tiny_model, until
@@ -219,14 +220,14 @@ def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
 def watched(monkeypatch):
     """How many texts joined at once, and how many ran in each forward."""
     joined, running = [], []
-    step = scheduler.Decoding.step
+    step = Session.step
 
     def spy(decoding):
         joined.append(len(decoding.running) - len(decoding.texts))
         running.append(len(decoding.running))
         return step(decoding)
 
-    monkeypatch.setattr(scheduler.Decoding, "step", spy)
+    monkeypatch.setattr(Session, "step", spy)
     return joined, running
 
 
@@ -262,7 +263,7 @@ def test_a_caller_who_asks_for_much_does_not_delay_the_others(monkeypatch):
 def test_a_defect_in_one_batch_does_not_end_the_service(monkeypatch):
     with live() as server:
         with monkeypatch.context() as broken:
-            broken.setattr(scheduler.Decoding, "step", lambda _: 1 / 0)
+            broken.setattr(Session, "step", lambda _: 1 / 0)
             answer = server.post("/v1/completions", BODY)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
