@@ -11,7 +11,7 @@ from dcdm.config import ConfigError, ModelConfig, MoEConfig
 
 GPT2_VOCAB = 50_260  # GPT-2's 50,257 tokens and BOS, PAD, MASK
 BYTES_VOCAB = 260  # 256 bytes, EOS and BOS, PAD, MASK
-DRAFTS = 3  # tokens of a lane that a draft head learns to guess ahead
+DRAFTS = 3  # draft tokens of a lane that a head learns to predict
 
 
 def _at_0_1b(**changes: object) -> ModelConfig:

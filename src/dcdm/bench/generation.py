@@ -211,14 +211,14 @@ LEFT = ", from the left"
 
 @dataclass(frozen=True)
 class Frontier:
-    """One model's decoders, each by forwards per token and nats per byte."""
+    """One model's decoders, each by forward passes per token and nats per byte."""
 
     name: str
     colour: str
     marker: str
     dash: str
     best: list[DecoderTiming]
-    """Those that no other decoder of the model beats in both, from few forwards to many."""
+    """Those that no other decoder of the model beats in both, from few forward passes to many."""
     beaten: list[DecoderTiming]
 
 
@@ -245,7 +245,7 @@ def frontiers(rows: Sequence[DecoderTiming]) -> list[Frontier]:
 
 
 def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
-    """Nats per byte against forwards per token: a line joins what no other decoder of the model beats in both."""
+    """Nats per byte against forward passes per token: a line joins what no other decoder of the model beats in both."""
     from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
 
@@ -272,7 +272,7 @@ def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
             )  # fmt: skip
     axes.margins(x=0.08)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    axes.set(xlabel="forwards per token (of samples; log scale)", ylabel="nats per byte of held-out text")
+    axes.set(xlabel="forward passes per token (of samples; log scale)", ylabel="nats per byte of held-out text")
     axes.set_title(
         "lower left is better; ± over windows; faint: beaten by the model's own line, hollow: a bound", fontsize=9,
         loc="left",

@@ -204,8 +204,9 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
 def _costs(result: Generation) -> str:
     costs = result.statistics
     total = costs.summary()
+    tokens, forwards = int(costs.new_tokens.sum()), int(costs.forwards.sum())
     text = (
-        f"{many(total['new_tokens'], 'token')} in {many(total['forwards'], 'forward pass', 'forward passes')} "
+        f"{many(tokens, 'token')} in {many(forwards, 'forward pass', 'forward passes')} "
         f"({costs.tokens_per_forward:.2f} each), "
         f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s"
     )
