@@ -365,25 +365,6 @@ def test_a_browser_shows_ids_masks_and_sizes_of_every_frame(name, tmp_path):
     assert not told["wide"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("width", [400, 1400])
-def test_the_page_is_not_wider_than_its_screen(width, tmp_path):
-    text = chunks_page(
-        view(byte_model("paper", num_chunks=12), byte_window("def f(x):\n    return x\n" + "y" * 80))
-    )
-    tell = (
-        "<script>const root = document.documentElement;"
-        "parent.postMessage([innerWidth, root.scrollWidth - root.clientWidth], '*')</script></body>"
-    )
-    (tmp_path / "page.html").write_text(text.replace("</body>", tell), encoding="utf-8")
-    (tmp_path / "frame.html").write_text(
-        "<script>addEventListener('message', (event) => (document.title = event.data.join()))</script>"
-        f"<iframe src=page.html style='border:0;width:{width}px;height:800px'></iframe>"
-    )
-    shown = dumped(tmp_path / "frame.html", tmp_path / "profile", "--virtual-time-budget=5000")
-    assert f"<title>{width},0</title>" in shown
-
-
 # --- the command -------------------------------------------------------------------------------------------------
 
 

@@ -252,17 +252,21 @@ def test_a_filling_knows_its_lanes_and_others_have_none():
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_a_replay_of_lanes_on_a_phone_in_the_dark(tmp_path):
+def test_pages_and_a_replay_of_lanes_fit_a_phone_in_the_dark(tmp_path):
     found = filling("def f(", 60, 4)
     (tmp_path / "replay.html").write_text(replay_page(found, "A text", "<b>four</b> lanes"), encoding="utf-8")
-    (tmp_path / "chunks.html").write_text(chunks_page(seen()), encoding="utf-8")
+    window, _ = window_of("def f(x):\n    return x\n" + "y" * 80, byte_tokenizer(), 128)
+    many_scores = view(tiny.model("paper", 257, num_chunks=12), window)
+    (tmp_path / "chunks-of-paper.html").write_text(chunks_page(many_scores), encoding="utf-8")
+    (tmp_path / "chunks-of-lanes.html").write_text(chunks_page(seen()), encoding="utf-8")
     with chromium(tmp_path / "profile") as driver:
         page = Page(driver, artefacts(tmp_path / "pictures"))
         page.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         page.size(390, 844)
-        driver.get((tmp_path / "chunks.html").as_uri())
-        assert page.overflow() == 0
-        page.shot("chunks-of-lanes-390-dark")
+        for name in ("chunks-of-lanes", "chunks-of-paper"):
+            driver.get((tmp_path / f"{name}.html").as_uri())
+            assert page.overflow() == 0
+            page.shot(f"{name}-390-dark")
         driver.get((tmp_path / "replay.html").as_uri())
         assert page.overflow() == 0
         driver.execute_script(
@@ -290,7 +294,21 @@ def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys
     page = tmp_path / "deep" / "replay.html"
     main(["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2", "--picture", str(page)])
     assert '"lanes":[0,0,0,1' in page.read_text(encoding="utf-8")
-    main(["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2", "--stream", "--no-stop-at-eos"])
+    main(
+        [
+            "sample",
+            str(folder),
+            "--prompt",
+            "ab",
+            "--length",
+            "8",
+            "--lanes",
+            "2",
+            "--stream",
+            "--set",
+            "stop_at_eos=false",
+        ]
+    )
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [event["lanes"] for event in told] == [[1, 2]] * 4
     other = tiny.exported("causal", tmp_path / "other")

@@ -1,8 +1,8 @@
 """Trained models that come with the package: what there is, where it lies, and what its card says.
 
 Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
-how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its initial weights,
-where it did not begin from nothing. Reading cards needs no PyTorch.
+how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its initial
+weights, where it did not begin from nothing. Reading cards needs no PyTorch.
 """
 
 from __future__ import annotations
