@@ -36,7 +36,7 @@ def bf16_peak(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostEstimate:
     """Costs of training on one sequence of `length` positions."""
 
     length: int
@@ -69,7 +69,7 @@ class Bill:
         return self.training * batch / (devices * utilisation * peak)
 
 
-def bill(config: ModelConfig, length: int | None = None) -> Bill:
+def cost_estimate(config: ModelConfig, length: int | None = None) -> CostEstimate:
     """Costs of one training sequence, chunks of equal size assumed."""
     length = length or config.context_length
     total, active = parameter_counts(config)
@@ -106,7 +106,7 @@ def bill(config: ModelConfig, length: int | None = None) -> Bill:
     predicted = length if config.kind == "ar" or config.predicts_from_left else MASKED_SHARE * length
     head = 2 * d * config.vocab_size * predicted
     head += config.drafts * 2 * (draft_head + d * config.vocab_size) * length / SHARE
-    return Bill(length, total, active, slots, linear, attention, chunking, rounds, head)
+    return CostEstimate(length, total, active, slots, linear, attention, chunking, rounds, head)
 
 
 def _from_left(config: ModelConfig, length: int) -> tuple[float, float]:
@@ -132,7 +132,7 @@ def state_bytes(config: ModelConfig, devices: int = 1) -> float:
 
 def activation_bytes(config: ModelConfig, sequences: int, length: int | None = None) -> float:
     """What backward keeps of the blocks in bf16, without activation checkpointing."""
-    costs = bill(config, length)
+    costs = cost_estimate(config, length)
     d, heads = config.hidden_size, config.num_heads * config.head_dim
     kv = 2 * config.num_kv_heads * config.head_dim
     if config.moe is None:

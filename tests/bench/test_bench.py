@@ -12,7 +12,7 @@ from dcdm.bench import harness, subjects
 from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_of, network_of_transformers
 from dcdm.bench.harness import Case, measure_case, to_json
 from dcdm.cli import main
-from dcdm.costs import activation_bytes, bill, state_bytes
+from dcdm.costs import activation_bytes, cost_estimate, state_bytes
 from dcdm.kinds import build
 from dcdm.lanes import masks as lane_masks
 from dcdm.lanes.masks import from_left
@@ -128,13 +128,13 @@ def test_arithmetic_counts_the_operations_that_pytorch_counts(tiny_shapes):
     tokens = subjects._tokens(config, 64)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
-    costs = bill(config)
+    costs = cost_estimate(config)
     dense_attention = costs.attention * 2 * 64 / 65  # the counter sees the upper triangle too
     assert counter.get_total_flops() == pytest.approx(costs.linear + dense_attention + costs.head, rel=0.01)
 
 
 def test_arithmetic_orders_models_as_expected():
-    costs = {name: bill(dcdm.preset(name)) for name in dcdm.presets()}
+    costs = {name: cost_estimate(dcdm.preset(name)) for name in dcdm.presets()}
     assert costs["mdlm-0.1b"].slots == 1024  # one stream
     assert costs["bdlm-0.1b"].training > 1.5 * costs["mdlm-0.1b"].training
     assert costs["dcdm-0.1b-k8-causal"].rounds > 0 == costs["dcdm-0.1b-k8"].rounds
@@ -154,7 +154,7 @@ def test_arithmetic_of_predicting_from_the_left_counts_clean_and_seed_slots(kind
     tokens = tiny.tokens(1, 33)
     ids = build(config, seed=0).partition(tokens).ids
     place = from_left(ids, ids >= 1, (ids >= 0) & (ids < ids.max()))
-    costs = bill(config, 33)
+    costs = cost_estimate(config, 33)
     assert costs.slots == (place.slots.chunk >= 0).sum()
     pairs = lane_masks.left.dense(place.slots).sum()
     assert costs.attention == 4 * config.num_heads * config.head_dim * config.num_layers * pairs
@@ -162,8 +162,8 @@ def test_arithmetic_of_predicting_from_the_left_counts_clean_and_seed_slots(kind
 
 def test_strided_chunks_from_the_left_cost_as_many_slots_as_positions():
     config = replace(dcdm.preset("dcdm-0.1b-k8"), routing="strided", predict="left")
-    assert bill(config, 1024).slots == 1024
-    by_content = bill(replace(config, routing="causal"), 1024)
+    assert cost_estimate(config, 1024).slots == 1024
+    by_content = cost_estimate(replace(config, routing="causal"), 1024)
     assert 1024 < by_content.slots < 2 * 1024
 
 

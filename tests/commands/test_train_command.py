@@ -29,9 +29,8 @@ from dcdm.kinds import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
-from dcdm.training.run import run_training
+from dcdm.training.run import evaluate, run_training
 from dcdm.training.start import describe
-from dcdm.training.validation import evaluate
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
 SMALL = {

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import dcdm
-from dcdm.costs import BF16_PEAKS, bf16_peak, bill
+from dcdm.costs import BF16_PEAKS, bf16_peak, cost_estimate
 from dcdm.distributed import World
 from dcdm.training.loop import StepReport, TrainConfig
 from dcdm.training.metrics import Recorder
@@ -73,7 +73,9 @@ def test_the_live_line_keeps_step_loss_speed_and_time_left(width, tmp_path):
 def test_utilisation_is_the_global_rate_over_the_peak_of_all_devices(size, tmp_path, monkeypatch):
     for row in timings(tmp_path, monkeypatch, "cuda", "NVIDIA A100-SXM4-80GB", size):
         assert row["utilisation"] == pytest.approx(row["flops_per_second"] / (size * BF16_PEAKS["A100"]))
-        sequences = row["flops_per_second"] * row["seconds_per_step"] / bill(dcdm.preset("bdlm-debug")).training
+        sequences = (
+            row["flops_per_second"] * row["seconds_per_step"] / cost_estimate(dcdm.preset("bdlm-debug")).training
+        )
         assert sequences == pytest.approx(8)
 
 

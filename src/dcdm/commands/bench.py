@@ -94,7 +94,7 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
     Columns: L; operations of training per token; the share of attention and of the head; gigabytes of weights,
     gradients and moments; gigabytes of activations per sequence; global batch; seconds per step.
     """
-    from dcdm.costs import H800_BF16, activation_bytes, bill, state_bytes
+    from dcdm.costs import H800_BF16, activation_bytes, cost_estimate, state_bytes
     from dcdm.presets import preset, presets
 
     rows = []
@@ -102,7 +102,7 @@ def print_arithmetic(utilisation: float, json: bool) -> None:
         if "debug" in name:
             continue
         config = preset(name)
-        costs = bill(config)
+        costs = cost_estimate(config)
         batch = 128 if "0.1b" in name else 512
         rows.append({
             "preset": name,

@@ -140,7 +140,7 @@ def find_model(
             f"{path} is {what}; give a run folder, a checkpoint in it, an exported folder, or a name that "
             "`dcdm models` lists"
         )
-    if adapters.is_adapter(path):
+    if (path / adapters.SETTINGS).is_file():
         base = adapters.read_adapter(path).base
         if not folder_of(base).is_dir():
             raise ConfigError(f"{path} is an adapter of {base}, which is not here; give MODEL and --adapter {path}")

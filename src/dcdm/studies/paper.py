@@ -46,10 +46,10 @@ def _afterwards(commands: Sequence[str], runs: Sequence[str]) -> list[str]:
 
 def _job(name: str, rate: float, steps: int) -> tuple[str, str, float, float]:
     """(run, command, EFLOP, GPU-hours) of a preset with the paper's settings on the paper's number of devices."""
-    from dcdm.costs import activation_bytes, bill, state_bytes
+    from dcdm.costs import activation_bytes, cost_estimate, state_bytes
     from dcdm.training.settings import TrainConfig, preset_defaults
 
-    config, costs = preset(name), bill(preset(name))
+    config, costs = preset(name), cost_estimate(preset(name))
     batch, devices = int(preset_defaults(name)["train.batch_size"]), 8 if "0.1b" in name else 64
     share = batch // devices
     # windows of one pass that fit beside the state and gathered bf16 copies of the weights; recomputation where

@@ -20,13 +20,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from dcdm.config import ConfigError, many
-from dcdm.costs import bf16_peak, bill
+from dcdm.costs import bf16_peak, cost_estimate
 from dcdm.distributed import World
 from dcdm.files import write_whole
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
 
+MAIN = "valid_nll"
+"""The figure of an evaluation by which checkpoints are kept."""
 LONGEST_LINE = 1 << 20
 WIDE = 120  # columns of a terminal that has room for more than the essentials
 
@@ -37,7 +39,7 @@ class Recorder:
     def __init__(self, folder: Path, config: RunConfig, console: Console, world: World | None = None) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.figures: dict[str, float] = {}
-        self._flops = bill(config.model, config.window).training
+        self._flops = cost_estimate(config.model, config.window).training
         self._peak = _global_peak(world or World())
         self._since = (time.perf_counter(), 0, 0)
         self._speed: Mapping[str, float] = {}  # as last logged
@@ -150,8 +152,8 @@ class Recorder:
         parts = [f"grad {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
         if "max_violation" in row:
             parts.append(f"MaxVio {row['max_violation']:.2f}")
-        if "valid_nll" in self.figures:
-            parts.append(f"valid {self.figures['valid_nll']:.3f}")
+        if MAIN in self.figures:
+            parts.append(f"valid {self.figures[MAIN]:.3f}")
         return parts
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dcdm.config import ConfigError
-from dcdm.costs import activation_bytes, bill
+from dcdm.costs import activation_bytes, cost_estimate
 from dcdm.data.prepare import prepare
 from dcdm.data.settings import DataConfig
 from dcdm.data.store import PreparedData
@@ -178,7 +178,7 @@ def from_main(action: Callable[[], T], world: World) -> T:
 def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
     """What the run would cost, without starting it."""
     length = config.window
-    costs, train_settings = bill(config.model, length), config.train
+    costs, train_settings = cost_estimate(config.model, length), config.train
     tokens = train_settings.steps * train_settings.batch_size * length
     saves = train_settings.steps // config.checkpoint_every + (train_settings.steps % config.checkpoint_every > 0)
     size = kept_bytes(config.model, train_settings)

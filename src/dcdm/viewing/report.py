@@ -14,9 +14,8 @@ from dcdm.evaluation.perplexity import names_of
 from dcdm.kinds import parameter_counts
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.training import settings as run_settings
-from dcdm.training.metrics import read_rows
+from dcdm.training.metrics import MAIN, read_rows
 from dcdm.training.settings import RunConfig
-from dcdm.training.validation import MAIN
 from dcdm.viewing.page import details, escape, page, paragraph, section
 from dcdm.viewing.plots import Curve, Points, averaged, chart
 from dcdm.viewing.tables import Table
