@@ -245,7 +245,7 @@ def frontiers(rows: Sequence[DecoderTiming]) -> list[Frontier]:
 
 
 def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
-    """Nats per byte against forward passes per token: a line joins what no other decoder of the model beats in both."""
+    """Nats per byte against forward passes per token: a line joins what no decoder of the model beats in both."""
     from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
 
