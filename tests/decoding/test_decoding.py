@@ -26,15 +26,18 @@ def test_cached_predictions_equal_uncached_ones_in_ragged_batches(kind, commit):
     order = torch.rand(clean.shape, generator=torch.Generator().manual_seed(2))
     slow, slow_counts = walked(model, clean, sets, Uncached(model), commit, order=order)
     fast, fast_counts = walked(model, clean, sets, Cached(model, sets), commit, order=order)
-    assert len(slow) == len(fast)
-    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
-        assert torch.equal(where, also)
-        assert torch.equal(at[where], there[where])
-        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
+    same_predictions(slow, fast)
     assert torch.equal(slow_counts.forwards, fast_counts.forwards)
     assert (fast_counts.computed <= slow_counts.computed).all()
     # what is remembered and what is computed is together what the active chunk can see
     assert torch.equal(fast_counts.computed + fast_counts.reused, slow_counts.computed - _unseen(model, sets, slow))
+
+
+def same_predictions(slow, fast):
+    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
+        assert torch.equal(where, also)
+        assert torch.equal(at[where], there[where])
+        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
 
 
 def _unseen(model, sets, seen):
@@ -52,9 +55,7 @@ def test_other_routings_are_the_same_with_and_without_cache(kind, routing):
     adablock = AdaBlock(tuple(range(10)), 2, least=0.2)
     slow, _ = walked(model, clean, sets, Uncached(model), "threshold:0.5", routing, adablock)
     fast, _ = walked(model, clean, sets, Cached(model, sets), "threshold:0.5", routing, adablock)
-    for (a, where, _), (b, also, _) in zip(slow, fast, strict=True):
-        assert torch.equal(where, also)
-        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
+    same_predictions(slow, fast)
 
 
 def test_a_cached_step_of_the_active_chunk_costs_its_own_size():
@@ -160,8 +161,7 @@ def test_networks_of_a_single_block_decode_with_a_cache():
         clean, sets = canvases(model)
         slow, _ = walked(model, clean, sets, Uncached(model), "position")
         fast, _ = walked(model, clean, sets, Cached(model, sets), "position")
-        for (a, where, _), (b, _, _) in zip(slow, fast, strict=True):
-            torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
+        same_predictions(slow, fast)
 
 
 def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_is_used():
@@ -220,10 +220,7 @@ def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, mon
     assert reused < len(calls)
     if routing == "paper-step":
         assert reused == int(counts.forwards.max()), "one block 0 for routing and forward together"
-    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
-        assert torch.equal(where, also)
-        assert torch.equal(at[where], there[where])
-        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-12)
+    same_predictions(slow, fast)
 
 
 @pytest.mark.parametrize("cache", ["exact", "none"])

@@ -55,7 +55,7 @@ def requests(kind, count, seed):
         prompt = [rng.randrange(tiny.LETTERS) for _ in range(rng.randrange(12))]
         if kind != "ar" and number % 3 == 0:
             prompt = [*prompt, *[mask] * 3, 4, 5]
-        made.append((prompt, rng.choice([1, 4, 9, 26]), number, decoders(kind, rng)))
+        made.append((prompt, rng.choice([1, 4, 9, 26]), number, decoders(kind, rng), rng.choice([18, 20, 40])))
     return made
 
 
@@ -85,8 +85,8 @@ def test_texts_that_join_at_any_forward_are_what_each_is_alone(kind):
     waiting, texts, widest = list(asked), [], 0
     while waiting or session.running:
         for _ in range(min(len(waiting), rng.randrange(4))):
-            prompt, new_tokens, number, options = waiting.pop(0)
-            text = text_of(model, prompt, new_tokens, number, options, on_event=events[number].append)
+            request = waiting.pop(0)
+            text = text_of(model, *request, on_event=events[request[2]].append)
             texts.append(text)
             session.add(text)
         widest = max(widest, session.step())
@@ -125,20 +125,6 @@ def test_a_text_that_joins_changes_nothing_of_what_the_others_compute(monkeypatc
     assert [shape[0] for shape in passes] == [4], "from then on all share a pass"
 
 
-def test_texts_with_windows_of_their_own_share_a_batch():
-    model = network("causal")
-    sizes = {12: 9, 40: 30, 20: 11}
-    session = session_of(model)
-    texts = [text_of(model, [1, 2], new, n, {}, window=window) for n, (window, new) in enumerate(sizes.items())]
-    for text in texts:
-        session.add(text)
-    while session.running:
-        session.step()
-    for number, (window, new) in enumerate(sizes.items()):
-        expected = alone(model, [1, 2], new, number, {}, window=window).completions[0]
-        assert texts[number].completion(model.config.mask_id) == expected
-
-
 def test_rows_share_a_pass_unless_fillers_would_cost_more():
     assert sharing([1, 1, 1]) == [[0, 1, 2]]
     assert sharing([4, 1, 2, 4]) == [[0, 1, 2, 3]]
@@ -161,22 +147,6 @@ def test_memory_of_the_cache_follows_the_texts_that_run():
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0
     assert 32 in held, "one row is left, and has memory for itself alone"
-
-
-def test_a_cancelled_text_leaves_between_two_forwards_and_the_others_continue():
-    model = network("causal")
-    session, ended = session_of(model), []
-    stop = [False]
-    session.add(text_of(model, [1], 12, 0, {"commit": "position"}, cancel=lambda: stop[0], on_end=ended.append))
-    session.add(text_of(model, [2], 12, 1, {"commit": "position"}, on_end=ended.append))
-    session.step()
-    stop[0] = True
-    session.step()
-    assert [end.finished for end in ended] == ["cancelled"]
-    assert len(session.running) == 1
-    while session.running:
-        session.step()
-    assert ended[1].completion == alone(model, [2], 12, 1, {"commit": "position"}).completions[0]
 
 
 # --- prompt prefixes that were encoded before ---------------------------------------------------------------------

@@ -246,22 +246,6 @@ def test_the_most_probable_text_of_one_lane_is_the_same_with_and_without_drafts(
     assert plain == drafted
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_neither_the_batch_nor_others_in_it_change_a_text(lanes: int) -> None:
-    model = model_with_drafts()
-    prompts = [[5, 6, 7, 1, 2, 3, 4], [1], [2, 3], [4, model.config.mask_id, 3, *[model.config.mask_id] * 5]]
-    numbers = [20, 31, 9, 0]
-    together = dcdm.generate(
-        model, prompts, max_new_tokens=numbers, lanes=lanes, window=24, top_p=0.9, temperature=0.8, batch_size=4
-    )
-    for row, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
-        alone = dcdm.generate(
-            model, [prompt], max_new_tokens=number, lanes=lanes, window=24, top_p=0.9, temperature=0.8, index=[row]
-        )
-        assert alone.completions[0] == together.completions[row]
-        assert int(alone.forwards[0]) == int(together.forwards[row])
-
-
 @pytest.mark.parametrize("fillers", [0, 64])
 def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictors, "FILLERS", fillers)  # 0: rows of different sizes share no pass
