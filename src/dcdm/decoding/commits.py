@@ -1,4 +1,4 @@
-"""What a forward predicts, and which of the asked positions are then filled.
+"""What a forward pass predicts, and which of the asked positions are then filled.
 
 With a vocabulary of 50,000, the distributions of a whole canvas take gigabytes. Policies need a few numbers of
 each, draws need those of the filled positions alone; so the states are kept, and distributions made from them.
@@ -121,7 +121,7 @@ class View:
     position: Tensor
     """(B, A)."""
     step: Tensor
-    """(B,): forwards that the active chunk has had before this one."""
+    """(B,): forward passes that the active chunk has had before this one."""
     order: Tensor
     """(B, A): uniform noise, one number per position for the whole canvas."""
 
@@ -153,7 +153,7 @@ class Commit:
 
 
 def whole_chunk(view: View) -> Tensor:
-    """One forward per chunk: fill all of it."""
+    """One forward pass per chunk: fill all of it."""
     return view.candidates
 
 
@@ -163,12 +163,12 @@ def best(score: Tensor) -> Tensor:
 
 
 def most_confident(view: View) -> Tensor:
-    """One position per forward: the one whose best token is most probable."""
+    """One position per forward pass: the one whose best token is most probable."""
     return best(view.confidence())
 
 
 def fixed_steps(steps: int) -> Rule:
-    """The chunk in `steps` forwards, each filling an equal share of what is left, most confident first."""
+    """The chunk in `steps` forward passes, each filling an equal share of what is left, most confident first."""
 
     def rule(view: View) -> Tensor:
         left = view.candidates.sum(dim=-1)
@@ -179,13 +179,13 @@ def fixed_steps(steps: int) -> Rule:
 
 
 def dilated(steps: int) -> Rule:
-    """The chunk in `steps` forwards, each filling every `steps`-th of its positions: first, second, third ones, ….
+    """The chunk in `steps` forward passes, each filling every `steps`-th of its positions: first, second, … ones.
 
     Positions that are filled together lie apart, and all but the first have their left neighbour before them.
     """
 
     def rule(view: View) -> Tensor:
-        left = (steps - view.step).clamp(min=1)  # of `left` neighbours that are still open, this forward fills one
+        left = (steps - view.step).clamp(min=1)  # of `left` neighbours that are still open, this pass fills one
         rank = _rank(-view.position.masked_fill(~view.candidates, OUTSIDE).double())
         return rank % left[:, None] == 0
 
@@ -229,7 +229,7 @@ def ancestral(steps: int) -> Rule:
     """The diffusion's own reverse process in `steps` equal intervals of time per chunk.
 
     A masked token's moment is uniform over the intervals, whatever the others do; intervals in which nothing
-    happens need no forward.
+    happens need no forward pass.
     """
 
     def rule(view: View) -> Tensor:
@@ -240,7 +240,7 @@ def ancestral(steps: int) -> Rule:
 
 
 def first_hitting(view: View) -> Tensor:
-    """The reverse process in continuous time: one position per forward, in random order."""
+    """The reverse process in continuous time: one position per forward pass, in random order."""
     return best(-view.order.masked_fill(~view.candidates, 2.0))
 
 
@@ -254,7 +254,7 @@ def _rank(score: Tensor) -> Tensor:
 class Policy:
     make: Callable[[float], Rule]
     about: str
-    """Which positions of the active chunk a forward fills, in one sentence."""
+    """Which positions of the active chunk a forward pass fills, in one sentence."""
     default: float | None = None
     """Its number, if it takes one."""
     least: float = 0.0
@@ -266,8 +266,8 @@ class Policy:
 _MOST_STEPS = 1e6
 
 POLICIES: dict[str, Policy] = {
-    "chunk": Policy(lambda _: whole_chunk, "All positions of the chunk in one forward."),
-    "position": Policy(lambda _: most_confident, "The most confident position, one per forward."),
+    "chunk": Policy(lambda _: whole_chunk, "All positions of the chunk in one forward pass."),
+    "position": Policy(lambda _: most_confident, "The most confident position, one per forward pass."),
     "steps": Policy(
         lambda n: fixed_steps(int(n)), "The chunk in this many forwards, most confident positions first.", 4,
         least=1, most=_MOST_STEPS, whole=True,
@@ -288,7 +288,7 @@ POLICIES: dict[str, Policy] = {
         16, least=1, most=_MOST_STEPS, whole=True, random=True,
     ),
     "first-hitting": Policy(
-        lambda _: first_hitting, "The reverse diffusion in continuous time: one position per forward.",
+        lambda _: first_hitting, "The reverse diffusion in continuous time: one position per forward pass.",
         random=True,
     ),
 }  # fmt: skip

@@ -4,7 +4,7 @@ The expression becomes an automaton over bytes (by `outlines-core`), the automat
 filled out of order, so it is not enough to follow it from the left: before a token is drawn, the states that the
 positions before it can lead to and those from which the positions behind it can still reach the end are computed,
 with exactly as many positions as there are. A token is allowed if it leads from one of the first to one of the
-second: if and only if the canvas can then still be completed. Tokens that one forward fills are drawn one after the
+second: if and only if the canvas can then still be completed. Tokens that one pass fills are drawn one after the
 other, each given those before it. So every text that is begun ends with a match, and what no text can match is
 refused beforehand.
 

@@ -32,9 +32,9 @@ class Statistics:
     rounds: Tensor
     """Routing passes through block 0."""
     computed: Tensor
-    """Positions that went through all blocks, summed over the forwards."""
+    """Positions that went through all blocks, summed over the forward passes."""
     reused: Tensor
-    """Positions read from the cache instead, summed over the forwards."""
+    """Positions read from the cache instead, summed over the forward passes."""
     reencoded: Tensor
     """Positions of earlier text that later windows had to encode again."""
     new_tokens: Tensor

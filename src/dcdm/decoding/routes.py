@@ -36,7 +36,7 @@ class Route:
     active: Tensor
     """(B, L) bool: the positions to fill next, masked when the route was made; none in a row that is full."""
     stage_one: StageOne | None = None
-    """Block 0 of the canvas as it was for the rows that asked, which the next forward need not repeat."""
+    """Block 0 of the canvas as it was for the rows that asked, which the next forward pass need not repeat."""
 
     def level(self) -> Tensor:
         """(B, 1): the id of the active positions; −1 in a row that is full."""
@@ -51,18 +51,18 @@ class Route:
 
 
 class Router:
-    """A routing policy on the rows of a batch, which may come and go between two forwards."""
+    """A routing policy on the rows of a batch, which may come and go between two forward passes."""
 
     real: Tensor
     """(B, L): False at padding."""
     policy: Hashable = None
     """Routers of one policy can be joined."""
     narrows = False
-    """Cut a chunk by what its first forward predicts; see `narrow`."""
+    """Cut a chunk by what its first forward pass predicts; see `narrow`."""
 
     def __init__(self, *, every_step: bool = False, counted: bool = False) -> None:
         self.every_step: bool | Tensor = every_step
-        """Ask again after every forward, not only when a chunk is full; for all rows, or each (B,)."""
+        """Ask again after every forward pass, not only when a chunk is full; for all rows, or each (B,)."""
         self.counted: bool | Tensor = counted
         """A call of `next` costs a pass through block 0."""
 
@@ -72,7 +72,7 @@ class Router:
         raise NotImplementedError
 
     def narrow(self, route: Route, view: View, rows: Tensor) -> Route:
-        """The route with the chunks of `rows` (B,) cut, from what their first forward predicts."""
+        """The route with the chunks of `rows` (B,) cut, from what their first forward pass predicts."""
         return route
 
     def state(self) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ class CausalRounds(Router):
 
 
 class Adaptive(Router):
-    """A window is predicted; the block ends at its surest delimiter, and that forward serves the first commit."""
+    """A window is predicted; the block ends at its surest delimiter. That pass serves the first commit, too."""
 
     narrows = True
 
@@ -307,7 +307,7 @@ class Adaptive(Router):
 
 @dataclass
 class _Part:
-    """The rows (n,) of a batch, ascending, that one router guides."""
+    """The rows (n,) of a batch, ascending, of one router."""
 
     rows: Tensor
     router: Router

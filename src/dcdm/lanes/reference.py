@@ -62,16 +62,16 @@ def _(
 def encode_paced(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> Tensor:
     """States (B, L, d) that predict each free position when lanes had a pace of their own, in one pass.
 
-    `known` (B, L) numbers the forward that brought each token, 0 for given ones and −1 for padding; `lane` counts
-    from 1. A token whose right neighbour in its lane came with the same forward was a guess, read in that forward;
-    every other one was read by the next. A slot sees what was known before its forward, and its own lane up to
+    `known` (B, L) numbers the pass that brought each token, 0 for given ones and −1 for padding; `lane` counts
+    from 1. A token whose right neighbour in its lane came with the same pass was a draft token, read in that pass;
+    every other one was read by the next. A slot sees what was known before its pass, and its own lane up to
     itself.
     """
     length = tokens.shape[1]
     position = torch.arange(length, device=tokens.device).expand_as(tokens)
     on = (lane > 0) & (lane == F.pad(lane[:, 1:], (0, 1)))  # the lane continues at the next position
-    guessed = on & (known == F.pad(known[:, 1:], (0, 1), value=-1))
-    view = torch.where(guessed, known - 1, known)
+    drafted = on & (known == F.pad(known[:, 1:], (0, 1), value=-1))
+    view = torch.where(drafted, known - 1, known)
 
     known_q, known_k = known[:, :, None], known[:, None, :]
     not_later = position[:, None, :] <= position[:, :, None]
@@ -88,5 +88,5 @@ def encode_paced(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> T
     only.allowed = allowed
     both = torch.cat([torch.full_like(tokens, model.config.mask_id), tokens], dim=1)
     seed_bld, clean_bld = model.norm(only.run(model.embed_tokens(both))).split(length, dim=1)
-    led = led_positions(known) | F.pad(guessed[:, :-1], (1, 0))
+    led = led_positions(known) | F.pad(drafted[:, :-1], (1, 0))
     return torch.where(led[..., None], clean_bld.roll(1, dims=1), seed_bld)

@@ -140,7 +140,7 @@ class KVCache:
     def promote(self, rows: Tensor, index: Tensor, chosen: Tensor) -> None:
         """Keep slots of the last pass of `rows` (B,) that were to be forgotten, as tokens of the text.
 
-        `chosen` (B, X) of those at the places `index` (B, X): guesses that were right.
+        `chosen` (B, X) of those at the places `index` (B, X): draft tokens that were accepted.
         """
         row, at = chosen.nonzero(as_tuple=True)
         first = (self.length + self._kept)[rows]
