@@ -80,7 +80,7 @@ def _body_of(kind: type) -> type[Body]:
     """The fields of a dataclass as an object of JSON."""
     types, about = get_type_hints(kind), docstrings_of(kind)
     made = {one.name: (types[one.name], Field(one.default, description=about[one.name])) for one in fields(kind)}
-    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)  # type: ignore[call-overload, no-any-return]
+    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)  # type: ignore[call-overload]
 
 
 def _decoder_fields() -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Served:
         """What a form needs to ask for the settings of a decoder that fit; the default "means" so much here."""
         config = self.model.config
         plain = DecodingConfig().resolve(config)
-        blocks = {"number": config.block_size or 8, "least": 1, "whole": True}
+        blocks: dict[str, Any] = {"number": config.block_size or 8, "least": 1, "whole": True}
         choices = {
             "commit": self.commits(),
             "routing": [
