@@ -60,9 +60,7 @@ def attention(length: int, target: float | None = None) -> Case:
         def make() -> Run:
             ids = _ids(length)
             whole = masks.dual_stream_slots(ids)
-            slots = (
-                layout.dual_stream(ids, _half_masked(length)[:, None]).slots if backend == "sdpa-tiled" else whole
-            )
+            slots = layout.dual_stream(ids, _half_masked(length)).slots if backend == "sdpa-tiled" else whole
             size = slots.chunk.shape[1]
             q, k, v = (torch.randn(1, size, 12, 128, generator=_generator()).requires_grad_() for _ in range(3))
 
