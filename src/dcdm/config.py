@@ -148,7 +148,7 @@ class ModelConfig:
     lane_weights: tuple[float, ...] | None = None
     """How often training draws each of `lanes`, relative to the others; None: all alike."""
     drafts: int = 0
-    """How many tokens of each lane a head guesses ahead, for decoding that verifies them; 0: there is no head."""
+    """How many tokens of each lane a head drafts ahead, for decoding that verifies them; 0: there is no head."""
     attention_bias: bool = False
     """Whether queries, keys and values have a bias."""
     qk_norm: bool = True

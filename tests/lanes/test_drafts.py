@@ -25,7 +25,7 @@ from dcdm.decoding.text import Text
 from dcdm.keys import Key
 from dcdm.lanes import masks as lane_masks
 from dcdm.lanes import reference
-from dcdm.lanes.decoding import LaneState, OwnPace
+from dcdm.lanes.decoding import DraftedLanes, LaneState
 from dcdm.lanes.drafts import accept_or_replace
 from dcdm.lanes.partition import lane_partition
 from dcdm.likelihood.estimators import score
@@ -85,7 +85,7 @@ def walk(
     lane = lane_of(model, tokens, lanes, prompt)
     numbers = torch.full((len(tokens),), ahead)
     predict = predictor_of(model, sets, "exact")
-    state = LaneState(z, sets, OwnPace(sets, lane), predict, lane=lane, ahead=numbers, drafter=by)
+    state = LaneState(z, sets, DraftedLanes(sets, lane), predict, lane=lane, ahead=numbers, drafter=by)
     log_p = torch.zeros(tokens.shape, dtype=torch.float64)
     known = torch.where(sets.real, 0, -1)
 
@@ -129,7 +129,7 @@ def test_every_acceptance_pattern_equals_one_pass_over_all_slots_with_the_view_t
         told = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
         log_p, known, _ = walk(model, tokens, lanes, 3, Decided(tokens, told), prompt)
         lane = lane_of(model, tokens, lanes, prompt)
-        states = reference.encode_paced(model, tokens, known, lane)
+        states = reference.encode_drafted(model, tokens, known, lane)
         expected = model.head(states).log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
         free = model.sets(tokens, prompt).free
         torch.testing.assert_close(log_p[free], expected[free], atol=1e-9, rtol=0)

@@ -107,8 +107,8 @@ def measure_decoders(
         drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
         costs = drawn.statistics
         nats, tokens = _score(model, held_out, decoder, seed)
-        paced = bool(decoder.drafts) and decoder.lanes != 1
-        what = "bound" if commit_policy(decoder.commit).random or paced else "trajectory"
+        drafted = bool(decoder.drafts) and decoder.lanes != 1
+        what = "bound" if commit_policy(decoder.commit).random or drafted else "trajectory"
         of_samples: tuple[float | None, float | None] = (None, None)
         if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
             of_samples = _bits(*_score(model, drawn.tokens, replace(decoder, cache="none"), seed))

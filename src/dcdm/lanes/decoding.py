@@ -48,13 +48,13 @@ def lane_router(
     return Fixed(sets, ids, ids)
 
 
-class OwnPace(Router):
+class DraftedLanes(Router):
     """Lanes that run as far as each gets: the first open position of every one.
 
     Ids count the forward passes after which a token is known.
     """
 
-    policy = "own pace"
+    policy = "drafted"
 
     def __init__(self, sets: Sets, lane: Tensor) -> None:
         """`lane` (B, L), from 1."""
@@ -222,7 +222,7 @@ class LaneSession(Session):
         for text, row in zip(texts, lane.tolist(), strict=True):
             text.lanes = row
         ahead = torch.tensor([_drafts(text) for text in texts])
-        router = OwnPace(sets, lane) if bool(ahead.any()) else Fixed(sets, ids, ids)
+        router = DraftedLanes(sets, lane) if bool(ahead.any()) else Fixed(sets, ids, ids)
         noise = self._noise(texts, z.shape[1])
         return LaneState(z, sets, router, self._predict, *noise, lane=lane, ahead=ahead, drafter=self)
 

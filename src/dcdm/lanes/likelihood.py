@@ -15,7 +15,7 @@ from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
-from dcdm.lanes.decoding import LaneState, OwnPace
+from dcdm.lanes.decoding import DraftedLanes, LaneState
 from dcdm.lanes.model import LaneModel
 from dcdm.lanes.partition import lane_partition
 from dcdm.likelihood.estimators import AlongText, Part, Scorer, certain, scattered, scorer_of
@@ -56,7 +56,7 @@ class LaneScorer(Scorer):
         along = AlongTextWithDrafts(tokens, decoder.sampling, chances)
         _, lane = lane_partition(model.config, sets.free, sets.real, decoder.lanes)
         state = LaneState(
-            tokens.masked_fill(sets.free, model.config.mask_id), sets, OwnPace(sets, lane),
+            tokens.masked_fill(sets.free, model.config.mask_id), sets, DraftedLanes(sets, lane),
             predictor_of(model, sets, decoder.cache), lane=lane,
             ahead=torch.full_like(index, decoder.drafts or 0), drafter=along,
         )  # fmt: skip

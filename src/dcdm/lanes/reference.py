@@ -59,8 +59,8 @@ def _(
     return Encoded(states, ids, r, [gate[read] for gate in only.gates])
 
 
-def encode_paced(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> Tensor:
-    """States (B, L, d) that predict each free position when lanes had a pace of their own, in one pass.
+def encode_drafted(model: Model, tokens: Tensor, known: Tensor, lane: Tensor) -> Tensor:
+    """States (B, L, d) that predict each free position when lanes ran as far as each got, in one pass.
 
     `known` (B, L) numbers the pass that brought each token, 0 for given ones and −1 for padding; `lane` counts
     from 1. A token whose right neighbour in its lane came with the same pass was a draft token, read in that pass;

@@ -35,8 +35,8 @@ def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
             label=label, linewidth=1.2, markersize=6,
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    paced = any(row.estimator == "drafted" for row in rows)
-    what = "exact figures, bounds for several lanes with drafts" if paced else "exact figures"
+    drafted = any(row.estimator == "drafted" for row in rows)
+    what = "exact figures, bounds for several lanes with drafts" if drafted else "exact figures"
     axes.set(xlabel="forward passes per window (log scale)", ylabel="nats per token of held-out text")
     title = f"{study.name}: lower left is better; {what}; bars: 95 % intervals over seeds"
     axes.set_title(title, fontsize=9, loc="left")
