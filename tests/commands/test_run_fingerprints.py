@@ -21,6 +21,7 @@ from dcdm.cli import main
 from dcdm.config import ConfigError, DataError
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.files import file_digest
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import verify_model
 from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, load_record, newest_whole
@@ -200,18 +201,19 @@ def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_
     assert nll(place) == nll(finished / "run")
 
 
-def test_shards_are_hashed_once_and_again_when_they_look_different(place, monkeypatch):
+def test_shards_are_hashed_once_and_again_when_they_or_what_is_remembered_look_different(place, monkeypatch):
     hashed = []
-    monkeypatch.setattr("dcdm.data.sources.file_digest", lambda path: hashed.append(Path(path).name) or "0" * 64)
+    monkeypatch.setattr("dcdm.data.store.file_digest", lambda path: hashed.append(path) or file_digest(path))
     data = PreparedData.open(prepared(place))
-    known = json.loads((place / "data_hashed.json").read_text())["files"]
-    with pytest.raises(DataError):
-        data.compare(known)  # a copy has other inodes
+    data.check_hashes(json.loads((place / "data_hashed.json").read_text())["files"])  # a copy has other inodes
     assert hashed
-    monkeypatch.undo()
-    stamps = data.compare({})
-    monkeypatch.setattr("dcdm.data.sources.file_digest", lambda path: pytest.fail("hashed again"))
-    assert data.compare(stamps) == stamps
+    stamps = data.check_hashes()
+    hashed.clear()
+    assert data.check_hashes(stamps) == stamps
+    assert not hashed
+    path, stamp = next(iter(stamps.items()))
+    assert data.check_hashes(stamps | {path: [*stamp[:-1], "0" * 64]}) == stamps
+    assert hashed == [path]
 
 
 # --- the lock -----------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dcdm.config import DataConfig
 from dcdm.data import chats
 from dcdm.data.chats import ChatError, ChatTemplate
 from dcdm.data.examples import BadRow, ExampleMaker
-from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 
 BYTES = byte_tokenizer()

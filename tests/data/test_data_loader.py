@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import dcdm
 from corpora import documents, write_jsonl
-from dcdm.config import DataError
+from dcdm.config import DataConfig, DataError
 from dcdm.data.loader import Loader, in_order, pack, sample_range
 from dcdm.data.prepare import prepare
-from dcdm.data.settings import DataConfig, held_out
+from dcdm.data.sources import held_out
 from dcdm.data.store import PreparedData, TextWindows, TokenStream
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.keys import Key

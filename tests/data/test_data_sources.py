@@ -1,6 +1,8 @@
 import gzip
 import json
 import os
+import socket
+import time
 from pathlib import Path
 
 import datasets
@@ -11,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import Heard, documents, prose, write_jsonl
-from dcdm.config import ConfigError, DataError
+from dcdm.config import ConfigError, DataConfig, DataError
 from dcdm.data.examples import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
 from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, read_texts
-from dcdm.data.settings import DataConfig, held_out
-from dcdm.data.sources import STDLIB_SHARE, examine, resolve, stdlib_documents, stdlib_files
-from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from dcdm.data.sources import STDLIB_SHARE, examine, held_out, hub_answers, resolve, stdlib_documents, stdlib_files
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from dcdm.files import canonical
 from dcdm.training import settings as run_settings
 
@@ -28,7 +29,7 @@ ALL = DataConfig(validation_share=0)
 
 def texts_of(spec, settings=ALL, part_bytes=PART_BYTES, bad=None):
     """The documents of a source as workers read them, in order, whole."""
-    files, _ = examine(resolve(str(spec), settings), {})
+    files = examine(resolve(str(spec), settings))
     whole, open_text = [], ""
     for part in cut_into_parts(files, settings, part_bytes, cut_documents=True):
         for text, ends in read_texts(part, settings, bad or BadRows(settings.max_bad)):
@@ -212,6 +213,33 @@ def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     assert asked == expected
 
 
+def test_without_a_network_a_misspelt_name_fails_at_once_with_what_may_be_meant(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    def unknown(*_args, **_named):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    waited: list[float] = []
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for place in (constants, datasets.config):
+        monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpora").mkdir()
+    hub_answers.cache_clear()
+    try:
+        for spec, meant in (("stdlb", "stdlib"), ("corpra", "corpora")):
+            with pytest.raises(DataError, match=f"cannot be reached; did you mean {meant}"):
+                resolve(spec, ALL)
+        with pytest.raises(DataError, match="the hub cannot be reached"):
+            load_tokenizer("byts")
+    finally:
+        hub_answers.cache_clear()
+    assert waited == [], "a library tried again"
+
+
 CHAT = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "2"}, {"role": "user", "content": "+1?"},
@@ -393,7 +421,7 @@ def test_retired_settings_of_earlier_runs_are_left_out_where_they_said_nothing_a
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
-    files, _ = examine(resolve(str(path), ALL), {})
+    files = examine(resolve(str(path), ALL))
     (part,) = cut_into_parts(files, ALL)
     path.write_text(json.dumps({"text": "abcdef"}))
     with pytest.raises(DataError, match="changed while"):
@@ -453,9 +481,8 @@ def test_files_whose_names_are_not_utf8_are_prepared_or_named(tmp_path):
     (tmp_path / "in").mkdir()
     for name in names:
         (tmp_path / "in" / name).write_text('{"text": "one"}\n' * 9)
-    for _ in range(2):  # the second time from the cache of hashes
-        prepared = prepare(str(tmp_path / "in"), out=tmp_path / "out", settings=ALL, workers=1)
-        assert {entry["name"] for entry in prepared.manifest["plan"]["source"]} == set(names)
+    prepared = prepare(str(tmp_path / "in"), out=tmp_path / "out", settings=ALL, workers=1)
+    assert {entry["name"] for entry in prepared.manifest["plan"]["source"]} == set(names)
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
     (tmp_path / "a.parquet").rename(tmp_path / "in" / os.fsdecode(b"\xe9.parquet"))
     with pytest.raises(DataError, match=r"\udce9\.parquet: pyarrow opens paths in UTF-8 only; rename it"):

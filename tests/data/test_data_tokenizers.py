@@ -159,7 +159,7 @@ def test_a_hub_name_goes_through_transformers(monkeypatch):
 
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=BPE.backend, eos_token="<|eos|>")
     theirs.chat_template = "{{ messages }}"
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: {"org/name": theirs}[name])
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **_: {"org/name": theirs}[name])
     tokenizer = load_tokenizer("org/name")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (313, BPE.eos_id)
     assert tokenizer.chat_template == "{{ messages }}"

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import prose, write_jsonl
-from dcdm.config import ConfigError, DataError
+from dcdm.config import ConfigError, DataConfig, DataError
 from dcdm.data.prepare import prepare
-from dcdm.data.settings import DataConfig
 from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (

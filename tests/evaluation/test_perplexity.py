@@ -15,9 +15,8 @@ import dcdm
 import tiny
 from corpora import prose, write_jsonl
 from dcdm.cli import main
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, DataConfig
 from dcdm.data.prepare import prepare
-from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import noise
 from dcdm.distributed import World

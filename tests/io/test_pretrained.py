@@ -249,12 +249,12 @@ def test_a_name_on_the_hub_is_downloaded_and_a_failure_says_what_it_could_have_b
         return str(source)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("dcdm.data.network.hub_answers", lambda: True)
+    monkeypatch.setattr("dcdm.io.pretrained.hub_answers", lambda: True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     assert import_model("somebody/model", tmp_path / "imported").family == "Llama"
     with pytest.raises(ConfigError, match=r"'somebody/none' is neither a folder nor .* no such repository"):
         import_model("somebody/none", tmp_path / "other")
-    monkeypatch.setattr("dcdm.data.network.hub_answers", lambda: False)
+    monkeypatch.setattr("dcdm.io.pretrained.hub_answers", lambda: False)
     with pytest.raises(ConfigError, match="the hub cannot be reached"):
         import_model("somebody/none", tmp_path / "other")
     assert asked == ["somebody/model", "somebody/none", "somebody/none"]

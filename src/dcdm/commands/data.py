@@ -56,8 +56,8 @@ def prepare_text(
         overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
     """
+    from dcdm.config import DataConfig
     from dcdm.data.prepare import prepare
-    from dcdm.data.settings import DataConfig
     from dcdm.progress import ConsoleProgress
 
     settings = DataConfig(

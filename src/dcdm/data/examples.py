@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dcdm.config import DataError
+from dcdm.config import DataConfig, DataError
 from dcdm.data.chats import ChatError, ChatTemplate
 from dcdm.data.reading import BadRows, Part, is_unicode, read_rows
-from dcdm.data.settings import DataConfig
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 

@@ -7,8 +7,6 @@ earlier run left, the folder in which it works, the tokenizer, the units of work
 from __future__ import annotations
 
 import fcntl
-import glob
-import json
 import os
 import re
 import shutil
@@ -18,22 +16,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import DataError
+from dcdm.config import SPLITS, DataConfig, DataError
 from dcdm.data.examples import ExampleMaker
-from dcdm.data.reading import NAMED, BadRows, Part, cut_into_parts, read_texts
-from dcdm.data.settings import SPLITS, DataConfig, held_out
+from dcdm.data.reading import BadRows, Part, cut_into_parts, read_texts
 from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
-from dcdm.data.sources import Skipped, SourceFile, Stamps, examine, resolve
+from dcdm.data.sources import NAMED, Skipped, SourceFile, examine, held_out, resolve
 from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.files import UnreadableFile, digest, file_digest, read_json_object, replace_folder, write_whole
+from dcdm.files import digest, file_digest, replace_folder, write_whole
 from dcdm.progress import Reporter
 
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
-LOCK, PLAN, STAMPS = "lock", "plan", "source_stamps.json"
+LOCK, PLAN = "lock", "plan"
 
 
 def prepare(
@@ -65,7 +62,7 @@ def prepare(
     skipped = Skipped()
     found = [file for spec in sources for file in resolve(spec, settings, "train" if validation else None, skipped)]
     found += [file for spec in validation for file in resolve(spec, settings, "validation", skipped)]
-    files, stamps = examine(found, _known_stamps(out))
+    files = examine(found)
     if validation:
         files = _without_validation(files, skipped)
     skipped.empty = sum(not file.size for file in files)
@@ -91,7 +88,6 @@ def prepare(
             # read, tokenise and write what earlier runs left
             units = units_of(files, settings, ready is None or ready.cuts_between_words)
             with writing(work):
-                write_whole(work / STAMPS, json.dumps(stamps).encode())
                 kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
             records = _tokenise(units, work, kept, settings, workers or _cores(), reporter)
 
@@ -130,19 +126,6 @@ def _absolute(path: Path | str) -> Path:
 
 def _slug(spec: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
-
-
-def _known_stamps(out: Path | str | None) -> Stamps:
-    """Hashes of source files from earlier runs, finished or not."""
-    if out is None:
-        folders = cache_folder().glob("*")
-    else:
-        folders = _absolute(out).parent.glob(f"{glob.escape(_absolute(out).name)}*")
-    known: Stamps = {}
-    for folder in sorted(folders):
-        with suppress(UnreadableFile):
-            known |= read_json_object(folder / STAMPS)
-    return known
 
 
 def _without_validation(files: list[SourceFile], skipped: Skipped) -> list[SourceFile]:

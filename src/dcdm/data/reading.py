@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.config import DataError
-from dcdm.data.settings import DataConfig, Split, held_out
-from dcdm.data.sources import SourceFile
+from dcdm.config import DataConfig, DataError, Split
+from dcdm.data.sources import NAMED, SourceFile, held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 PART_BYTES = 64 << 20  # of a part where nobody asks for another size
 TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
-NAMED = 10  # bad places that a report names
 FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
 BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
 BOM = b"\xef\xbb\xbf"

@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dcdm.config import DataError
+from dcdm.config import SPLITS, DataConfig, DataError, Split
 from dcdm.data.examples import Example, ExampleMaker
 from dcdm.data.reading import BadRows, Part, read_texts
-from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
+from dcdm.data.sources import held_out
 from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer
 from dcdm.files import file_digest, read_json_object, write_whole
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import glob
+import hashlib
 import os
 import re
 import sysconfig
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dcdm.config import DataError
-from dcdm.data.settings import SPLITS, DataConfig, Split, held_out
+from dcdm.config import SPLITS, DataConfig, DataError, Split
 from dcdm.files import file_digest, listed_file, read_json_object
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
@@ -30,10 +33,8 @@ STDLIB: dict[str, frozenset[str]] = {
 }
 """Names of the standard library's source → folders left out: its tests, its tables and help texts, or both."""
 STDLIB_SHARE = 0.05
-NAMED = 10  # folders and files that a report names
-
-Stamps = dict[str, list[Any]]
-"""Path of a file → its size, times, inode and SHA-256."""
+NAMED = 10  # folders, files and bad places that a report names
+PATIENCE = 3.0  # seconds in which the hub must answer
 
 
 @dataclass(frozen=True)
@@ -112,35 +113,23 @@ def resolve(
     return files if split is None else [replace(file, split=split) for file in files]
 
 
-def examine(files: Sequence[SourceFile], known: Stamps) -> tuple[list[SourceFile], Stamps]:
-    """The files with their sizes, times and hashes.
+def examine(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """The files with their sizes, times and hashes; every byte is read."""
 
-    Files that look as they did in `known` (size, times, inode) are not read again; the second result is
-    `known` for the next time.
-    """
-    paths = [str(file.path.absolute()) for file in files]
-    stamps = hash_files(list(dict.fromkeys(paths)), known)
-    found = [
-        replace(file, size=stamps[path][0], modified=stamps[path][1], sha256=stamps[path][-1])
-        for file, path in zip(files, paths, strict=True)
-    ]
-    return found, stamps
+    def examined(file: SourceFile) -> SourceFile:
+        try:
+            stat = os.stat(file.path)
+            return replace(file, size=stat.st_size, modified=stat.st_mtime_ns, sha256=file_digest(file.path))
+        except OSError as error:
+            raise DataError(f"cannot read {file.path}: {error.strerror}") from error
 
-
-def hash_files(paths: Sequence[str], known: Stamps) -> Stamps:
-    """Size, times, inode and SHA-256 of every file; those that look as they did in `known` are not read again."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(paths, pool.map(lambda path: _stamp(path, known), paths), strict=True))
+        return list(pool.map(examined, files))
 
 
-def _stamp(path: str, known: Stamps) -> list[Any]:
-    try:
-        stat = os.stat(path)
-        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        before = known.get(path)
-        return before if isinstance(before, list) and before[:-1] == seen else [*seen, file_digest(path)]
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+def held_out(name: bytes, share: float) -> bool:
+    """Whether what is called `name` belongs to validation: a matter of its hash alone."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < share * 2**64
 
 
 # --- the standard library ----------------------------------------------------------------------------------------
@@ -278,14 +267,11 @@ def _hub(spec: str) -> list[SourceFile]:
         raise DataError(f"{spec!r} is neither a file here nor the name of a data set; write name/config:split")
     import datasets
 
-    from dcdm.data.network import quick_hub
-
     name, split = match["name"], match["split"] or "train"
-    failures: list[str] = []
+    answers, failures = hub_answers(), []
     for arguments in _readings(name):
         try:
-            with quick_hub() as answers:
-                data = datasets.load_dataset(*arguments, split=split)
+            data = datasets.load_dataset(*arguments, split=split)
         except Exception as error:  # network, cache, script and split errors have no common base
             failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
             continue
@@ -294,20 +280,36 @@ def _hub(spec: str) -> list[SourceFile]:
             raise DataError(f"{spec}: datasets keeps no files of this data set; save it with save_to_disk first")
         label = "/".join(arguments) if not Path(name).is_dir() else Path(name).name
         return [SourceFile(p, f"{label}:{split}/{p.name}", "arrow") for p in paths]
-    if not answers:
-        near = _near(spec)
+    if answers:
         raise DataError(
-            f"{spec!r} is not a file or folder here, and the hub, which might have a data set of this name, cannot "
-            f"be reached{f'; did you mean {near}?' if near else ''}"
+            f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}"
         )
-    raise DataError(f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}")
+    beside = glob.glob(os.path.join(glob.escape(os.path.dirname(spec)), "*"))
+    near = difflib.get_close_matches(spec, [*STDLIB, *beside], n=1)
+    raise DataError(
+        f"{spec!r} is not a file or folder here, and the hub, which might have a data set of this name, cannot "
+        f"be reached{f'; did you mean {near[0]}?' if near else ''}"
+    )
 
 
-def _near(spec: str) -> str | None:
-    """What is here under a similar name."""
-    folder = Path(spec).expanduser().parent
-    there = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
-    return next(iter(difflib.get_close_matches(spec, [*STDLIB, *there], n=1)), None)
+@cache
+def hub_answers() -> bool:
+    """Whether the Hugging Face hub, or the mirror that HF_ENDPOINT names, answers anything.
+
+    Where it does not, its libraries look into their caches alone from now on: they would try again for a minute.
+    """
+    import datasets.config
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            asked = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+            urllib.request.urlopen(asked, timeout=PATIENCE).close()
+        except urllib.error.HTTPError:
+            pass  # whoever answers is there
+        except (OSError, ValueError):
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from dcdm.config import NUM_SPECIALS, DataError
-from dcdm.data.settings import SPLITS, Split
-from dcdm.data.sources import Stamps, hash_files
+from dcdm.config import NUM_SPECIALS, SPLITS, DataError, Split
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.files import UnreadableFile, digest, listed_file, read_json_object, write_whole
+from dcdm.files import UnreadableFile, digest, file_digest, listed_file, read_json_object, write_whole
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 Overlong = Literal["truncate", "drop"]
 Item = dict[str, Any]
+Stamps = dict[str, list[Any]]
+"""Path of a file → its size, times, inode and SHA-256."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -83,22 +86,26 @@ class PreparedData:
                     f"{path} has {size} bytes, its manifest says {entry['bytes']}; prepare the data again"
                 )
         if verify:
-            prepared.compare({})
+            prepared.check_hashes()
         return prepared
 
-    def compare(self, known: Stamps) -> Stamps:
-        """Read every shard and compare it with the manifest's checksum; DataError at the first that differs.
+    def check_hashes(self, known: Mapping[str, Any] | None = None) -> Stamps:
+        """Read every file and compare it with the manifest's checksum; DataError at the first that differs.
 
-        Files that look as they did in `known` (size, times, inode) are not read again; the result is `known` for
-        the next time.
+        Files that look as they did when they had this checksum, by `known` (the result of an earlier call), are not
+        read again.
         """
-        entries = self._entries()
-        paths = [str(self._path(entry).absolute()) for entry in entries]
-        stamps = hash_files(paths, known)
-        for path, entry in zip(paths, entries, strict=True):
-            if stamps[path][-1] != entry["sha256"]:
+
+        def stamp(entry: dict[str, Any]) -> tuple[str, list[Any]]:
+            path = str(self._path(entry).absolute())
+            stat = os.stat(path)
+            now = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, entry["sha256"]]
+            if (known or {}).get(path) != now and file_digest(path) != entry["sha256"]:
                 raise DataError(f"{path} does not match its checksum in the manifest; prepare the data again")
-        return stamps
+            return path, now
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            return dict(pool.map(stamp, self._entries()))
 
     @property
     def fingerprint(self) -> str:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from dcdm.config import NUM_SPECIALS, DataError
+from dcdm.data.sources import hub_answers
 from dcdm.files import UnreadableFile, digest, read_json_object, read_limited, read_text, write_whole
 
 BOS_FOR = "bos_stands_for"
@@ -299,12 +300,10 @@ def ask_transformers(spec: str, **options: Any) -> Any:
     """The tokenizer that `transformers` makes of a folder or a hub name."""
     from transformers import AutoTokenizer
 
-    from dcdm.data.network import quick_hub
-
-    answers, is_here = True, Path(spec).is_dir()
+    is_here = Path(spec).is_dir()
+    answers = is_here or hub_answers()
     try:
-        with quick_hub(wanted=not is_here) as answers:
-            return AutoTokenizer.from_pretrained(spec, **options)
+        return AutoTokenizer.from_pretrained(spec, local_files_only=is_here, **options)
     except Exception as error:  # network, cache, repository and format errors have no common base
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dcdm.config import ConfigError, DataError
+from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
 from dcdm.data.reading import BadRows, cut_into_parts, read_texts
-from dcdm.data.settings import DataConfig, Documents, Split
 from dcdm.data.sources import STDLIB, STDLIB_SHARE, Skipped, examine, resolve
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
@@ -181,7 +180,7 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
     wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share, max_bad=0)
     skipped = Skipped()
     files = resolve(source, wanted, skipped=skipped)
-    planned, _ = examine([file for file in files if part in (None, file.split)], {})
+    planned = examine([file for file in files if part in (None, file.split)])
     if skipped.unreadable:
         raise DataError(f"{source}: {skipped.sentences()[0]}; make them readable, or name the files")
     bad = BadRows(0)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
-from dcdm.data.network import quick_hub
+from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import file_digest
 from dcdm.io import export, gguf_files
@@ -180,10 +180,9 @@ def _from_gguf(file: Path) -> Pretrained:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    answers = True
+    answers = hub_answers()
     try:
-        with quick_hub() as answers:
-            return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # network, cache and repository errors have no common base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = reason if answers else "the hub cannot be reached"

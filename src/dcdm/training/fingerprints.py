@@ -96,7 +96,7 @@ def other_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer, folder: Pat
 def hash_data(data: PreparedData, folder: Path) -> Hashed:
     """Hash the shards that the run in `folder` has not hashed before, and compare all with their manifest."""
     known = _hashed(folder).get("files")
-    stamps = data.compare(known if isinstance(known, dict) else {})
+    stamps = data.check_hashes(known if isinstance(known, dict) else {})
     return {"folder": str(data.folder.absolute()), "files": stamps}
 
 

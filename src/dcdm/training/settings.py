@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dcdm.config import RETIRED, ConfigError, Dtype, ModelConfig, ObjectiveConfig, without_retired
-from dcdm.data.settings import DataConfig
+from dcdm.config import RETIRED, ConfigError, DataConfig, Dtype, ModelConfig, ObjectiveConfig, without_retired
 from dcdm.files import UnreadableFile, read_yaml, write_whole
 from dcdm.presets import preset
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, DataConfig
 from dcdm.costs import activation_bytes, cost_estimate
 from dcdm.data.prepare import prepare
-from dcdm.data.settings import DataConfig
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import load_tokenizer
 from dcdm.distributed import World, broadcast_object
