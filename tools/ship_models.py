@@ -26,9 +26,8 @@ from tyro.conf import Positional
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.sources import STDLIB, STDLIB_SHARE, stdlib_files
-from dcdm.evaluation.corpora import Corpus
+from dcdm.evaluation.corpora import Corpus, WindowSettings
 from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate_perplexity
-from dcdm.evaluation.windows import WindowSettings
 from dcdm.files import digest, file_digest
 from dcdm.io.export import check_free, write_export
 from dcdm.io.load import WEIGHTS, find_model, load_model

@@ -14,7 +14,9 @@ from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (
     PAPER,
+    CorpusWindows,
     Tokens,
+    WindowSettings,
     detokenise_lambada,
     detokenise_ptb,
     detokenise_wikitext,
@@ -24,7 +26,6 @@ from dcdm.evaluation.corpora import (
     split_name,
     tokenise,
 )
-from dcdm.evaluation.windows import CorpusWindows, WindowSettings
 
 BYTES = byte_tokenizer()
 
@@ -57,7 +58,7 @@ def test_every_token_counts_exactly_once(sizes, length, stride, sliding, apart, 
     settings = WindowSettings(min(stride, length - 1) if sliding else None, apart)
     windows = CorpusWindows(stream(sizes), BYTES, length, settings)
     assert counted(windows, world=world) == list(range(sum(sizes)))
-    assert windows.left_out() == 0
+    assert windows.left_out == 0
 
 
 def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
@@ -84,9 +85,9 @@ def test_a_limit_spreads_over_the_corpus_and_says_what_it_leaves_out():
     whole = CorpusWindows(stream([100]), BYTES, 11, WindowSettings())
     some = CorpusWindows(stream([100]), BYTES, 11, WindowSettings(limit=4))
     assert some.chosen.tolist() == [0, 2, 5, 7]
-    assert some.left_out() == 60
+    assert some.left_out == 60
     assert set(counted(some)) < set(counted(whole))
-    assert CorpusWindows(stream([100]), BYTES, 11, WindowSettings(limit=400)).left_out() == 0
+    assert CorpusWindows(stream([100]), BYTES, 11, WindowSettings(limit=400)).left_out == 0
 
 
 def test_prompts_of_fine_tuning_examples_are_shown_and_not_counted():
@@ -94,7 +95,7 @@ def test_prompts_of_fine_tuning_examples_are_shown_and_not_counted():
     windows = CorpusWindows(stream([7, 11], prompt), BYTES, 9, WindowSettings())
     assert counted(windows) == [3, 4, 5, 6, 16, 17]
     assert len(windows.spans) == 2, "a window of nothing but a prompt is no window"
-    assert windows.left_out() == 0
+    assert windows.left_out == 0
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from dcdm.data.prepare import prepare
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import noise
 from dcdm.distributed import World
-from dcdm.evaluation.corpora import Corpus, Tokens, read_corpus, tokenise
+from dcdm.evaluation.corpora import Corpus, CorpusWindows, Tokens, WindowSettings, read_corpus, tokenise
 from dcdm.evaluation.perplexity import EstimatorSettings, chosen_estimators, evaluate_perplexity, measure_perplexity
-from dcdm.evaluation.windows import CorpusWindows, WindowSettings
 from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import estimators_of

@@ -78,9 +78,8 @@ def ppl(
         markdown: Write the table to this file.
     """
     from dcdm.distributed import init_distributed, shutdown
-    from dcdm.evaluation.corpora import read_corpora
+    from dcdm.evaluation.corpora import WindowSettings, read_corpora
     from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
-    from dcdm.evaluation.windows import WindowSettings
 
     folders_exist(csv=csv, markdown=markdown)
     sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)

@@ -1,4 +1,6 @@
-"""Text to measure on: named corpora, their documents as plain text, and the tokens of a model's tokenizer.
+"""Text to measure on: named corpora, their tokens under a model's tokenizer, and the windows that a model reads.
+
+T tokens of the corpus   L positions of a window   W windows
 
 Some corpora are distributed as tokens between spaces. They are put back into the text that a tokenizer expects:
 only spacing, quotation marks and escapes change. Words that a corpus has replaced (`<unk>`, PTB's `N`) stay: a
@@ -14,6 +16,8 @@ from itertools import cycle
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
 from dcdm.data.reading import BadRows, cut_into_parts, read_texts
@@ -23,6 +27,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
 
 BATCH = 1 << 20  # characters that are tokenised at one time
+ROUND = 32  # short windows are padded to a multiple of this, whatever stands beside them in a batch
 
 
 # --- detokenisers ------------------------------------------------------------------------------------------------
@@ -208,20 +213,6 @@ def split_name(spec: str) -> tuple[str, str]:
     return path.name.partition(".")[0] or path.name, spec
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
-    """The corpus as `tokenizer` writes it; shards must have been written by the same one."""
-    if corpus.prepared is not None:
-        assert corpus.split is not None
-        check_tokenizer(corpus, tokenizer)
-        return _from_shards(corpus.prepared, corpus.split, tokenizer)
-    ids, sizes, documents = [], [], []
-    for number, (tokens, size) in enumerate(_encoded(corpus.texts, tokenizer)):
-        ids.append(np.append(tokens.astype(np.int64), tokenizer.eos_id))
-        sizes.append(np.append(size, 0))
-        documents.append(np.full(len(tokens) + 1, number))
-    return Tokens(np.concatenate(ids), np.concatenate(documents), np.concatenate(sizes))
-
-
 def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
     """Refuse shards that another tokenizer wrote."""
     if corpus.prepared is None or corpus.prepared.tokenizer.fingerprint == tokenizer.fingerprint:
@@ -233,30 +224,137 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
     )
 
 
-def _encoded(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    waiting: list[str] = []
-    size = 0
-    for text in texts:
+def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
+    """The corpus as `tokenizer` writes it; shards must have been written by the same one."""
+    check_tokenizer(corpus, tokenizer)
+    if corpus.prepared is not None and corpus.split is not None:
+        return _from_shards(corpus.prepared, corpus.split)
+    ids, sizes, waiting, length = [], [], list[str](), 0
+    for number, text in enumerate(corpus.texts, 1):
         waiting.append(text)
-        size += len(text)
-        if size >= BATCH:
-            yield from tokenizer.encode_sized(waiting)
-            waiting, size = [], 0
-    yield from tokenizer.encode_sized(waiting)
+        length += len(text)
+        if length >= BATCH or number == len(corpus.texts):
+            for tokens, size in tokenizer.encode_sized(waiting):
+                ids.append(np.append(tokens.astype(np.int64), tokenizer.eos_id))
+                sizes.append(np.append(size, 0))
+            waiting, length = [], 0
+    document = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+    return Tokens(np.concatenate(ids), document, np.concatenate(sizes))
 
 
-def _from_shards(prepared: PreparedData, split: Split, tokenizer: Tokenizer) -> Tokens:
+def _from_shards(prepared: PreparedData, split: Split) -> Tokens:
     """Shards keep no text: every token gets the split's mean number of bytes, which is exact over all of it."""
-    stream = prepared.stream(split)
+    stream, eos = prepared.stream(split), prepared.tokenizer.eos_id
     ids = stream.read(0, len(stream))
     if prepared.fine_tuning:
-        lengths = prepared.lengths(split)
-        document = np.repeat(np.arange(len(lengths)), lengths[:, 0])
-        place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths[:, 0]) - lengths[:, 0], lengths[:, 0])
-        prompt = place < np.repeat(lengths[:, 1], lengths[:, 0])
+        whole, given = prepared.lengths(split).T
+        document = np.repeat(np.arange(len(whole)), whole)
+        place = np.arange(len(ids)) - np.repeat(np.cumsum(whole) - whole, whole)
+        prompt = place < np.repeat(given, whole)
     else:
-        ends = ids == tokenizer.eos_id
-        document, prompt = np.cumsum(ends) - ends, None
-    carries = (ids != tokenizer.eos_id) & (True if prompt is None else ~prompt)
+        document, prompt = np.cumsum(ids == eos) - (ids == eos), None
+    carries = (ids != eos) & (True if prompt is None else ~prompt)
     size = np.where(carries, prepared.text_bytes(split) / max(1, int(carries.sum())), 0.0)
     return Tokens(ids, document, size, prompt)
+
+
+# --- windows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """How a corpus is cut."""
+
+    stride: int | None = None
+    """Of a window only the last so many tokens count, the earlier ones are given; None: windows share nothing."""
+    apart: bool = False
+    """Every document in windows of its own, instead of one stream as in training."""
+    length: int | None = None
+    """Positions, BOS among them; None: the model's context length."""
+    limit: int | None = None
+    """At most so many windows, spread evenly over the corpus."""
+
+    def __post_init__(self) -> None:
+        for name in ("stride", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+
+    def check(self, length: int, longest: int) -> None:
+        """Whether windows of `length` positions suit these settings and a model of `longest` positions."""
+        if not 2 <= length <= longest:
+            raise ConfigError(f"length={length} must lie between 2 and the model's max_position={longest}")
+        if self.stride is not None and self.stride > length - 1:
+            raise ConfigError(f"stride={self.stride} must be at most {length - 1}, the tokens of a window")
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    tokens: Tensor
+    """(B, L) BOS, tokens, PAD."""
+    prompt: Tensor
+    """(B, L) tokens that are given."""
+    index: Tensor
+    """(B,) number of the window in the corpus."""
+    place: Tensor
+    """(B, L) where in the corpus a counted token stands; −1 for all others."""
+
+
+class CorpusWindows:
+    """The windows of a corpus, of which `chosen` are measured."""
+
+    def __init__(self, corpus: Tokens, tokenizer: Tokenizer, length: int, settings: WindowSettings) -> None:
+        self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
+        apart = settings.apart or corpus.prompt is not None
+        borders = corpus.borders() if apart else np.array([0, len(corpus.ids)])
+        spans = _spans(borders, length - 1, settings.stride or length - 1)
+        self._counts = np.ones(len(corpus.ids), dtype=bool) if corpus.prompt is None else ~corpus.prompt
+        before = np.concatenate([[0], np.cumsum(self._counts)])
+        counted = before[spans[:, 2]] - before[spans[:, 1]]
+        self.spans, counted = spans[counted > 0], counted[counted > 0]  # none that holds nothing but a prompt
+        """(W, 3): a window's first token, its first that counts, and its end."""
+        count = len(self.spans)
+        kept = count if settings.limit is None else min(settings.limit, count)
+        self.chosen = np.arange(kept) * count // kept
+        self.left_out = int(counted.sum() - counted[self.chosen].sum())
+        """Tokens of windows that are not chosen."""
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[WindowBatch]:
+        """Every `world`-th chosen window from `rank` on, those of one padded size together."""
+        mine = self.chosen[rank::world]
+        tokens = self.spans[mine, 2] - self.spans[mine, 0]
+        sizes = np.minimum(self.length, -(-(tokens + 1) // ROUND) * ROUND)
+        for size in np.unique(sizes)[::-1].tolist():
+            group = mine[sizes == size]
+            for start in range(0, len(group), batch_size):
+                yield self._batch(group[start : start + batch_size], size)
+
+    def cut_documents(self) -> int:
+        """Documents among the chosen windows that do not lie whole in one of them."""
+        begin, _, end = self.spans[self.chosen].T
+        borders = self.corpus.borders()
+        first, last = self.corpus.document[begin], self.corpus.document[end - 1]
+        return len({*first[borders[first] < begin].tolist(), *last[borders[last + 1] > end].tolist()})
+
+    def _batch(self, numbers: np.ndarray, size: int) -> WindowBatch:
+        tokens = np.full((len(numbers), size), self.tokenizer.pad_id, dtype=np.int64)
+        place = np.full((len(numbers), size), -1, dtype=np.int64)
+        tokens[:, 0] = self.tokenizer.bos_id
+        for row, (begin, first, end) in enumerate(self.spans[numbers].tolist()):
+            tokens[row, 1 : 1 + end - begin] = self.corpus.ids[begin:end]
+            place[row, 1 + first - begin : 1 + end - begin] = np.arange(first, end)
+        place = np.where((place >= 0) & self._counts[place], place, -1)
+        prompt = (place < 0) & (tokens != self.tokenizer.pad_id)
+        return WindowBatch(*(torch.from_numpy(array) for array in (tokens, prompt, numbers, place)))
+
+
+def _spans(borders: np.ndarray, room: int, stride: int) -> np.ndarray:
+    """Windows of up to `room` tokens between borders; after a stretch's first one each counts `stride` more."""
+    spans = []
+    for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        counted = start
+        while counted < stop:
+            end = min(stop, start + room if counted == start else counted + stride)
+            spans.append((counted if stride == room else max(start, end - room), counted, end))
+            counted = end
+    return np.array(spans, dtype=np.int64).reshape(-1, 3)

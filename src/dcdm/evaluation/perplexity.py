@@ -19,8 +19,15 @@ import torch
 from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.decoding.config import DecodingConfig
 from dcdm.distributed import World, gather_objects
-from dcdm.evaluation.corpora import Corpus, Tokens, check_tokenizer, tokenise
-from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
+from dcdm.evaluation.corpora import (
+    Corpus,
+    CorpusWindows,
+    Tokens,
+    WindowBatch,
+    WindowSettings,
+    check_tokenizer,
+    tokenise,
+)  # fmt: skip
 from dcdm.io.load import ModelSource, find_model
 from dcdm.likelihood.estimators import DRAWN, LABELS, Estimator, Score, estimators_of, score
 from dcdm.likelihood.estimators import check as check_estimator
@@ -156,7 +163,7 @@ class Tally:
         mean, documents = nats / tokens, _by_document(shares)
         left_out = {
             "empty documents": corpus.empty_documents,
-            "tokens beyond the limit": windows.left_out(),
+            "tokens beyond the limit": windows.left_out,
         }
         return Figures(
             model, corpus.name, estimator, LABELS[estimator], mean, _exp(mean),

@@ -18,7 +18,7 @@ from dcdm.studies.study import asked_figures, on_every_text
 
 if TYPE_CHECKING:
     from dcdm.data.store import PreparedData
-    from dcdm.evaluation.windows import WindowBatch
+    from dcdm.evaluation.corpora import WindowBatch
     from dcdm.model.transformer import Model
 
 UNIGRAM = "frequencies"
@@ -41,8 +41,7 @@ def measure(
 
     from dcdm.decoding.config import adablock_of
     from dcdm.distributed import World
-    from dcdm.evaluation.corpora import read_corpus, tokenise
-    from dcdm.evaluation.windows import CorpusWindows, WindowBatch, WindowSettings
+    from dcdm.evaluation.corpora import CorpusWindows, WindowBatch, WindowSettings, read_corpus, tokenise
     from dcdm.io.load import load_model
     from dcdm.keys import Key
     from dcdm.training.fingerprints import SETTINGS
