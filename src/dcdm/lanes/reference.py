@@ -15,13 +15,14 @@ from dcdm.model.transformer import Encoded, Model
 
 
 @partition.register
-def _(
+def lane_chunks(
     model: LaneModel,
     tokens: Tensor,
     prompt: Tensor | None = None,
     index: Tensor | None = None,
     lanes: int | Tensor | None = None,
 ) -> Tensor:
+    """Chunk ids (B, L) of the lanes, or of the partition that the kind has."""
     if model.config.kind != "lanes":
         return partition.dispatch(Model)(model, tokens, prompt, index)
     sets = model.sets(tokens, prompt)
@@ -43,7 +44,7 @@ def _(
 
     A position whose left neighbour stands exactly one chunk earlier is predicted there, the others by their MASK.
     """
-    ids = partition(model, tokens, prompt, index, lanes) if chunk_ids is None else chunk_ids
+    ids = lane_chunks(model, tokens, prompt, index, lanes) if chunk_ids is None else chunk_ids
     length = tokens.shape[1]
     only = Pass(model, left, dual_stream_slots(ids))
     both = torch.cat([torch.full_like(tokens, model.config.mask_id), tokens], dim=1)
