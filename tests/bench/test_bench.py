@@ -1,6 +1,5 @@
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import dcdm
 import tiny
 from dcdm.bench import harness, subjects
-from dcdm.bench.generation import DecoderTiming, draw_decoders, frontiers, kind_of, network_of_transformers
+from dcdm.bench.generation import kind_of, network_of_transformers
 from dcdm.bench.harness import Case, measure_case, to_json
 from dcdm.cli import main
 from dcdm.costs import activation_bytes, cost_estimate, state_bytes
@@ -32,7 +31,6 @@ def tiny_shapes(monkeypatch):
     "case",
     [
         lambda: subjects.attention(64),
-        lambda: subjects.chunking(64),
         lambda: subjects.step(64, layers=2),
         lambda: subjects.step(64, layers=2, routing="causal"),
     ],
@@ -74,7 +72,6 @@ def test_quick_takes_one_small_case_once_and_without_memory(measured, capsys):
     ("arguments", "said"),
     [
         ("step --repeats 0", "--repeats 0"),
-        ("step --plot plot.png", "--plot plot.png has no effect on step"),
         ("speed", "'speed'"),
         ("generate", "--models"),
         ("transformers", "--models"),
@@ -167,17 +164,6 @@ def test_strided_chunks_from_the_left_cost_as_many_slots_as_positions():
     assert 1024 < by_content.slots < 2 * 1024
 
 
-def test_bench_prints_arithmetic_as_a_table_and_as_json(capsys):
-    main(["bench", "arithmetic", "--json"])
-    rows = {row["preset"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert next(iter(rows)) == "ar-0.1b"
-    assert (rows["ar-0.1b"]["L"], rows["ar-small"]["L"]) == (1024, dcdm.preset("ar-small").context_length)
-    main(["bench", "arithmetic"])
-    printed = capsys.readouterr().out
-    assert "dcdm-moe-2.8b" in printed
-    assert "L=1024" not in printed
-
-
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"qk_norm": False, "attention_bias": True}])
 def test_the_network_of_transformers_computes_the_same(changes):
     model = tiny.model("mdlm", kind="lanes", **changes)
@@ -193,43 +179,6 @@ def test_a_model_is_measured_against_transformers(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["path"] for row in rows] == ["4 lanes", "AR order", "generate of transformers"]
     assert [row["ratio"] is None for row in rows] == [False, False, True]
-
-
-# --- the frontier of decoders ------------------------------------------------------------------------------------
-
-
-def timing(model, kind, commit, per_forward, nats, measure="trajectory", cache="exact", routing="auto"):
-    bits = nats / math.log(2)
-    return DecoderTiming(
-        model, kind, routing, commit, cache, 1.0, 1.0, per_forward, 1.0, bits, 0.1, nats, 0.05, measure
-    )  # fmt: skip
-
-
-def test_a_frontier_is_what_no_other_decoder_of_the_model_beats_in_both():
-    rows = [
-        timing("a", "bdlm", "position", 1.0, 2.0), timing("a", "bdlm", "chunk", 8.0, 2.5),
-        timing("a", "bdlm", "steps:2", 4.0, 2.6), timing("a", "bdlm", "steps:4", 2.0, 2.2),
-        timing("a", "bdlm", "ancestral:8", 16.0, 1.0, "bound"),
-        timing("a", "bdlm", "chunk", 8.0, 2.4, cache="frozen"),
-        timing("a", "bdlm", "threshold:0.9", 8.0, 0.1, routing="adablock"),
-        timing("b", "lanes", "1 lane", 1.0, 1.0), timing("c", "lanes", "1 lane", 1.0, 1.1),
-    ]  # fmt: skip
-    bdlm, first, second = frontiers(rows)
-    assert [row.commit for row in bdlm.best] == ["chunk", "steps:4", "position"]
-    assert {row.commit for row in bdlm.beaten} == {"steps:2", "ancestral:8"}, "a bound is never on the line"
-    assert (bdlm.name, first.name, second.name) == ("BDLM", "lanes: b", "lanes: c")
-    assert first.colour == second.colour != bdlm.colour
-
-
-def test_all_kinds_fit_into_one_picture(tmp_path):
-    kinds = ("ar", "lanes", "dcdm-strided", "bdlm", "mdlm", "dcdm-causal", "dcdm-random", "bdlm, from the left")
-    rows = [timing(k, k, c, n, 2 + 0.1 * n) for k in kinds for c, n in (("position", 1.0), ("chunk", 8.0))]
-    looks = [(one.colour, one.marker, one.dash) for one in frontiers(rows)]
-    assert len(set(looks)) == len(kinds)
-    draw_decoders(rows, tmp_path / "plot.svg")
-    said = re.findall(r"<!-- (.*?) -->", (tmp_path / "plot.svg").read_text())
-    assert {"AR", "lanes", "strided", "BDLM", "MDLM", "causal", "nats per byte of held-out text"} <= set(said)
-    assert {"1/8", "1"} <= set(said)
 
 
 def test_models_are_called_by_the_partition_they_follow():

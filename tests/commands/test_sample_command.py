@@ -224,12 +224,9 @@ def test_streamed_events_rebuild_the_text(runs, capsys):
 
 
 @pytest.mark.slow
-def test_decoders_of_trained_models_are_compared(runs, tmp_path, capsys):
-    plot = tmp_path / "plot.png"
+def test_decoders_of_trained_models_are_compared(runs, capsys):
     folders = [str(runs[kind]) for kind in ("ar", "bdlm", "paper", "causal")]
-    main(["bench", "generate", "--models", *folders, "--samples", "2", "--windows", "2",
-          "--plot", str(plot), "--json"])  # fmt: skip
-    assert plot.stat().st_size > 5000
+    main(["bench", "generate", "--models", *folders, "--samples", "2", "--windows", "2", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["kind"] for row in rows} == {"ar", "bdlm", "dcdm-paper", "dcdm-causal"}
     by = {(r["kind"], r["routing"], r["commit"], r["cache"]): r for r in rows}

@@ -1,6 +1,6 @@
 """Measurements: every speed is a ratio to another path in the same run.
 
-Read `harness.py` (how), then `subjects.py` (attention, chunking attention and the training step against their
-literal versions) and `generation.py` (decoders of trained models, and `transformers` beside them). What only
+Read `harness.py` (how), then `subjects.py` (attention and the training step against their literal
+versions) and `generation.py` (decoders of trained models, and `transformers` beside them). What only
 developers of this project run, such as load on the server, is in the folder `benchmarks/`.
 """

@@ -124,15 +124,15 @@ def measure_decoders(
 
 
 def kind_of(config: ModelConfig) -> str:
-    """What the table and the plot call a model: its kind, and the partition that its chunks follow in fact."""
+    """What the table calls a model: its kind, and the partition that its chunks follow in fact."""
     kind = str(config.kind)
     if config.kind == "dcdm":
         kind = f"dcdm-{config.prior if config.prior_decides else config.routing}"
-    return kind + LEFT if config.predicts_from_left and config.kind != "lanes" else kind
+    return f"{kind}, from the left" if config.predicts_from_left and config.kind != "lanes" else kind
 
 
 def _commit(decoder: DecodingConfig) -> str:
-    """The policy as the table and the plot call it."""
+    """The policy as the table calls it."""
     if decoder.lanes is None:
         return decoder.commit
     return many(decoder.lanes, "lane") + (f", {many(decoder.drafts, 'draft')}" if decoder.drafts else "")
@@ -164,9 +164,9 @@ def _bits(nats: list[float], tokens: list[int]) -> tuple[float, float]:
 
 
 def measure_generation(
-    models: Sequence[Path], samples: int, windows: int, as_json: bool, plot: Path | None, say: Callable[[str], None]
+    models: Sequence[Path], samples: int, windows: int, as_json: bool, say: Callable[[str], None]
 ) -> None:
-    """A table or one line of JSON on the terminal, the plot into a PNG."""
+    """A table or one line of JSON on the terminal."""
     if not models:
         raise ConfigError("dcdm bench generate needs trained models: --models runs/a runs/b …")
     rows = [row for path in models for row in measure_decoders(str(path), samples, windows, 0, say)]
@@ -174,8 +174,6 @@ def measure_generation(
         print(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}))
     else:
         print_decoders(rows)
-    if plot:
-        draw_decoders(rows, plot)
 
 
 def print_decoders(rows: list[DecoderTiming]) -> None:
@@ -194,92 +192,6 @@ def print_decoders(rows: list[DecoderTiming]) -> None:
         for r in rows
     ]  # fmt: skip
     Table(columns, lines, text).print()
-
-
-# --- the frontier ------------------------------------------------------------------------------------------------
-
-
-LOOKS = {
-    "ar": ("AR", "#4d4d4d", "s"), "lanes": ("lanes", "#0072b2", "o"), "dcdm-strided": ("strided", "#009e73", "D"),
-    "bdlm": ("BDLM", "#e69f00", "^"), "mdlm": ("MDLM", "#cc79a7", "v"), "dcdm-causal": ("causal", "#d55e00", "P"),
-    "dcdm-paper": ("paper", "#56b4e9", "X"), "dcdm-random": ("random", "#a65628", "<"),
-    "dcdm-positional": ("positional", "#8a8a00", ">"), "dcdm-contiguous": ("contiguous", "#8a8a00", ">"),
-}  # fmt: skip
-"""Name, colour and marker of a kind, the same in every picture."""
-LEFT = ", from the left"
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """One model's decoders, each by forward passes per token and nats per byte."""
-
-    name: str
-    colour: str
-    marker: str
-    dash: str
-    best: list[DecoderTiming]
-    """Those that no other decoder of the model beats in both, from few forward passes to many."""
-    beaten: list[DecoderTiming]
-
-
-def frontiers(rows: Sequence[DecoderTiming]) -> list[Frontier]:
-    """What the plot shows: every model's own routing, without what approximates; models of one kind by folder."""
-    models: dict[tuple[str, str], dict[str, DecoderTiming]] = {}
-    for row in rows:
-        if row.cache in ("exact", "none") and row.routing == "auto":  # equal texts, so one of them is enough
-            models.setdefault((row.kind, row.model), {}).setdefault(row.commit, row)
-    kinds = [kind for kind, _ in models]
-    found = []
-    for (kind, model), decoders in models.items():
-        name, shade, marker = LOOKS[kind.removesuffix(LEFT)]
-        name, dash = (name + LEFT, "--") if kind.endswith(LEFT) else (name, "-")
-        best: list[DecoderTiming] = []
-        exact = [row for row in decoders.values() if row.measure == "trajectory"]
-        for row in sorted(exact, key=lambda row: (-row.tokens_per_forward, row.nats_per_byte)):
-            if not best or row.nats_per_byte < best[-1].nats_per_byte:
-                best.append(row)
-        beaten = [row for row in decoders.values() if row not in best]
-        name = name if kinds.count(kind) == 1 else f"{name}: {model}"
-        found.append(Frontier(name, shade, marker, dash, best, beaten))
-    return found
-
-
-def draw_decoders(rows: Sequence[DecoderTiming], path: Path) -> None:
-    """Nats per byte against forward passes per token: a line joins what no decoder of the model beats in both."""
-    from matplotlib.figure import Figure
-    from matplotlib.patheffects import withStroke
-
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xscale("log", base=2)
-    for number, one in enumerate(frontiers(rows)):
-        x, y = [1 / row.tokens_per_forward for row in one.best], [row.nats_per_byte for row in one.best]
-        axes.errorbar(
-            x, y, [row.nats_per_byte_stderr for row in one.best], fmt=one.marker, linestyle=one.dash,
-            color=one.colour, ecolor=(one.colour, 0.5), label=one.name, capsize=2, markersize=6, zorder=3,
-        )  # fmt: skip
-        for row in one.beaten:
-            axes.plot(
-                1 / row.tokens_per_forward, row.nats_per_byte, marker=one.marker, color=one.colour, markersize=4,
-                fillstyle="none" if row.measure == "bound" else "full", alpha=0.4, linestyle="", zorder=2,
-            )  # fmt: skip
-        for at, row in enumerate(one.best):
-            if row.kind == "ar" or (at + 1 < len(x) and x[at + 1] < 1.15 * x[at]):
-                continue  # two names would lie on each other; the more exact decoder's stays
-            axes.annotate(
-                row.commit, (x[at], y[at]), fontsize=7, color=one.colour, xytext=(5, 5 if number % 2 else -11),
-                textcoords="offset points", zorder=4, path_effects=[withStroke(linewidth=2, foreground="white")],
-            )  # fmt: skip
-    axes.margins(x=0.08)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    axes.set(xlabel="forward passes per token (of samples; log scale)", ylabel="nats per byte of held-out text")
-    axes.set_title(
-        "lower left is better; ± over windows; faint: beaten by the model's own line, hollow: a bound", fontsize=9,
-        loc="left",
-    )  # fmt: skip
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=9)
-    figure.savefig(path, dpi=110)
 
 
 # --- beside transformers -----------------------------------------------------------------------------------------

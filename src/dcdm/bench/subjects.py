@@ -25,8 +25,6 @@ from dcdm.keys import Key
 from dcdm.kinds import build
 from dcdm.model import layout, masks, reference
 from dcdm.model.attention import AttentionPlan, Backend, attend
-from dcdm.model.chunking import subspace_mixture
-from dcdm.model.masks import Slots
 from dcdm.model.transformer import Model
 from dcdm.presets import preset
 
@@ -79,34 +77,6 @@ def attention(length: int, target: float | None = None) -> Case:
     if length <= LITERAL_FITS:
         paths["literal"] = path("reference")
     return Case(f"L={length}", paths, ("dense SDPA", "literal"), target)
-
-
-def chunking(length: int, target: float | None = None) -> Case:
-    """Chunking attention of both streams under the noise mask, forward and backward."""
-
-    def path(backend: Backend) -> Callable[[], Run]:
-        def make() -> Run:
-            masked = _half_masked(length).repeat(2, 1)
-            real = torch.ones_like(masked)
-            if backend == "reference":
-                slots = Slots.of(torch.zeros_like(masked, dtype=torch.long), masked)
-            else:
-                slots = layout.visible_first(real, masked).slots
-            p = torch.randn(2, 8, length, 64, generator=_generator()).mul_(0.3).requires_grad_()
-            v = torch.randn(2, length, 768, generator=_generator()).requires_grad_()
-
-            def run() -> None:
-                p.grad = v.grad = None
-                subspace_mixture(p, v, AttentionPlan.of(masks.noise, slots, backend)).sum().backward()
-
-            return run
-
-        return make
-
-    paths = {"production": path("sdpa-tiled")}
-    if length <= 2 * LITERAL_FITS:
-        paths["literal"] = path("reference")
-    return Case(f"L={length}", paths, ("literal",), target)
 
 
 def _tokens(config: ModelConfig, length: int) -> Tensor:
@@ -162,16 +132,14 @@ def step(length: int, target: float | None = None, layers: int = 4, routing: str
 
 SUBJECTS: dict[str, Callable[[], list[Case]]] = {
     "attention": lambda: [attention(2048, 2.0), attention(4096, 2.5)],
-    "chunking": lambda: [chunking(2048, 1.5)],
     "step": lambda: [step(1024, 1.3), step(2048, 1.5), step(4096, 2.0)],
 }
 QUICK: dict[str, Callable[[], list[Case]]] = {
     "attention": lambda: [attention(512)],
-    "chunking": lambda: [chunking(512)],
     "step": lambda: [step(256, layers=1)],
 }
 """Small cases, to see soon that a subject runs."""
-MEMORY_MATTERS = ("chunking", "step")
+MEMORY_MATTERS = ("step",)
 
 
 def print_peak(subject: str, case: str, path: str, threads: str) -> None:
