@@ -40,7 +40,7 @@ LEFT_OUT = {
 """How a command begins that is not run, and why."""
 
 INSTEAD = [
-    (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "start weights that readers bring"),
+    (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "initial weights that readers bring"),
     (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
     (r"--steps \d+", "--steps 2", "a model of two steps will do"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
@@ -52,13 +52,13 @@ INSTEAD = [
 
 PROGRAMS = "dcdm|echo|cat|python|make|torchrun|pip|curl|tensorboard"
 
-UNFINISHED_PYTHON = {"checkpoints.md": "world = init_distributed(device)"}
+UNFINISHED_PYTHON = {"training.md": "world = init_distributed(device)"}
 """Python blocks that show the shape of a program and say so: page, first line."""
 
 OWN_TEST = {"data.md": "test_data_docs.py runs its shell blocks as they stand"}
 
-SLOW = {"evaluation.md", "chunks.md"}
-"""Pages whose commands read the whole standard library."""
+SLOW = {"evaluation.md"}
+"""Pages whose commands score many models."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def write_texts(folder: Path) -> None:
         for split in ("train", "valid", "test"):
             (folder / name / f"{split}.txt").write_text(f"{text}{split}\n")
     for name in ("lambada", "pubmed", "arxiv"):
-        (folder / "data" / f"{name}.jsonl").write_text('{"text": "so it goes on"}\n' * 40)
+        (folder / "data" / f"{name}.jsonl").write_text('{"text": "so it continues"}\n' * 40)
     (folder / "tasks").mkdir()
     question = '{"goal": "open it", "sol1": "pull", "sol2": "wait", "label": 0}\n'
     for split in ("train", "validation"):

@@ -166,7 +166,7 @@ def drafts_in_words(study: str, lanes: int, drafts: int, fixed: int) -> str:
     unit, window = ("token", "") if study == "wikitext" else ("byte", f" for a window of {study}")
     return (
         f"{lanes} lanes with {drafts} drafts cost {cost[0]:.3f} nats per {unit} in {forwards[0]:.1f} "
-        f"forwards{window}, {fixed} fixed lanes {cost[1]:.3f} in {forwards[1]:.0f} ({signed(found)})"
+        f"forward passes{window}, {fixed} fixed lanes {cost[1]:.3f} in {forwards[1]:.0f} ({signed(found)})"
     )
 
 
@@ -176,12 +176,12 @@ def test_the_main_figures_of_drafts_are_quoted(document):
     assert drafts_in_words("128", 4, 5, 8) in text
     assert drafts_in_words("wikitext", 8, 5, 12) in text
     alone = seeds("drafts-128", "drafted", "1 lanes, 5 drafts").values()
-    assert f"{fmean(figure['forwards'] for figure in alone):.1f} forwards instead of 127" in text
+    assert f"{fmean(figure['forwards'] for figure in alone):.1f} forward passes instead of 127" in text
 
 
 def test_strided_chunks_are_quoted_beside_drafts():
     values = [f"{value:.3f}" for value in nats("drafts-128", "strided", "chunk").values()]
-    assert f"need {' and '.join(values)} nats per byte in 16 forwards" in page(DRAFTS)
+    assert f"need {' and '.join(values)} nats per byte in 16 forward passes" in " ".join(page(DRAFTS).split())
 
 
 # --- docs/lanes.md ------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_the_tables_of_lanes_quote_the_results_and_what_they_are_over_ar(length)
 
 def test_surest_first_and_far_apart_quote_the_results():
     text = page("docs/decoding.md")
-    rows = cells(text[text.index("| | forwards | `steps:N`") :].split("\n\n")[0])
+    rows = cells(text[text.index("| | forward passes | `steps:N`") :].split("\n\n")[0])
     assert len(rows) == 6
     for name, forwards, *quoted in rows:
         figures = runs("ten-minutes")[{"MDLM": "mdlm-s0", "BDLM, blocks of 8": "bdlm-s0"}[name]]
@@ -232,8 +232,7 @@ LEARNED = {
 RECIPES = {
     "AdamW, the best of three rates": "adamw", "Muon": "muon", "Muon, noise in a bell": "bell",
     "Muon, noise in a bell, RoPE for short windows": "theta", "Muon, noise between 0.3 and 0.8": "clipped",
-    "Muon, a third of the time as AR first": "from-ar", "Muon, blocks that grow": "grown",
-    "Muon, complementary pairs": "pairs",
+    "Muon, a third of the time as AR first": "from-ar",
 }  # fmt: skip
 """Rows of the table of recipes → endings of the study's variants."""
 TEN_MINUTES = {
@@ -294,10 +293,10 @@ def test_the_table_of_ten_minutes_quotes_the_results(name):
     assert f"surrogate {values.get('surrogate')}" in valid or "surrogate" not in values
     if "chunk" in values:
         forwards = figures["chunk"]["forwards"]
-        assert chunk == f"{values['chunk']} ({forwards:.0f} forward{'' if round(forwards) == 1 else 's'})"
+        assert chunk == f"{values['chunk']} ({forwards:.0f} forward pass{'' if round(forwards) == 1 else 'es'})"
 
 
-# --- docs/adapting.md ---------------------------------------------------------------------------------------------
+# --- docs/pretrained.md -------------------------------------------------------------------------------------------
 
 ADAPTED = {
     "imported, untrained": "smol-base", "AR, 410 steps": "smol-ar-30", "lanes, 410 steps": "smol-lanes-30",
@@ -308,11 +307,12 @@ ADAPTED = {
 AR_OF = {"smol-lanes-30": "smol-ar-30", "smol-lora-30": "smol-arlora-30", "smol-lanes-120": "smol-ar-120"}
 PARTITIONS = {
     "lanes, 4": "smol-lanes-30, 4 lanes", "lanes, 8": "smol-lanes-30, 8 lanes",
-    "blocks of 4, one forward each": "smol-bdlm-30", "blocks of 4, two forwards each": "smol-bdlm-30, steps:2",
-    "blocks of 4, a forward a token": "smol-bdlm-30, position",
-    "8 causal chunks, one forward each": "smol-causal-30",
-    "8 causal chunks, 4 forwards each": "smol-causal-30, steps:4",
-    "8 causal chunks, 8 forwards each": "smol-causal-30, steps:8",
+    "blocks of 4, one forward pass each": "smol-bdlm-30",
+    "blocks of 4, two forward passes each": "smol-bdlm-30, steps:2",
+    "blocks of 4, one token per forward pass": "smol-bdlm-30, position",
+    "8 causal chunks, one forward pass each": "smol-causal-30",
+    "8 causal chunks, 4 forward passes each": "smol-causal-30, steps:4",
+    "8 causal chunks, 8 forward passes each": "smol-causal-30, steps:8",
 }  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def test_adapted_models_quote_their_figures_and_what_they_are_over_ar(corpus):
         over = ["" if ar is None else f" ({100 * (value / ar - 1):+.1f} %)".replace("-", "−") for value in values]
         return [f"{value:.3f}{more}" for value, more in zip(values, over, strict=True)]
 
-    assert table("docs/adapting.md", corpus) == [[name, *wanted(model)] for name, model in ADAPTED.items()]
+    assert table("docs/pretrained.md", corpus) == [[name, *wanted(model)] for name, model in ADAPTED.items()]
 
 
 def test_adapted_partitions_quote_their_forwards_and_nats():
@@ -346,4 +346,4 @@ def test_adapted_partitions_quote_their_forwards_and_nats():
         if row["estimator"] == ("exact" if lanes else "trajectory"):
             spent = -(-255 // int(lanes[1])) if lanes else float(row["forwards"]) / int(row["windows"])
             quoted[row["model"]] = [f"{spent:.0f}", f"{float(row['nats_per_token']):.3f}"]
-    assert table("docs/adapting.md", "partitions") == [[name, *quoted[one]] for name, one in PARTITIONS.items()]
+    assert table("docs/pretrained.md", "partitions") == [[name, *quoted[one]] for name, one in PARTITIONS.items()]

@@ -40,7 +40,7 @@ def study(
     intervals over seeds, and differences from the study's reference; below it stand verdicts on the study's claims.
 
     Args:
-        file: The study: variants, seeds and settings (docs/studies.md).
+        file: The study: variants, seeds and settings (docs/reproduction.md).
         work: Where runs and their figures are kept; the same folder resumes.
         jobs: Runs at a time, one thread each.
         only: The variants to carry out now, and to draw; by default all.
