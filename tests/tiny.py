@@ -77,7 +77,7 @@ def tokens(rows: int, length: int, symbols: int = LETTERS, seed: int = 0, paddin
 
 def noise(made: Model, clean: Tensor, share: float = 0.5, seed: int = 1, prompt: Tensor | None = None) -> Tensor:
     drawn = torch.rand(clean.shape, generator=torch.Generator().manual_seed(seed)) < share
-    return drawn & made.sets(clean, prompt).free
+    return drawn & made.position_masks(clean, prompt).free
 
 
 def every_sequence(length: int, symbols: int = SYMBOLS) -> Tensor:

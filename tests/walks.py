@@ -26,7 +26,7 @@ def canvases(model, seed=0):
     prompt[0, 1:4] = True
     if model.config.kind != "ar":
         prompt[1, [5, 9]] = True
-    return clean, model.sets(clean, prompt)
+    return clean, model.position_masks(clean, prompt)
 
 
 def whole(view):
@@ -39,7 +39,7 @@ def whole(view):
     return out
 
 
-def walked(model, clean, sets, predict, commit, routing="auto", adablock=None, order=None):
+def walked(model, clean, positions, predict, commit, routing="auto", adablock=None, order=None):
     """Log-probabilities of each forward at its positions, and the counts."""
     seen = []
 
@@ -47,8 +47,8 @@ def walked(model, clean, sets, predict, commit, routing="auto", adablock=None, o
         seen.append((whole(view), view.candidates, view.position))
         return clean.gather(1, view.position)
 
-    router = routes.router_of(model, sets, torch.arange(len(clean)), routing, adablock)
-    z = clean.masked_fill(sets.free, model.config.mask_id)
-    filled, counts = fill_canvas(z, sets, router, predict, commit_policy(commit), reveal, order=order)
+    router = routes.router_of(model, positions, torch.arange(len(clean)), routing, adablock)
+    z = clean.masked_fill(positions.free, model.config.mask_id)
+    filled, counts = fill_canvas(z, positions, router, predict, commit_policy(commit), reveal, order=order)
     assert torch.equal(filled, clean)
     return seen, counts

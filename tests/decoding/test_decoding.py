@@ -22,15 +22,17 @@ from walks import EXACT, ORDERED, RANDOM, canvases, model_of, walked
 @pytest.mark.parametrize("kind", EXACT)
 def test_cached_predictions_equal_uncached_ones_in_ragged_batches(kind, commit):
     model = model_of(kind)
-    clean, sets = canvases(model)
+    clean, positions = canvases(model)
     order = torch.rand(clean.shape, generator=torch.Generator().manual_seed(2))
-    slow, slow_counts = walked(model, clean, sets, Uncached(model), commit, order=order)
-    fast, fast_counts = walked(model, clean, sets, Cached(model, sets), commit, order=order)
+    slow, slow_counts = walked(model, clean, positions, Uncached(model), commit, order=order)
+    fast, fast_counts = walked(model, clean, positions, Cached(model, positions), commit, order=order)
     same_predictions(slow, fast)
     assert torch.equal(slow_counts.forwards, fast_counts.forwards)
     assert (fast_counts.computed <= slow_counts.computed).all()
     # what is remembered and what is computed is together what the active chunk can see
-    assert torch.equal(fast_counts.computed + fast_counts.reused, slow_counts.computed - _unseen(model, sets, slow))
+    assert torch.equal(
+        fast_counts.computed + fast_counts.reused, slow_counts.computed - _unseen(model, positions, slow)
+    )
 
 
 def same_predictions(slow, fast):
@@ -40,7 +42,7 @@ def same_predictions(slow, fast):
         torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
 
 
-def _unseen(model, sets, seen):
+def _unseen(model, positions, seen):
     """AR computes the position it asks for too when nothing is remembered; the others compute nothing more."""
     if model.config.kind != "ar":
         return 0
@@ -51,18 +53,18 @@ def _unseen(model, sets, seen):
 @pytest.mark.parametrize("kind", ["bdlm", "mdlm"])
 def test_other_routings_are_the_same_with_and_without_cache(kind, routing):
     model = tiny.model(kind)
-    clean, sets = canvases(model)
+    clean, positions = canvases(model)
     adablock = AdaBlock(tuple(range(10)), 2, least=0.2)
-    slow, _ = walked(model, clean, sets, Uncached(model), "threshold:0.5", routing, adablock)
-    fast, _ = walked(model, clean, sets, Cached(model, sets), "threshold:0.5", routing, adablock)
+    slow, _ = walked(model, clean, positions, Uncached(model), "threshold:0.5", routing, adablock)
+    fast, _ = walked(model, clean, positions, Cached(model, positions), "threshold:0.5", routing, adablock)
     same_predictions(slow, fast)
 
 
 def test_a_cached_step_of_the_active_chunk_costs_its_own_size():
     model = model_of("causal", num_chunks=4)
     clean = tiny.tokens(2, 33)
-    sets = model.sets(clean)
-    _, counts = walked(model, clean, sets, Cached(model, sets), "position")
+    positions = model.position_masks(clean)
+    _, counts = walked(model, clean, positions, Cached(model, positions), "position")
     # 8 forwards for each chunk of 8; BOS and three finished chunks are written once, in forwards that run anyway
     assert counts.forwards.tolist() == [32, 32]
     assert counts.computed.tolist() == [32 * 8 + 1 + 24] * 2
@@ -98,8 +100,8 @@ def test_a_seed_repeats_a_result_and_another_changes_it(kind):
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch):
     model = model_of(kind)
-    clean, sets = canvases(model)
-    shown = (~sets.free).clone()
+    clean, positions = canvases(model)
+    shown = (~positions.free).clone()
     mask_id = model.config.mask_id
     denoise, extend = model.denoise, model.extend
 
@@ -120,19 +122,19 @@ def test_the_decoder_never_reads_a_token_it_has_not_committed(kind, monkeypatch)
 
     monkeypatch.setattr(model, "denoise", spy)
     monkeypatch.setattr(model, "extend", spy_slots)
-    for predict in (Uncached(model), Cached(model, sets)):
-        shown.copy_(~sets.free)
-        z = clean.masked_fill(sets.free, mask_id)
-        fill_canvas(z, sets, routes.router_of(model, sets), predict, commit_policy("position"), reveal)
+    for predict in (Uncached(model), Cached(model, positions)):
+        shown.copy_(~positions.free)
+        z = clean.masked_fill(positions.free, mask_id)
+        fill_canvas(z, positions, routes.router_of(model, positions), predict, commit_policy("position"), reveal)
         assert shown.all()
 
 
 @pytest.mark.parametrize("routing", ["paper-chunk", "paper-step"])
 def test_frozen_states_agree_as_long_as_nothing_has_been_frozen(routing):
     model = model_of("paper")
-    clean, sets = canvases(model)
-    slow, _ = walked(model, clean, sets, Uncached(model), "chunk", routing)
-    fast, counts = walked(model, clean, sets, Cached(model, sets), "chunk", routing)
+    clean, positions = canvases(model)
+    slow, _ = walked(model, clean, positions, Uncached(model), "chunk", routing)
+    fast, counts = walked(model, clean, positions, Cached(model, positions), "chunk", routing)
     torch.testing.assert_close(fast[0][0][fast[0][1]], slow[0][0][slow[0][1]], rtol=0, atol=1e-9)
     later = [float((a - b)[w].abs().max()) for (a, w, _), (b, _, _) in zip(slow[1:], fast[1:], strict=False)]
     assert max(later) > 1e-3, "frozen is an approximation, not a cache"
@@ -144,13 +146,13 @@ def test_appendix_b_predicts_what_the_training_pass_predicts():
     model = model_of("paper")
     differs = 0
     for seed in range(6):
-        clean, sets = canvases(model, seed)
-        theirs, _ = walked(model, clean, sets, Uncached(model), "chunk", "appendix-b")
+        clean, positions = canvases(model, seed)
+        theirs, _ = walked(model, clean, positions, Uncached(model), "chunk", "appendix-b")
         log_p, candidates, position = theirs[0]
-        trained = model(clean, sets.free, prompt=sets.visible).logits.log_softmax(dim=-1)[..., :-3]
+        trained = model(clean, positions.free, prompt=positions.visible).logits.log_softmax(dim=-1)[..., :-3]
         rows = torch.arange(len(clean))[:, None]
         torch.testing.assert_close(log_p[candidates], trained[rows, position][candidates], rtol=0, atol=1e-9)
-        ours, _ = walked(model, clean, sets, Uncached(model), "chunk", "paper-chunk")
+        ours, _ = walked(model, clean, positions, Uncached(model), "chunk", "paper-chunk")
         differs += not torch.allclose(ours[0][0][candidates], log_p[candidates])
     assert differs
 
@@ -158,20 +160,20 @@ def test_appendix_b_predicts_what_the_training_pass_predicts():
 def test_networks_of_a_single_block_decode_with_a_cache():
     for kind in ("causal", "bdlm", "ar", "mdlm"):
         model = model_of(kind, num_layers=1)
-        clean, sets = canvases(model)
-        slow, _ = walked(model, clean, sets, Uncached(model), "position")
-        fast, _ = walked(model, clean, sets, Cached(model, sets), "position")
+        clean, positions = canvases(model)
+        slow, _ = walked(model, clean, positions, Uncached(model), "position")
+        fast, _ = walked(model, clean, positions, Cached(model, positions), "position")
         same_predictions(slow, fast)
 
 
 def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_is_used():
     model = tiny.model("bdlm", symbols=6, scale=20.0)
     clean = tiny.tokens(2, 17, symbols=6)
-    sets = model.sets(clean)
+    positions = model.position_masks(clean)
     adablock = AdaBlock((1, 2), 3, least=0.0, window=8)
-    seen, counts = walked(model, clean, sets, Uncached(model), "chunk", "adablock", adablock)
+    seen, counts = walked(model, clean, positions, Uncached(model), "chunk", "adablock", adablock)
     _, candidates, position = seen[0]
-    z = clean.masked_fill(sets.free, model.config.mask_id)
+    z = clean.masked_fill(positions.free, model.config.mask_id)
     ids = torch.where(torch.arange(17) == 0, 0, torch.where(torch.arange(17) <= 8, 1, 2)).expand(2, -1)
     p, token = predictable(model, model.denoise(z, ids)).detach()[:, 1:9].softmax(dim=-1).max(dim=-1)
     for row in range(2):
@@ -187,10 +189,10 @@ def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_i
 @pytest.mark.parametrize("kind", ["ar", "mdlm", "causal", "paper"])
 def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monkeypatch):
     model = model_of(kind)
-    clean, sets = canvases(model)
+    clean, positions = canvases(model)
     settings = {"max_new_tokens": 12, "commit": "threshold:0.3", "top_p": 0.9}
     plain = dcdm.generate(model, [[1, 2], [3]], **settings)
-    score = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=sets.visible)
+    score = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=positions.visible)
     sizes = []
 
     def counted(model, states):
@@ -201,22 +203,22 @@ def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monke
     monkeypatch.setattr("dcdm.decoding.predictors.predictable", counted)
     assert dcdm.generate(model, [[1, 2], [3]], **settings).completions == plain.completions
     assert max(sizes) <= 2
-    sliced = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=sets.visible)
+    sliced = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=positions.visible)
     torch.testing.assert_close(sliced.by_position, score.by_position, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("routing", ["paper-step", "paper-chunk", "appendix-b"])
 def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, monkeypatch):
     model = model_of("paper")
-    clean, sets = canvases(model)
+    clean, positions = canvases(model)
     calls = []
     model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    fast, counts = walked(model, clean, sets, Uncached(model), "steps:2", routing)
+    fast, counts = walked(model, clean, positions, Uncached(model), "steps:2", routing)
     reused = len(calls)
     denoise = model.denoise
     monkeypatch.setattr(model, "denoise", lambda z, ids, stage_one=None: denoise(z, ids))
     calls.clear()
-    slow, _ = walked(model, clean, sets, Uncached(model), "steps:2", routing)
+    slow, _ = walked(model, clean, positions, Uncached(model), "steps:2", routing)
     assert reused < len(calls)
     if routing == "paper-step":
         assert reused == int(counts.forwards.max()), "one block 0 for routing and forward together"

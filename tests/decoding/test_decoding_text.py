@@ -54,10 +54,10 @@ def test_long_texts_are_written_window_by_window():
         drawn[fill] = Sampling().draw(whole(view)[fill], uniform[view.position[fill]])
         return drawn
 
-    sets = model.sets(context, prompt)
-    z = context.masked_fill(sets.free, model.config.mask_id)
+    positions = model.position_masks(context, prompt)
+    z = context.masked_fill(positions.free, model.config.mask_id)
     again, _ = fill_canvas(
-        z, sets, routes.router_of(model, sets), Uncached(model), commit_policy("threshold:0.9"), reveal
+        z, positions, routes.router_of(model, positions), Uncached(model), commit_policy("threshold:0.9"), reveal
     )
     assert torch.equal(again, context)
 

@@ -233,10 +233,10 @@ def test_bound_of_blocks_of_one_equals_a_loop_that_predicts_one_position_at_a_ti
 def test_the_decoding_pass_equals_the_training_pass_on_the_active_chunk(kind):
     model = tiny.model(kind)
     clean = tiny.tokens(3, 11, padding=(2,))
-    sets = model.sets(clean)
+    positions = model.position_masks(clean)
     if kind in tiny.PAPER:
         ids = torch.where(
-            sets.real, torch.randint(0, 3, clean.shape, generator=torch.Generator().manual_seed(2)), -1
+            positions.real, torch.randint(0, 3, clean.shape, generator=torch.Generator().manual_seed(2)), -1
         )
         ids[:, 0] = 0
     else:

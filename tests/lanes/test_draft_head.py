@@ -36,8 +36,8 @@ def test_the_loss_is_that_of_a_literal_loop() -> None:
     model, clean = lanes_model(3), tiny.tokens(5, 17, padding=(0, 4))
     assert model.drafting is not None
     found = loss(model, Batch(clean), Key(3), ObjectiveConfig(prompt_share=0.0)).draft_loss
-    sets = model.sets(clean)
-    drawn = draw_lanes(model.config, Key(3), torch.arange(5), sets.free.sum(dim=-1))
+    positions = model.position_masks(clean)
+    drawn = draw_lanes(model.config, Key(3), torch.arange(5), positions.free.sum(dim=-1))
     ids = model.partition(clean, None, None, drawn).ids
     states = model.encode(clean, chunk_ids=ids).states
     led, total = led_positions(ids), 0.0
@@ -52,7 +52,7 @@ def test_the_loss_is_that_of_a_literal_loop() -> None:
                     break
                 state = model.drafting(state, model.embed_tokens(clean[row, at - 1]))
                 total = total + F.cross_entropy(model.token_logits(state), clean[row, at])
-    torch.testing.assert_close(found, total * (5 / 2) / 3 / sets.free.sum())  # two of five rows
+    torch.testing.assert_close(found, total * (5 / 2) / 3 / positions.free.sum())  # two of five rows
 
 
 def test_the_rest_of_the_network_learns_nothing_from_it() -> None:

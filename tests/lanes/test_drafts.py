@@ -80,14 +80,14 @@ def walk(
     model: Model, tokens: Tensor, lanes: int, ahead: int, by: Decided, prompt: Tensor | None = None
 ) -> tuple[Tensor, Tensor, int]:
     """log p (B, L) of the tokens along an acceptance pattern, the passes that brought each, and how many."""
-    sets = model.sets(tokens, prompt)
-    z = tokens.masked_fill(sets.free, model.config.mask_id)
+    positions = model.position_masks(tokens, prompt)
+    z = tokens.masked_fill(positions.free, model.config.mask_id)
     lane = lane_of(model, tokens, lanes, prompt)
     numbers = torch.full((len(tokens),), ahead)
-    predict = predictor_of(model, sets, "exact")
-    state = LaneState(z, sets, DraftedLanes(sets, lane), predict, lane=lane, ahead=numbers, drafter=by)
+    predict = predictor_of(model, positions, "exact")
+    state = LaneState(z, positions, DraftedLanes(positions, lane), predict, lane=lane, ahead=numbers, drafter=by)
     log_p = torch.zeros(tokens.shape, dtype=torch.float64)
-    known = torch.where(sets.real, 0, -1)
+    known = torch.where(positions.real, 0, -1)
 
     def reveal(view: View, fill: Tensor) -> Tensor:
         return tokens.gather(1, view.position)
@@ -101,8 +101,8 @@ def walk(
 
 
 def lane_of(model: Model, tokens: Tensor, lanes: int, prompt: Tensor | None) -> Tensor:
-    sets = model.sets(tokens, prompt)
-    return lane_partition(model.config, sets.free, sets.real, lanes)[1]
+    positions = model.position_masks(tokens, prompt)
+    return lane_partition(model.config, positions.free, positions.real, lanes)[1]
 
 
 def texts(model: Model, rows: int, length: int, padded: bool = True) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_every_acceptance_pattern_equals_one_pass_over_all_slots_with_the_view_t
         lane = lane_of(model, tokens, lanes, prompt)
         states = reference.encode_drafted(model, tokens, known, lane)
         expected = model.head(states).log_softmax(dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
-        free = model.sets(tokens, prompt).free
+        free = model.position_masks(tokens, prompt).free
         torch.testing.assert_close(log_p[free], expected[free], atol=1e-9, rtol=0)
         assert int((known == 1).sum()) >= lanes
 

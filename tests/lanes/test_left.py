@@ -56,10 +56,10 @@ def test_lanes_are_runs_of_equal_length_and_chunk_k_holds_the_kth_position_of_ea
 def test_chunks_of_lanes_never_grow_and_cover_every_free_position_once(lanes):
     config = tiny.config("mdlm", **LANES["lanes"])
     tokens = tiny.tokens(3, 14, padding=(3, 1))
-    sets = dcdm.build(config).sets(tokens, spans(3, 14))
-    ids = partition.lane_partition(config, sets.free, sets.real, lanes)[0]
-    assert torch.equal(ids >= 1, sets.free)
-    assert torch.equal(ids < 0, ~sets.real)
+    positions = dcdm.build(config).position_masks(tokens, spans(3, 14))
+    ids = partition.lane_partition(config, positions.free, positions.real, lanes)[0]
+    assert torch.equal(ids >= 1, positions.free)
+    assert torch.equal(ids < 0, ~positions.real)
     for row in ids:
         sizes = torch.bincount(row[row >= 1])[1:].tolist()
         assert sizes == sorted(sizes, reverse=True)
@@ -110,7 +110,7 @@ def test_one_lane_is_the_ar_model_in_logits_and_gradients(prompted):
     tokens = tiny.tokens(3, 12, padding=(2,))
     prompt = torch.zeros_like(tokens, dtype=torch.bool)
     prompt[:, :5] = prompted
-    free = lanes.sets(tokens, prompt).free
+    free = lanes.position_masks(tokens, prompt).free
     ours = lanes.head(lanes.encode(tokens, prompt=prompt, lanes=1).states)[free][:, :-3]
     theirs = ar(tokens).logits[:, :-1][free[:, 1:]][:, :-3]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -133,7 +133,7 @@ def test_production_equals_the_literal_network_in_outputs_and_gradients(name, le
     lanes = torch.tensor([1, 2, 3, 5]) if network.config.kind == "lanes" else None
     ids = network.partition(tokens, prompt, torch.arange(4), lanes).ids
     expected = reference.encode(network, tokens, prompt=prompt, chunk_ids=ids)
-    free = network.sets(tokens, prompt).free
+    free = network.position_masks(tokens, prompt).free
     for backend in ("sdpa-tiled", "sdpa", "reference"):
         network.backend = backend
         found = network.encode(tokens, prompt=prompt, chunk_ids=ids)
@@ -194,7 +194,7 @@ def _tiles(count: torch.Tensor, index: torch.Tensor) -> list[list[tuple[int, int
 
 def changes(network, tokens, prompt, ids, position) -> torch.Tensor:
     """Chunks (N,) of the free positions whose prediction changes with the token at `position`."""
-    free = network.sets(tokens, prompt).free[0]
+    free = network.position_masks(tokens, prompt).free[0]
     before = network.encode(tokens, prompt=prompt, chunk_ids=ids).states[0, free]
     other = tokens.clone()
     other[0, position] = (tokens[0, position] + 1) % tiny.LETTERS
@@ -285,7 +285,7 @@ def test_the_exact_likelihood_is_that_of_the_decoder(name, cache):
         walked = dcdm.score(network, tokens, "trajectory", prompt=prompt, cache=cache, lanes=lanes)
         torch.testing.assert_close(walked.by_position, exact.by_position, rtol=0, atol=1e-9)
         if network.config.kind == "lanes":
-            free = network.sets(tokens, prompt).free.sum(dim=-1)
+            free = network.position_masks(tokens, prompt).free.sum(dim=-1)
             assert walked.forwards.tolist() == ((free + lanes - 1) // lanes).tolist()
 
 
@@ -323,7 +323,7 @@ def test_cached_generation_equals_uncached_generation_of_a_batch(name):
 def test_rows_of_one_batch_may_have_different_numbers_of_lanes():
     network = model("lanes")
     tokens, prompt = tiny.tokens(4, 21, padding=(5, 2)), spans(4, 21)
-    sets, lanes = network.sets(tokens, prompt), torch.tensor([1, 3, 2, 7])
+    positions, lanes = network.position_masks(tokens, prompt), torch.tensor([1, 3, 2, 7])
     ids = network.partition(tokens, prompt, lanes=lanes).ids
     states = network.encode(tokens, prompt=prompt, chunk_ids=ids).states
     expected = network.token_logits(states).log_softmax(dim=-1).gather(-1, tokens[..., None].clamp(max=19))[..., 0]
@@ -338,14 +338,14 @@ def test_rows_of_one_batch_may_have_different_numbers_of_lanes():
             seen[row, view.position[row, at]] = log_p[row, at]
             return true
 
-        z = tokens.masked_fill(sets.free, network.config.mask_id)
-        router = router_of(network, sets, lanes=lanes)
+        z = tokens.masked_fill(positions.free, network.config.mask_id)
+        router = router_of(network, positions, lanes=lanes)
         filled, counts = fill_canvas(
-            z, sets, router, predictor_of(network, sets, cache), commit_policy("chunk"), reveal
+            z, positions, router, predictor_of(network, positions, cache), commit_policy("chunk"), reveal
         )
         assert torch.equal(filled, tokens)
         assert counts.forwards.tolist() == ids.amax(dim=-1).tolist()
-        torch.testing.assert_close(seen[sets.free], expected[sets.free], rtol=0, atol=1e-9)
+        torch.testing.assert_close(seen[positions.free], expected[positions.free], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -220,7 +220,7 @@ def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
     prompt = torch.zeros_like(clean, dtype=torch.bool)
     prompt[1, 3:6] = True
     fast = dcdm.score(model, clean, "trajectory", prompt=prompt)
-    sets = model.sets(clean, prompt)
+    positions = model.position_masks(clean, prompt)
     total = torch.zeros(3, dtype=torch.float64)
 
     def reveal(view, fill):
@@ -228,9 +228,9 @@ def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
         total.sub_(view.predicted.log_p(true, fill).sum(-1))
         return true
 
-    z = clean.masked_fill(sets.free, model.config.mask_id)
-    router = routes.router_of(model, sets, torch.arange(3))
-    filled, counts = fill_canvas(z, sets, router, Uncached(model), commit_policy("chunk"), reveal)
+    z = clean.masked_fill(positions.free, model.config.mask_id)
+    router = routes.router_of(model, positions, torch.arange(3))
+    filled, counts = fill_canvas(z, positions, router, Uncached(model), commit_policy("chunk"), reveal)
     assert torch.equal(filled, clean)
     forwards = counts.forwards
     torch.testing.assert_close(fast.nats, total)

@@ -76,7 +76,7 @@ def test_a_masked_token_of_a_later_chunk_reaches_no_earlier_logit_through_the_cl
     model = tiny.model(kind)
     clean = tiny.tokens(2, LENGTH)
     ids = model.partition(clean).ids
-    everything = model.sets(clean).free
+    everything = model.position_masks(clean).free
     before, _ = predict(model)(clean, everything)
     last = ids == ids.amax(dim=-1, keepdim=True)
     changed = torch.where(last, (clean + 3) % 20, clean)

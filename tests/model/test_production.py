@@ -72,7 +72,7 @@ def test_outputs_and_gradients_equal_the_literal_path(tiles, canvas):
             patch.setattr(tiling, "CALL_COST", 0)
             patch.setattr(tiling, "SMALLEST", 3)
         model = make(kind, num_chunks)
-        masked = masked & model.sets(clean, prompt).free
+        masked = masked & model.position_masks(clean, prompt).free
         fast, slow = model(clean, masked, prompt=prompt), reference.forward(model, clean, masked, prompt=prompt)
         assert torch.equal(fast.chunk_ids, slow.chunk_ids)
         torch.testing.assert_close(fast.logits, slow.logits, **CLOSE)
@@ -97,7 +97,7 @@ def test_the_training_loss_and_its_gradient_equal_the_literal_ones(kind, backend
     fast = loss(model, batch, Key(3), objective)
     if kind == "ar":
         encoded = reference.encode(model, clean)
-        counted = model.sets(clean).free[:, 1:]
+        counted = model.position_masks(clean).free[:, 1:]
         nll = -model.token_logits(encoded.states[:, :-1]).log_softmax(-1).gather(-1, clean[:, 1:, None])
         slow = nll.squeeze(-1)[counted].mean()
     else:

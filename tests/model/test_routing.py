@@ -142,13 +142,13 @@ def test_the_causal_partition_is_unchanged_when_any_not_yet_revealed_token_chang
 def test_causal_rounds_see_only_revealed_tokens(monkeypatch):
     model = tiny.model("causal")
     clean = tiny.tokens(2, 9)
-    sets = model.sets(clean)
+    positions = model.position_masks(clean)
     seen = []
     original = reference.router_scores
     monkeypatch.setattr(reference, "router_scores", lambda m, z, real: (seen.append(z), original(m, z, real))[1])
     ids = reference.partition(model, clean)
     for k, z in enumerate(seen, start=1):
-        hidden = sets.free & (ids >= k)
+        hidden = positions.free & (ids >= k)
         assert torch.equal(z == model.config.mask_id, hidden)
 
 

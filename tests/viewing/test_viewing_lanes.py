@@ -42,8 +42,8 @@ def seen(lanes=3, **more):
 def test_a_view_has_the_decoders_lanes_and_each_forward_writes_one_token_of_each(lanes):
     found, network = seen(lanes), model()
     window, _ = window_of(TEXT, byte_tokenizer(), 128)
-    sets = network.sets(window.tokens[None])
-    ids, lane = lane_partition(network.config, sets.free, sets.real, lanes)
+    positions = network.position_masks(window.tokens[None])
+    ids, lane = lane_partition(network.config, positions.free, positions.real, lanes)
     assert found.lanes == lane[0].tolist()
     assert found.num_lanes == min(lanes, 16)
     assert found.frames[-1].ids == ids[0].tolist()

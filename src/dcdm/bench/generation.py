@@ -153,7 +153,7 @@ def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> 
     """
     scorer = scorer_of(model, 1, Key(seed).fold("order"), decoder)
     walk = getattr(scorer, "drafted" if decoder.drafts else "trajectory")
-    part = walk(tokens, model.sets(tokens), torch.arange(len(tokens)))
+    part = walk(tokens, model.position_masks(tokens), torch.arange(len(tokens)))
     return part.by_position.sum(dim=-1).tolist(), part.tokens.tolist()
 
 

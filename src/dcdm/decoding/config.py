@@ -153,7 +153,6 @@ class DecodingConfig:
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
         """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
         from dcdm.decoding.commits import commit_policy
-        from dcdm.decoding.predictors import resolve_cache
         from dcdm.decoding.routes import check_routing, described
 
         check_routing(config, self.routing)
@@ -259,6 +258,29 @@ def docstrings_of(kind: type) -> dict[str, str]:
 def _can_revise(config: ModelConfig) -> bool:
     """Whether a token is predicted from what stands behind it, too."""
     return config.kind != "ar" and not config.predicts_from_left
+
+
+def fitting_caches(config: ModelConfig) -> list[str]:
+    """The caches that fit a model's kind; "auto" comes first."""
+    return ["auto", "none", "frozen"] if config.routes_from_noise else ["auto", "exact", "none"]
+
+
+def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str:
+    """The cache that "auto" means, or a refusal of what does not fit the kind and its routing."""
+    if cache not in CACHES:
+        raise ConfigError(f"cache={cache!r} is not known; choose one of {', '.join(CACHES)}")
+    if config.routes_from_noise and cache == "exact":
+        raise ConfigError(
+            "cache='exact' is impossible with the paper's routing: every revealed token changes all states; "
+            "use cache='none', or ask for the approximation by its name, cache='frozen'"
+        )
+    if not config.routes_from_noise and cache == "frozen":
+        raise ConfigError("cache='frozen' is an approximation for the paper's routing; here use cache='exact'")
+    if cache == "frozen" and routing == "appendix-b":
+        raise ConfigError("cache='frozen' needs revealed tokens that stay visible; routing='appendix-b' hides some")
+    if cache == "auto":
+        return "none" if config.routes_from_noise else "exact"
+    return cache
 
 
 def resolve_lanes(config: ModelConfig, lanes: int | None) -> int | None:

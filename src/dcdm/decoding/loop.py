@@ -18,7 +18,7 @@ from dcdm.decoding.commits import Commit, Distributions, View
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Route, Router, start
 from dcdm.model.layout import RaggedIndex, stack_rows
-from dcdm.model.transformer import Sets, StageOne
+from dcdm.model.transformer import PositionMasks, StageOne
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class DecodingState:
     """Those (B,)."""
 
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
+        self, z: Tensor, positions: PositionMasks, router: Router, predict: Predictor, order: Tensor | None = None,
         uniform: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`z` holds MASK at its free positions; `order` (B, L) is the noise of random commit policies, `uniform`
         (B, L, U) that of draws."""
-        self.z, self.real, self.router, self.predict = z.clone(), sets.real, router, predict
+        self.z, self.real, self.router, self.predict = z.clone(), positions.real, router, predict
         nothing = torch.zeros(*z.shape, 1, dtype=torch.float64)
         self.order = (nothing[..., 0] if order is None else order).to(z.device)
         self.uniform = (nothing if uniform is None else uniform).to(z.device)
-        self.revealed, self.route = sets.real & ~sets.free, start(sets)
+        self.revealed, self.route = positions.real & ~positions.free, start(positions)
         self.steps = self.chunk = torch.zeros(len(z), dtype=torch.long, device=z.device)
         """(B,): forward passes that the active chunk has had, and its number from 1."""
         self.forwards = self.rounds = self.computed = self.reused = self.steps
@@ -170,14 +170,14 @@ class DecodingState:
 
 @torch.no_grad()
 def fill_canvas(
-    z: Tensor, sets: Sets, router: Router, predict: Predictor, commit: Commit, reveal: Reveal,
+    z: Tensor, positions: PositionMasks, router: Router, predict: Predictor, commit: Commit, reveal: Reveal,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Counts]:  # fmt: skip
     """Fill `z` (B, L), which holds MASK at its free positions, chunk by chunk: the filled canvas and what it cost.
 
     `order` (B, L) is the noise of random commit policies.
     """
-    state = DecodingState(z, sets, router, predict, order)
+    state = DecodingState(z, positions, router, predict, order)
     while state.step(commit, reveal) is not None:
         pass
     return state.z, state.counts

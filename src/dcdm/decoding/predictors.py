@@ -13,14 +13,15 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
+from dcdm.config import NUM_SPECIALS
 from dcdm.decoding.commits import Distributions
+from dcdm.decoding.config import resolve_cache
 from dcdm.decoding.prefixes import PrefixCache, PromptPrefix
 from dcdm.decoding.routes import Route, without_hidden
 from dcdm.model.layout import RaggedIndex, stack_rows, widen
 from dcdm.model.masks import NOISY, Slots
 from dcdm.model.products import at_least_fp32
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 
 @dataclass(frozen=True)
@@ -33,32 +34,9 @@ class Predicted:
     """(B,): positions whose keys and values were remembered instead."""
 
 
-def fitting_caches(config: ModelConfig) -> list[str]:
-    """The caches that fit a model's kind; "auto" comes first."""
-    return ["auto", "none", "frozen"] if config.routes_from_noise else ["auto", "exact", "none"]
-
-
-def resolve_cache(config: ModelConfig, cache: str, routing: str = "auto") -> str:
-    """The cache that "auto" means, or a refusal of what does not fit the kind and its routing."""
-    if cache not in ("auto", "exact", "frozen", "none"):
-        raise ConfigError(f"cache={cache!r} is not known; choose one of auto, exact, frozen, none")
-    if config.routes_from_noise and cache == "exact":
-        raise ConfigError(
-            "cache='exact' is impossible with the paper's routing: every revealed token changes all states; "
-            "use cache='none', or ask for the approximation by its name, cache='frozen'"
-        )
-    if not config.routes_from_noise and cache == "frozen":
-        raise ConfigError("cache='frozen' is an approximation for the paper's routing; here use cache='exact'")
-    if cache == "frozen" and routing == "appendix-b":
-        raise ConfigError("cache='frozen' needs revealed tokens that stay visible; routing='appendix-b' hides some")
-    if cache == "auto":
-        return "none" if config.routes_from_noise else "exact"
-    return cache
-
-
-def predictor_of(model: Model, sets: Sets, cache: str) -> Predictor:
-    """For the rows of `sets`, with the cache that is asked for."""
-    return Uncached(model) if resolve_cache(model.config, cache) == "none" else cached_predictor(model, sets)
+def predictor_of(model: Model, positions: PositionMasks, cache: str) -> Predictor:
+    """For the rows of `positions`, with the cache that is asked for."""
+    return Uncached(model) if resolve_cache(model.config, cache) == "none" else cached_predictor(model, positions)
 
 
 class Predictor(ABC):
@@ -126,8 +104,10 @@ class Cached(Predictor):
     were never added have no cache: they are computed whole.
     """
 
-    def __init__(self, model: Model, sets: Sets | None = None, prefixes: PrefixCache | None = None) -> None:
-        """Empty, or with the rows of `sets`; `prefixes` remembers prompt prefixes for later rows."""
+    def __init__(
+        self, model: Model, positions: PositionMasks | None = None, prefixes: PrefixCache | None = None
+    ) -> None:
+        """Empty, or with the rows of `positions`; `prefixes` remembers prompt prefixes for later rows."""
         super().__init__(model)
         self.cache = model.new_cache()
         self.prefixes = prefixes
@@ -138,8 +118,8 @@ class Cached(Predictor):
         """(R,): the rows of the batch that are remembered, ascending."""
         self.unshared: list[PromptPrefix | None] = []
         """What of each row may serve others, until it has been written."""
-        if sets is not None:
-            self.add_rows(sets.real)
+        if positions is not None:
+            self.add_rows(positions.real)
 
     def add_rows(self, real: Tensor, first: int = 0, shared: Sequence[PromptPrefix | None] = ()) -> list[int]:
         """Rows `first`… of the batch, whose real positions (n, L) are these; how many positions of each are
@@ -261,9 +241,11 @@ class Cached(Predictor):
 
 
 @singledispatch
-def cached_predictor(model: Model, sets: Sets | None = None, prefixes: PrefixCache | None = None) -> Cached:
+def cached_predictor(
+    model: Model, positions: PositionMasks | None = None, prefixes: PrefixCache | None = None
+) -> Cached:
     """The predictor with a cache of the model's class; see `Cached`."""
-    return Cached(model, sets, prefixes)
+    return Cached(model, positions, prefixes)
 
 
 FILLERS = 64

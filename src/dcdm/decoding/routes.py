@@ -22,7 +22,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
 from dcdm.model.layout import stack_rows
-from dcdm.model.transformer import Model, Sets, StageOne
+from dcdm.model.transformer import Model, PositionMasks, StageOne
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
 
@@ -113,10 +113,10 @@ class AdaBlock:
 ROUTINGS = ("auto", "paper-chunk", "paper-step", "appendix-b", "blocks", "adablock")
 
 
-def start(sets: Sets) -> Route:
+def start(positions: PositionMasks) -> Route:
     """Nothing is active; what is given from the start has id 0."""
-    ids = torch.where(sets.free, LATER, torch.where(sets.real, 0, -1))
-    return Route(ids, torch.zeros_like(sets.free))
+    ids = torch.where(positions.free, LATER, torch.where(positions.real, 0, -1))
+    return Route(ids, torch.zeros_like(positions.free))
 
 
 def described(config: ModelConfig) -> str:
@@ -153,7 +153,7 @@ def check_routing(config: ModelConfig, name: str) -> None:
 @singledispatch
 def router_of(
     model: Model,
-    sets: Sets,
+    positions: PositionMasks,
     index: Tensor | None = None,
     name: str = "auto",
     adablock: AdaBlock | None = None,
@@ -167,24 +167,24 @@ def router_of(
     config = model.config
     check_routing(config, name)
     if config.routes_from_noise:
-        return FromNoise(model, sets, name)
+        return FromNoise(model, positions, name)
     if name == "adablock":
         assert adablock is not None
-        return Adaptive(config, sets, adablock)
+        return Adaptive(config, positions, adablock)
     if config.kind == "ar":  # the first position that is open; a position sees what stands before it
-        place = torch.arange(sets.real.shape[1], device=sets.real.device).expand_as(sets.real)
-        return Fixed(sets, place, place)
+        place = torch.arange(positions.real.shape[1], device=positions.real.device).expand_as(positions.real)
+        return Fixed(positions, place, place)
     if config.kind == "dcdm" and config.routing == "causal" and not config.prior_decides:
-        return CausalRounds(model, sets)
-    fixed = routing.fixed_partition(config, sets.free, sets.real, index)
+        return CausalRounds(model, positions)
+    fixed = routing.fixed_partition(config, positions.free, positions.real, index)
     if not name.startswith("blocks"):
-        return Fixed(sets, fixed, fixed)
+        return Fixed(positions, fixed, fixed)
     number = name.partition(":")[2]
     size = int(number) if number else config.block_size
     assert size is not None
-    block = routing.label(sets.free, sets.real, (routing.free_rank(sets.free) + size - 1) // size)
+    block = routing.label(positions.free, positions.real, (routing.free_rank(positions.free) + size - 1) // size)
     # for BDLM blocks are what a position may see; MDLM sees everything and only fills in order
-    return Fixed(sets, block if config.kind == "bdlm" else fixed, block)
+    return Fixed(positions, block if config.kind == "bdlm" else fixed, block)
 
 
 class Fixed(Router):
@@ -192,9 +192,9 @@ class Fixed(Router):
 
     policy = "fixed"
 
-    def __init__(self, sets: Sets, ids: Tensor, turn: Tensor) -> None:
+    def __init__(self, positions: PositionMasks, ids: Tensor, turn: Tensor) -> None:
         super().__init__()
-        self.real, self.ids, self.turn = sets.real, ids, turn
+        self.real, self.ids, self.turn = positions.real, ids, turn
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         return Route(torch.where(self.real, self.ids, -1), lowest(self.turn, self.real & ~revealed))
@@ -209,12 +209,12 @@ class FromNoise(Router):
     Revealed tokens count as earlier than it, unless the mask of the paper's appendix is asked for.
     """
 
-    def __init__(self, model: Model, sets: Sets, name: str) -> None:
+    def __init__(self, model: Model, positions: PositionMasks, name: str) -> None:
         super().__init__(every_step=name == "paper-step", counted=True)
         assert model.chunking is not None
         assert model.config.num_chunks is not None
         self.model, self.chunking, self.last = model, model.chunking, model.config.num_chunks + 1
-        self.policy, self.hides_later, self.real = ("noise", name), name == "appendix-b", sets.real
+        self.policy, self.hides_later, self.real = ("noise", name), name == "appendix-b", positions.real
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         stage_one = self.model.run_stage_one(z[asking], self.real[asking])
@@ -234,20 +234,20 @@ class CausalRounds(Router):
 
     policy = "rounds"
 
-    def __init__(self, model: Model, sets: Sets) -> None:
+    def __init__(self, model: Model, positions: PositionMasks) -> None:
         super().__init__(counted=True)
         assert model.config.num_chunks is not None
         self.config, self.most = model.config, model.config.num_chunks
-        self.rounds = model.rounds(sets.free)
-        self.real, self.free, self.unseen = sets.real, sets.free, sets.real
+        self.router = model.incremental_router(positions.free)
+        self.real, self.free, self.unseen = positions.real, positions.free, positions.real
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         new = revealed & self.unseen & asking[:, None]
-        self.rounds.reveal(new, z)
+        self.router.reveal(new, z)
         self.unseen = self.unseen & ~new
         assigned = torch.where(revealed, route.ids, 0)
         k = (assigned.amax(dim=-1) + 1).clamp(max=self.most)
-        active = routing.causal_round(self.rounds.scores(asking), revealed, self.free, k, self.config)
+        active = routing.causal_round(self.router.scores(asking), revealed, self.free, k, self.config)
         ids = torch.where(active, k[:, None], torch.where(revealed, assigned, LATER))
         return Route(torch.where(self.real, ids, -1), active)
 
@@ -256,11 +256,11 @@ class CausalRounds(Router):
 
     def join(self, other: Self) -> None:
         super().join(other)
-        self.rounds.join(other.rounds)
+        self.router.join(other.router)
 
     def keep_rows(self, rows: Tensor, length: int) -> None:
         super().keep_rows(rows, length)
-        self.rounds.keep_rows(rows, length)
+        self.router.keep_rows(rows, length)
 
 
 class Adaptive(Router):
@@ -268,13 +268,13 @@ class Adaptive(Router):
 
     narrows = True
 
-    def __init__(self, config: ModelConfig, sets: Sets, settings: AdaBlock) -> None:
+    def __init__(self, config: ModelConfig, positions: PositionMasks, settings: AdaBlock) -> None:
         super().__init__()
         self.policy, self.settings, self.grows = ("adablock", settings), settings, config.kind == "bdlm"
-        self.real, self.fixed = sets.real, routing.fixed_partition(config, sets.free, sets.real)
-        quarter = (sets.free.sum(dim=-1, keepdim=True) + 3) // 4
+        self.real, self.fixed = positions.real, routing.fixed_partition(config, positions.free, positions.real)
+        quarter = (positions.free.sum(dim=-1, keepdim=True) + 3) // 4
         window = quarter if settings.window is None else torch.full_like(quarter, settings.window)
-        self.window = window.clamp(min=settings.block_size).expand_as(sets.real)
+        self.window = window.clamp(min=settings.block_size).expand_as(positions.real)
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         active = _first(self.real & ~revealed, self.window[:, :1])
@@ -395,13 +395,13 @@ def current_ids(model: Model, z: Tensor, prompt: Tensor | None = None) -> Tensor
     Chunks are formed one after the other from what is revealed; the first that holds a MASK is the active one,
     and whatever is not yet routed comes after it.
     """
-    config, sets = model.config, model.sets(z, prompt)
-    router = router_of(model, sets)
+    config, positions = model.config, model.position_masks(z, prompt)
+    router = router_of(model, positions)
     shown = z != config.mask_id
-    route, every = start(sets), torch.ones(len(z), dtype=torch.bool, device=z.device)
+    route, every = start(positions), torch.ones(len(z), dtype=torch.bool, device=z.device)
     if config.kind == "ar" or config.routes_from_noise:
-        return router.next(z, sets.real & shown, route, every).ids
-    revealed = sets.real & ~sets.free
+        return router.next(z, positions.real & shown, route, every).ids
+    revealed = positions.real & ~positions.free
     while True:
         route = router.next(z.masked_fill(~revealed, config.mask_id), revealed, route, every)
         full = route.active.any(dim=-1) & (shown | ~route.active).all(dim=-1)

@@ -24,7 +24,7 @@ from dcdm.decoding.prefixes import PrefixCache, shared_prefix
 from dcdm.decoding.routes import MixedRouter, router_of
 from dcdm.decoding.sampling import Sampling
 from dcdm.decoding.text import Event, Text
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 
 class Session:
@@ -42,7 +42,7 @@ class Session:
         self._predict = cached_predictor(model, None, prefixes)
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
-        self._state = DecodingState(nothing, Sets(none, none, none), MixedRouter(), self._predict)
+        self._state = DecodingState(nothing, PositionMasks(none, none, none), MixedRouter(), self._predict)
 
     def add(self, text: Text) -> None:
         """A text that takes part from the next step on."""
@@ -84,11 +84,11 @@ class Session:
         length = max(map(len, lines))
         rows = [line + [config.pad_id] * (length - len(line)) for line in lines]
         z = torch.tensor(rows, device=self._state.z.device)
-        sets = self.model.sets(z, z != config.mask_id)
+        positions = self.model.position_masks(z, z != config.mask_id)
         for _, group in groupby(range(len(texts)), lambda row: self._policy(texts[row])):
             numbers = list(group)
             part, own = slice(numbers[0], numbers[-1] + 1), texts[numbers[0] : numbers[-1] + 1]
-            places = Sets(sets.real[part], sets.visible[part], sets.free[part])
+            places = PositionMasks(positions.real[part], positions.visible[part], positions.free[part])
             self._state.join(self._rows(z[part], places, own))
             if own[0].decoding.cache != "none":
                 prefixes = [
@@ -105,11 +105,11 @@ class Session:
         """Neighbours that agree on it join under one router."""
         return text.decoding.routing, text.decoding.adablock, text.decoding.cache == "none"
 
-    def _rows(self, z: Tensor, sets: Sets, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[Text]) -> DecodingState:
         """Canvases of texts with one policy."""
         index, decoding = torch.tensor([text.index for text in texts]), texts[0].decoding
-        router = router_of(self.model, sets, index, decoding.routing, decoding.adablock)
-        return DecodingState(z, sets, router, self._predict, *self._noise(texts, z.shape[1]))
+        router = router_of(self.model, positions, index, decoding.routing, decoding.adablock)
+        return DecodingState(z, positions, router, self._predict, *self._noise(texts, z.shape[1]))
 
     def _noise(self, texts: list[Text], length: int) -> tuple[Tensor, Tensor]:
         """(B, L) of random commit policies, and (B, L, U) for draws: the first number draws a position's token."""

@@ -107,7 +107,7 @@ def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig
     """The batch with training's random prompts among what stays visible."""
     if model.config.kind == "ar":
         return batch
-    rows, free = batch.numbers()[0], model.sets(batch.tokens, batch.prompt).free.cpu()
+    rows, free = batch.numbers()[0], model.position_masks(batch.tokens, batch.prompt).free.cpu()
     around = noise.visible_around_blanks(key, rows, free, settings.blank_share)
     spans = noise.visible_spans(key, rows, free, settings.prompt_share) & ~around.any(dim=-1, keepdim=True)
     shown = (spans | around).to(batch.tokens.device)
@@ -116,7 +116,7 @@ def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig
 
 def counted(model: Model, batch: Batch) -> Tensor:
     """How many tokens of a batch `objective` predicts."""
-    free = model.sets(batch.tokens, batch.prompt).free
+    free = model.position_masks(batch.tokens, batch.prompt).free
     return (free[:, 1:] if model.config.kind == "ar" else free).sum()
 
 
@@ -162,7 +162,7 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     """Which tokens are masked: at one level t where chunks follow from the noisy stream, else one for each."""
     tokens, config = batch.tokens, model.config
     rows, num_rows = batch.numbers()
-    free = model.sets(tokens, batch.prompt).free
+    free = model.position_masks(tokens, batch.prompt).free
     if config.routes_from_noise:
         ids, groups, num_groups = None, free.long(), 1
     else:
@@ -177,7 +177,7 @@ def next_token_loss(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
 ) -> Loss:
     """AR: position ℓ predicts ℓ+1."""
-    free = model.sets(batch.tokens, batch.prompt).free[:, 1:]
+    free = model.position_masks(batch.tokens, batch.prompt).free[:, 1:]
     encoded = model.encode(batch.tokens)
     targets = batch.tokens[:, 1:][free]
     summed = weighted_nll(encoded.states[:, :-1][free], model.head_weight(), targets, torch.ones_like(targets))

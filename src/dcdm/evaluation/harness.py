@@ -37,7 +37,7 @@ from dcdm.decoding.routes import router_of
 from dcdm.distributed import choose_device
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 log = logging.getLogger(__name__)
 
@@ -76,22 +76,22 @@ def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor, lanes
     AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one forward,
     given the earlier ones.
     """
-    sets = model.sets(tokens, prompt)
+    positions = model.position_masks(tokens, prompt)
     if model.config.routes_from_noise:
-        return _greedy_walk(model, tokens, sets, index)
+        return _greedy_walk(model, tokens, positions, index)
     with torch.no_grad():
         if model.config.kind == "ar":
-            states, truth, where = model.encode(tokens).states[:, :-1], tokens[:, 1:], sets.free[:, 1:]
+            states, truth, where = model.encode(tokens).states[:, :-1], tokens[:, 1:], positions.free[:, 1:]
         else:
-            ids = model.partition(tokens, sets.visible, index, lanes).ids
-            states = model.encode(tokens, sets.free, prompt=sets.visible, chunk_ids=ids).states
-            truth, where = tokens, sets.free
+            ids = model.partition(tokens, positions.visible, index, lanes).ids
+            states = model.encode(tokens, positions.free, prompt=positions.visible, chunk_ids=ids).states
+            truth, where = tokens, positions.free
         right = torch.ones_like(where)
         right[where] = model.token_logits(states[where]).argmax(dim=-1) == truth[where]
     return right.all(dim=-1)
 
 
-def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Tensor:
+def _greedy_walk(model: Model, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Tensor:
     right = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
 
     def reveal(view: View, fill: Tensor) -> Tensor:
@@ -99,9 +99,9 @@ def _greedy_walk(model: Model, tokens: Tensor, sets: Sets, index: Tensor) -> Ten
         right.logical_and_(((view.predicted.best[1] == true) | ~fill).all(dim=-1))
         return true
 
-    z = tokens.masked_fill(sets.free, model.config.mask_id)
-    router, predictor = router_of(model, sets, index), predictor_of(model, sets, "auto")
-    fill_canvas(z, sets, router, predictor, commit_policy("chunk"), reveal)
+    z = tokens.masked_fill(positions.free, model.config.mask_id)
+    router, predictor = router_of(model, positions, index), predictor_of(model, positions, "auto")
+    fill_canvas(z, positions, router, predictor, commit_policy("chunk"), reveal)
     return right
 
 

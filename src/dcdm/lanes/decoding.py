@@ -26,7 +26,7 @@ from dcdm.lanes.model import LaneModel
 from dcdm.lanes.partition import lane_partition
 from dcdm.model.layout import RaggedIndex
 from dcdm.model.masks import CLEAN
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 # --- routing -----------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ from dcdm.model.transformer import Model, Sets
 @router_of.register(LaneModel)
 def lane_router(
     model: LaneModel,
-    sets: Sets,
+    positions: PositionMasks,
     index: Tensor | None = None,
     name: str = "auto",
     adablock: AdaBlock | None = None,
@@ -42,10 +42,10 @@ def lane_router(
 ) -> Router:
     """Lanes that wait for each other: chunk k is the k-th position of every lane."""
     if model.config.kind != "lanes":  # another partition, predicted from the left
-        return router_of.dispatch(Model)(model, sets, index, name, adablock)
+        return router_of.dispatch(Model)(model, positions, index, name, adablock)
     check_routing(model.config, name)
-    ids, _ = lane_partition(model.config, sets.free, sets.real, lanes)
-    return Fixed(sets, ids, ids)
+    ids, _ = lane_partition(model.config, positions.free, positions.real, lanes)
+    return Fixed(positions, ids, ids)
 
 
 class DraftedLanes(Router):
@@ -56,10 +56,10 @@ class DraftedLanes(Router):
 
     policy = "drafted"
 
-    def __init__(self, sets: Sets, lane: Tensor) -> None:
+    def __init__(self, positions: PositionMasks, lane: Tensor) -> None:
         """`lane` (B, L), from 1."""
         super().__init__()
-        self.real, self.lane = sets.real, lane
+        self.real, self.lane = positions.real, lane
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         pending = self.real & ~revealed
@@ -81,8 +81,10 @@ class DraftedLanes(Router):
 class CachedFromLeft(Cached):
     """The tokens that were committed last come in and predict what stands on their right."""
 
-    def __init__(self, model: LaneModel, sets: Sets | None = None, prefixes: PrefixCache | None = None) -> None:
-        super().__init__(model, sets, prefixes)
+    def __init__(
+        self, model: LaneModel, positions: PositionMasks | None = None, prefixes: PrefixCache | None = None
+    ) -> None:
+        super().__init__(model, positions, prefixes)
         self._drafts: list[tuple[Tensor, RaggedIndex, Tensor]] = []
         """Of each pass that read draft tokens: rows, positions, places in the cache."""
 
@@ -142,11 +144,11 @@ class LaneState(DecodingState):
     ROWS: ClassVar[tuple[str, ...]] = (*DecodingState.ROWS, "ahead")
 
     def __init__(
-        self, z: Tensor, sets: Sets, router: Router, predict: Predictor, order: Tensor | None = None,
+        self, z: Tensor, positions: PositionMasks, router: Router, predict: Predictor, order: Tensor | None = None,
         uniform: Tensor | None = None, *, lane: Tensor, ahead: Tensor, drafter: Drafter,
     ) -> None:  # fmt: skip
         """`lane` (B, L) numbers the lanes, `ahead` (B,) says how many tokens of each are drafted."""
-        super().__init__(z, sets, router, predict, order, uniform)
+        super().__init__(z, positions, router, predict, order, uniform)
         assert isinstance(predict, CachedFromLeft)
         assert isinstance(predict.model, LaneModel)
         self.model, self.cached, self.drafter = predict.model, predict, drafter
@@ -209,22 +211,22 @@ class LaneSession(Session):
         none, no_lane = self._state.real, self._state.z
         uniform = self._state.uniform.expand(-1, -1, len(self.DRAWS))
         self._state = LaneState(
-            no_lane, Sets(none, none, none), self._state.router, self._predict, None, uniform, lane=no_lane,
+            no_lane, PositionMasks(none, none, none), self._state.router, self._predict, None, uniform, lane=no_lane,
             ahead=no_lane[:, 0], drafter=self,
         )  # fmt: skip
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
         return *super()._policy(text), _drafts(text) > 0
 
-    def _rows(self, z: Tensor, sets: Sets, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[Text]) -> DecodingState:
         lanes = torch.tensor([text.decoding.lanes for text in texts])
-        ids, lane = lane_partition(self.model.config, sets.free, sets.real, lanes)
+        ids, lane = lane_partition(self.model.config, positions.free, positions.real, lanes)
         for text, row in zip(texts, lane.tolist(), strict=True):
             text.lanes = row
         ahead = torch.tensor([_drafts(text) for text in texts])
-        router = DraftedLanes(sets, lane) if bool(ahead.any()) else Fixed(sets, ids, ids)
+        router = DraftedLanes(positions, lane) if bool(ahead.any()) else Fixed(positions, ids, ids)
         noise = self._noise(texts, z.shape[1])
-        return LaneState(z, sets, router, self._predict, *noise, lane=lane, ahead=ahead, drafter=self)
+        return LaneState(z, positions, router, self._predict, *noise, lane=lane, ahead=ahead, drafter=self)
 
     def _closed(self) -> Tensor | None:
         """Chunks of lanes do not depend on what is written: positions after an EOS can stay masked."""

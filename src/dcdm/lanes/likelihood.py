@@ -19,20 +19,20 @@ from dcdm.lanes.decoding import DraftedLanes, LaneState
 from dcdm.lanes.model import LaneModel
 from dcdm.lanes.partition import lane_partition
 from dcdm.likelihood.estimators import AlongText, Part, Scorer, certain, scattered, scorer_of
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 
 @scorer_of.register(LaneModel)
 class LaneScorer(Scorer):
     """The estimators of such a model."""
 
-    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def exact(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         """Every token predicted once, given the earlier chunks, as when each chunk takes one forward pass."""
-        ids = self.model.partition(tokens, sets.visible, index, self.decoder.lanes).ids
-        states = self.model.encode(tokens, prompt=sets.visible, chunk_ids=ids).states
-        return certain(scattered(self.model, states, tokens, sets.free), sets.free.sum(dim=-1), 1)
+        ids = self.model.partition(tokens, positions.visible, index, self.decoder.lanes).ids
+        states = self.model.encode(tokens, prompt=positions.visible, chunk_ids=ids).states
+        return certain(scattered(self.model, states, tokens, positions.free), positions.free.sum(dim=-1), 1)
 
-    def drafted(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def drafted(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         """Lanes with drafts along the true text: −log p of each token given what its forward pass knew.
 
         How many draft tokens each forward pass accepts is drawn as it would have come given the text. What is
@@ -40,24 +40,24 @@ class LaneScorer(Scorer):
         is at most log p(text); with one lane it is the same for any pattern, and log p(text) itself.
         """
         assert isinstance(self.samples, int)
-        walks = [self.walk(tokens, sets, index, sample) for sample in range(self.samples)]
+        walks = [self.walk(tokens, positions, index, sample) for sample in range(self.samples)]
         nats = torch.stack([along.nats for along in walks])
         forwards = torch.stack([along.forward for along in walks]).double().mean(dim=0)
         varies = self.decoder.drafts and self.decoder.lanes != 1
         alone = torch.full_like(forwards, torch.nan if varies else 0.0)  # one draw has no spread
         spread = alone if self.samples == 1 else nats.sum(dim=-1).std(dim=0) / math.sqrt(self.samples)
-        return Part(nats.mean(dim=0), spread, sets.free.sum(dim=-1).cpu(), forwards)
+        return Part(nats.mean(dim=0), spread, positions.free.sum(dim=-1).cpu(), forwards)
 
     @torch.no_grad()
-    def walk(self, tokens: Tensor, sets: Sets, index: Tensor, sample: int) -> AlongTextWithDrafts:
+    def walk(self, tokens: Tensor, positions: PositionMasks, index: Tensor, sample: int) -> AlongTextWithDrafts:
         """Lanes with drafts along the true text, with an acceptance pattern drawn for it."""
         model, decoder = self.model, self.decoder
         chances = self.key.fold("pace", sample).rows(index, tokens.shape[1]).to(tokens.device)
         along = AlongTextWithDrafts(tokens, decoder.sampling, chances)
-        _, lane = lane_partition(model.config, sets.free, sets.real, decoder.lanes)
+        _, lane = lane_partition(model.config, positions.free, positions.real, decoder.lanes)
         state = LaneState(
-            tokens.masked_fill(sets.free, model.config.mask_id), sets, DraftedLanes(sets, lane),
-            predictor_of(model, sets, decoder.cache), lane=lane,
+            tokens.masked_fill(positions.free, model.config.mask_id), positions, DraftedLanes(positions, lane),
+            predictor_of(model, positions, decoder.cache), lane=lane,
             ahead=torch.full_like(index, decoder.drafts or 0), drafter=along,
         )  # fmt: skip
         while state.step(commit_policy("chunk"), along.reveal) is not None:
@@ -95,4 +95,4 @@ def forwards_along(
     decoder = DecodingConfig("chunk", lanes=lanes, drafts=drafts).resolve(model.config)
     scorer = LaneScorer(model, 1, Key(seed).fold("drafted"), decoder)
     numbers = torch.arange(len(tokens)) if index is None else index
-    return scorer.walk(tokens, model.sets(tokens, prompt), numbers, 0).came
+    return scorer.walk(tokens, model.position_masks(tokens, prompt), numbers, 0).came

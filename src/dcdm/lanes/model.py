@@ -47,7 +47,7 @@ class LaneModel(Model):
         As `Model.forward`, without `masked`; `lanes` (one number, or one for each row) is the number of lanes.
         """
         encoded = self.encode(tokens, masked, prompt=prompt, chunk_ids=chunk_ids, index=index, lanes=lanes)
-        free = self.sets(tokens, prompt).free
+        free = self.position_masks(tokens, prompt).free
         logits = substitute(self.head(encoded.states), tokens, free)
         return Output(logits, encoded.chunk_ids, encoded.router_scores)
 
@@ -62,7 +62,7 @@ class LaneModel(Model):
         lanes: int | Tensor | None = None,
     ) -> Encoded:
         """`forward` without the head."""
-        if masked is not None and not torch.equal(masked, self.sets(tokens, prompt).free):
+        if masked is not None and not torch.equal(masked, self.position_masks(tokens, prompt).free):
             raise ValueError("a model that predicts from the left predicts every free token: leave `masked` out")
         ids = self.partition(tokens, prompt, index, lanes).ids if chunk_ids is None else chunk_ids
         return self._encode(tokens, ids, ids >= 1, (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True)))
@@ -82,8 +82,8 @@ class LaneModel(Model):
         """Chunk ids of clean tokens: those of the lanes, or of the partition that the kind has."""
         if self.config.kind != "lanes":
             return super().partition(tokens, prompt, index)
-        sets = self.sets(tokens, prompt)
-        return Partition(lane_partition(self.config, sets.free, sets.real, lanes)[0], None)
+        positions = self.position_masks(tokens, prompt)
+        return Partition(lane_partition(self.config, positions.free, positions.real, lanes)[0], None)
 
     @property
     def decoding_mask(self) -> Mask:

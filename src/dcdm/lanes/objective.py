@@ -30,7 +30,7 @@ def lane_loss(
     model: LaneModel, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
 ) -> Loss:
     """−log p of every free token, and the draft head's loss where there is one."""
-    free = model.sets(batch.tokens, batch.prompt).free
+    free = model.position_masks(batch.tokens, batch.prompt).free
     lanes = draw_lanes(model.config, key, batch.numbers()[0], free.sum(dim=-1).cpu())
     ids = model.partition(batch.tokens, batch.prompt, batch.index, lanes).ids
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)

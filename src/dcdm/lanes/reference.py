@@ -25,8 +25,8 @@ def lane_chunks(
     """Chunk ids (B, L) of the lanes, or of the partition that the kind has."""
     if model.config.kind != "lanes":
         return partition.dispatch(Model)(model, tokens, prompt, index)
-    sets = model.sets(tokens, prompt)
-    return lane_partition(model.config, sets.free, sets.real, lanes)[0]
+    positions = model.position_masks(tokens, prompt)
+    return lane_partition(model.config, positions.free, positions.real, lanes)[0]
 
 
 @encode.register

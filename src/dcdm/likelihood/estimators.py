@@ -25,7 +25,7 @@ from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
 from dcdm.model.products import token_nll
-from dcdm.model.transformer import Model, Sets
+from dcdm.model.transformer import Model, PositionMasks
 
 Estimator = Literal["exact", "bound", "surrogate", "sequential", "trajectory", "drafted"]
 
@@ -133,7 +133,7 @@ def score(
     for at in range(0, len(tokens), batch_size):
         rows = slice(at, at + batch_size)
         given = None if prompt is None else prompt[rows]
-        parts.append(getattr(run, name)(tokens[rows], model.sets(tokens[rows], given), index[rows]))
+        parts.append(getattr(run, name)(tokens[rows], model.position_masks(tokens[rows], given), index[rows]))
     by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
     return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
 
@@ -194,7 +194,7 @@ _FIELDS = ("by_position", "stderr", "tokens", "forwards")
 
 @dataclass(frozen=True)
 class Scorer:
-    """The estimators; each takes tokens (B, L), their sets and the sequences' numbers."""
+    """The estimators; each takes tokens (B, L), their position masks and the sequences' numbers."""
 
     model: Model
     samples: int | Literal["all"]
@@ -202,32 +202,32 @@ class Scorer:
     decoder: DecodingConfig
     """The decoder whose likelihood `trajectory` is."""
 
-    def exact(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def exact(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         states = self.model.encode(tokens).states[:, :-1]
-        nll = scattered(self.model, states, tokens[:, 1:], sets.free[:, 1:])
-        return certain(F.pad(nll, (1, 0)), sets.free[:, 1:].sum(dim=-1), 1)
+        nll = scattered(self.model, states, tokens[:, 1:], positions.free[:, 1:])
+        return certain(F.pad(nll, (1, 0)), positions.free[:, 1:].sum(dim=-1), 1)
 
-    def bound(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
-        ids = self.model.partition(tokens, sets.visible, index).ids
-        nll_of = self._dual_stream(tokens, sets, ids)
+    def bound(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        ids = self.model.partition(tokens, positions.visible, index).ids
+        nll_of = self._dual_stream(tokens, positions, ids)
         cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
-        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+        return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), passes)
 
-    def surrogate(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
-        nll_of = self._dual_stream(tokens, sets, None)
-        cost, variance, passes = self._expected(nll_of, sets.free.long(), 1, index)
-        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), passes)
+    def surrogate(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        nll_of = self._dual_stream(tokens, positions, None)
+        cost, variance, passes = self._expected(nll_of, positions.free.long(), 1, index)
+        return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), passes)
 
-    def sequential(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def sequential(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
-        router, route = router_of(model, sets), routes.start(sets)
-        revealed = sets.visible
+        router, route = router_of(model, positions), routes.start(positions)
+        revealed = positions.visible
         cost = torch.zeros(tokens.shape, dtype=torch.float64)
         variance = torch.zeros(len(tokens), dtype=torch.float64)
         forwards, chunks = torch.zeros_like(index), 0
-        while bool((sets.real & ~revealed).any()):
-            asking = (sets.real & ~revealed).any(dim=-1)
+        while bool((positions.real & ~revealed).any()):
+            asking = (positions.real & ~revealed).any(dim=-1)
             z = tokens.masked_fill(~revealed, mask_id)
             route = router.next(z, revealed, route, asking).where(asking, route)
             active = route.active & ~revealed  # none in a row that is full
@@ -246,36 +246,38 @@ class Scorer:
             cost, variance = cost + more, variance + spread
             forwards += passes
             revealed = revealed | active
-        return Part(cost, variance.sqrt(), sets.free.sum(dim=-1).cpu(), forwards)
+        return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), forwards)
 
-    def trajectory(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def trajectory(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         model, decoder = self.model, self.decoder
         by_mask = "bound" in estimators_of(model.config)
         if decoder.one_pass_per_chunk and by_mask:
-            return self._trajectory_in_one_pass(tokens, sets, index)
+            return self._trajectory_in_one_pass(tokens, positions, index)
         along = AlongText(tokens, decoder.sampling)
         _, counts = fill_canvas(
-            tokens.masked_fill(sets.free, model.config.mask_id),
-            sets,
-            router_of(model, sets, index, decoder.routing, decoder.adablock, decoder.lanes),
-            predictor_of(model, sets, decoder.cache),
+            tokens.masked_fill(positions.free, model.config.mask_id),
+            positions,
+            router_of(model, positions, index, decoder.routing, decoder.adablock, decoder.lanes),
+            predictor_of(model, positions, decoder.cache),
             commit_policy(decoder.commit),
             along.reveal,
             order=self.key.fold("order").rows(index, tokens.shape[1]),
         )
-        return certain(along.nats, sets.free.sum(dim=-1), counts.forwards)
+        return certain(along.nats, positions.free.sum(dim=-1), counts.forwards)
 
-    def _trajectory_in_one_pass(self, tokens: Tensor, sets: Sets, index: Tensor) -> Part:
+    def _trajectory_in_one_pass(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
-        ids = self.model.partition(tokens, sets.visible, index).ids
-        nll = self._dual_stream(tokens, sets, ids)(sets.free)
-        return certain(nll, sets.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
+        ids = self.model.partition(tokens, positions.visible, index).ids
+        nll = self._dual_stream(tokens, positions, ids)(positions.free)
+        return certain(nll, positions.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
 
-    def _dual_stream(self, tokens: Tensor, sets: Sets, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def _dual_stream(
+        self, tokens: Tensor, positions: PositionMasks, ids: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
         """masked (B, L) → −log p of the masked tokens (B, L), by the training pass."""
 
         def nll_of(masked: Tensor) -> Tensor:
-            states = self.model.encode(tokens, masked, prompt=sets.visible, chunk_ids=ids).states
+            states = self.model.encode(tokens, masked, prompt=positions.visible, chunk_ids=ids).states
             return scattered(self.model, states, tokens, masked)
 
         return nll_of

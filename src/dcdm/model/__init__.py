@@ -2,5 +2,5 @@
 
 Read masks (who may attend to whom), then reference (the whole network, literally), chunking and routing (the
 paper's nouns), then transformer (the network as it runs) with what makes it fast: layout, tiling, attention,
-blockmask, products, rounds, cache.
+blockmask, products, incremental_router, cache.
 """

@@ -95,17 +95,17 @@ def partition(
     index: Tensor | None = None,
 ) -> Tensor:
     """Chunk ids (B, L) where they do not depend on noise; causal rounds run all of block 0 each."""
-    sets = model.sets(tokens, prompt)
+    positions = model.position_masks(tokens, prompt)
     if model.config.kind != "dcdm" or model.config.routing != "causal":
-        return routing.fixed_partition(model.config, sets.free, sets.real, index)
+        return routing.fixed_partition(model.config, positions.free, positions.real, index)
 
-    revealed = torch.zeros_like(sets.real)
+    revealed = torch.zeros_like(positions.real)
 
     def router(new: Tensor) -> Tensor:
         revealed.logical_or_(new)
-        return router_scores(model, tokens.masked_fill(~revealed, model.config.mask_id), sets.real)
+        return router_scores(model, tokens.masked_fill(~revealed, model.config.mask_id), positions.real)
 
-    return routing.causal_partition(router, sets.free, sets.real, model.config)[0]
+    return routing.causal_partition(router, positions.free, positions.real, model.config)[0]
 
 
 @singledispatch
@@ -120,23 +120,23 @@ def encode(
 ) -> Encoded:
     """Final states of the noisy stream, at every position. Other networks register their own version."""
     config, length = model.config, tokens.shape[1]
-    sets = model.sets(tokens, prompt)
+    positions = model.position_masks(tokens, prompt)
     if config.kind == "ar":
-        only = Pass(model, masks.causal, Slots.of(torch.where(sets.real, 0, -1)))
+        only = Pass(model, masks.causal, Slots.of(torch.where(positions.real, 0, -1)))
         states = model.norm(only.run(model.embed_tokens(tokens)))
-        return Encoded(states, None, None, [gate[sets.real] for gate in only.gates])
+        return Encoded(states, None, None, [gate[positions.real] for gate in only.gates])
     assert masked is not None
     noisy = tokens.masked_fill(masked, config.mask_id)
     if config.routes_from_noise:
         assert model.chunking is not None
-        h_z, stage_z = stage_1(model, noisy, masked, sets.real)
-        h_x, stage_x = stage_1(model, tokens, masked, sets.real)
+        h_z, stage_z = stage_1(model, noisy, masked, positions.real)
+        h_x, stage_x = stage_1(model, tokens, masked, positions.real)
         assert stage_z.r is not None
-        ids = torch.where(sets.real, model.chunking.assign(stage_z.r), -1) if chunk_ids is None else chunk_ids
+        ids = torch.where(positions.real, model.chunking.assign(stage_z.r), -1) if chunk_ids is None else chunk_ids
         second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
         h_bsd = second.run(torch.cat([h_z, h_x], dim=1), first=1)
         r: Tensor | None = stage_z.r
-        early = [g[sets.real] for g in stage_z.gates + stage_x.gates]
+        early = [g[positions.real] for g in stage_z.gates + stage_x.gates]
     else:
         ids = partition(model, tokens, prompt, index) if chunk_ids is None else chunk_ids
         second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
@@ -155,6 +155,6 @@ def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **option
         logits[..., -NUM_SPECIALS:] = -torch.inf
     if model.config.kind != "ar":
         logits = substitute(
-            logits, tokens, model.sets(tokens, options.get("prompt")).free if masked is None else masked
+            logits, tokens, model.position_masks(tokens, options.get("prompt")).free if masked is None else masked
         )
     return Output(logits, encoded.chunk_ids, encoded.router_scores)

@@ -18,13 +18,13 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
+from dcdm.model.incremental_router import IncrementalRouter
 from dcdm.model.masks import Slots
 from dcdm.model.products import product
-from dcdm.model.rounds import Rounds
 
 
 @dataclass(frozen=True)
-class Sets:
+class PositionMasks:
     """Which positions are padding, always visible (BOS and prompt) or free to be masked; each (B, L) bool."""
 
     real: Tensor
@@ -143,13 +143,13 @@ class Model(nn.Module):
         index: Tensor | None = None,
     ) -> Encoded:
         """`forward` without the head."""
-        sets = self.sets(tokens, prompt)
+        positions = self.position_masks(tokens, prompt)
         if self.config.kind == "ar":
-            h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(sets.real))
+            h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(positions.real))
             return Encoded(self.norm(h_bld), None, None, gates)
-        masked = self._checked(tokens, masked, sets)
+        masked = self._checked(tokens, masked, positions)
         if self.config.routes_from_noise:
-            return self._encode_from_noise(tokens, masked, sets, chunk_ids)
+            return self._encode_from_noise(tokens, masked, positions, chunk_ids)
         ids = self.partition(tokens, prompt, index).ids if chunk_ids is None else chunk_ids
         noisy = tokens.masked_fill(masked, self.config.mask_id)
         place = layout.dual_stream(ids, masked, compact=self._compact)
@@ -159,13 +159,15 @@ class Model(nn.Module):
         states = place.restore(self.norm(h_bqd))
         return Encoded(states, ids, None if r is None else place.restore(r[:, : place.num_noisy]), gates)
 
-    def _encode_from_noise(self, tokens: Tensor, masked: Tensor, sets: Sets, chunk_ids: Tensor | None) -> Encoded:
+    def _encode_from_noise(
+        self, tokens: Tensor, masked: Tensor, positions: PositionMasks, chunk_ids: Tensor | None
+    ) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
         streams = torch.cat([tokens.masked_fill(masked, self.config.mask_id), tokens])
-        stage_one = self.run_stage_one(streams, sets.real.repeat(2, 1), masked.repeat(2, 1))
+        stage_one = self.run_stage_one(streams, positions.real.repeat(2, 1), masked.repeat(2, 1))
         h, r = self._routed(stage_one)
         r_blk = r.chunk(2)[0]
-        ids = self._assign(r_blk, sets.real) if chunk_ids is None else chunk_ids
+        ids = self._assign(r_blk, positions.real) if chunk_ids is None else chunk_ids
         place = layout.dual_stream(ids, masked, compact=self._compact)
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
@@ -245,7 +247,7 @@ class Model(nn.Module):
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return weight if self.config.predicts_specials else weight[:-NUM_SPECIALS]
 
-    def sets(self, tokens: Tensor, prompt: Tensor | None = None) -> Sets:
+    def position_masks(self, tokens: Tensor, prompt: Tensor | None = None) -> PositionMasks:
         """Padding, always-visible and free positions of `tokens` (B, L)."""
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must have the shape (batch, length), got {tuple(tokens.shape)}")
@@ -259,7 +261,7 @@ class Model(nn.Module):
             visible = visible | (prompt & real)
         if self.config.kind == "ar":  # nothing comes before position 0 to predict it from
             visible = visible | (real & (torch.arange(tokens.shape[1], device=tokens.device) == 0))
-        return Sets(real, visible, real & ~visible)
+        return PositionMasks(real, visible, real & ~visible)
 
     def partition(
         self,
@@ -274,22 +276,22 @@ class Model(nn.Module):
         """
         if self.config.kind == "ar" or self.config.routes_from_noise:
             raise ValueError("AR has no chunks, and the paper's routing has none without noise: call the model")
-        sets, config = self.sets(tokens, prompt), self.config
+        positions, config = self.position_masks(tokens, prompt), self.config
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
-            return Partition(routing.fixed_partition(config, sets.free, sets.real, index), None)
+            return Partition(routing.fixed_partition(config, positions.free, positions.real, index), None)
         with torch.no_grad():
-            rounds = self.rounds(sets.free)
+            incremental = self.incremental_router(positions.free)
 
             def router(new: Tensor) -> Tensor:
-                rounds.reveal(new, tokens)
-                return rounds.scores()
+                incremental.reveal(new, tokens)
+                return incremental.scores()
 
-            return Partition(*routing.causal_partition(router, sets.free, sets.real, config))
+            return Partition(*routing.causal_partition(router, positions.free, positions.real, config))
 
-    def rounds(self, free: Tensor) -> Rounds:
+    def incremental_router(self, free: Tensor) -> IncrementalRouter:
         """The causal routing's scores, round by round, with the `free` positions (B, L) hidden at first."""
         assert self.chunking is not None
-        return Rounds(self.config, self.embed_tokens, self.layers[0], self.chunking, free)  # type: ignore[arg-type]
+        return IncrementalRouter(self.config, self.embed_tokens, self.layers[0], self.chunking, free)  # type: ignore[arg-type]
 
     def run_stage_one(
         self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False
@@ -376,7 +378,7 @@ class Model(nn.Module):
         """Whether slots that nobody reads are left out: not under FlexAttention, which wants static shapes."""
         return self._backend() != "flex"
 
-    def _checked(self, tokens: Tensor, masked: Tensor | None, sets: Sets) -> Tensor:
+    def _checked(self, tokens: Tensor, masked: Tensor | None, positions: PositionMasks) -> Tensor:
         if masked is None:
             raise ValueError(f"a {self.config.kind} model needs `masked`: which positions are hidden, (B, L) bool")
         if masked.shape != tokens.shape or masked.dtype != torch.bool:
@@ -384,7 +386,7 @@ class Model(nn.Module):
                 f"masked must be bool of the shape {tuple(tokens.shape)}, got {masked.dtype} {tuple(masked.shape)}"
             )
         problem = "masked may not cover BOS, prompt or PAD positions: they are always visible"
-        outside = (masked & ~sets.free).any()
+        outside = (masked & ~positions.free).any()
         if outside.device.type != "cpu":
             torch._assert_async(~outside, problem)  # no host sync
         elif outside:

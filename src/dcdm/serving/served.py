@@ -17,9 +17,16 @@ from dcdm.config import ConfigError
 from dcdm.data.chats import ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import POLICIES
-from dcdm.decoding.config import CACHES, ROUTINGS, DecodingConfig, Revise, default_commit, fitting_settings
+from dcdm.decoding.config import (
+    CACHES,
+    ROUTINGS,
+    DecodingConfig,
+    Revise,
+    default_commit,
+    fitting_caches,
+    fitting_settings,
+)
 from dcdm.decoding.constraints import ENTRIES, CompilerBusy, ConstrainedSpan, Constraint, constrained_spans
-from dcdm.decoding.predictors import fitting_caches
 from dcdm.decoding.prompts import blank_tokens, read_prompts, with_blanks
 from dcdm.decoding.routes import described, fitting_routings
 from dcdm.model.transformer import Model

@@ -119,7 +119,10 @@ def _max_violation(model: Model, text: WindowBatch) -> float:
     from dcdm.model.chunking import chunk_counts, max_violation
     from dcdm.viewing.palette import chunk_ids
 
-    ids, free = chunk_ids(model, text.tokens, text.prompt, text.index), model.sets(text.tokens, text.prompt).free
+    ids, free = (
+        chunk_ids(model, text.tokens, text.prompt, text.index),
+        model.position_masks(text.tokens, text.prompt).free,
+    )
     assert ids is not None
     assert model.config.num_chunks is not None
     return float(max_violation(chunk_counts(ids, free, model.config.num_chunks).sum(dim=0)))

@@ -244,8 +244,8 @@ def view(
     lanes = resolve_lanes(config, lanes)
     drafts = resolve_drafts(config, drafts, "exact")
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
-    sets = model.sets(tokens)
-    free = sets.free[0].tolist()
+    positions = model.position_masks(tokens)
+    free = positions.free[0].tolist()
     num_chunks = config.num_groups(sum(free))
     if levels:
         frames = _noise_frames(model, tokens, levels, seed)
@@ -258,7 +258,7 @@ def view(
         if lanes is not None:
             num_chunks = int(partition.ids.max())
         frames = _round_frames(model, tokens, num_chunks, partition)
-    lane = [] if lanes is None else lane_partition(config, sets.free, sets.real, lanes)[1][0].tolist()
+    lane = [] if lanes is None else lane_partition(config, positions.free, positions.real, lanes)[1][0].tolist()
     if corpus is None:
         here = torch.zeros_like(tokens, dtype=torch.bool)
         corpus = TokenWindows("this text", tokens, here, torch.zeros(1, dtype=torch.long), [window.pieces])
@@ -338,7 +338,7 @@ def _shown(frames: list[Frame], levels: list[float], noise: float | None, round:
 
 
 def _noise_frames(model: Model, tokens: Tensor, levels: list[float], seed: int) -> list[Frame]:
-    free = model.sets(tokens).free
+    free = model.position_masks(tokens).free
     masked_fl = nested_masks(torch.zeros(1, dtype=torch.long), free, levels, seed)[:, 0]
     ids_fl, scores_flk = _routed(model, tokens.expand(len(levels), -1), masked_fl)
     return [
@@ -356,7 +356,7 @@ def _routed(model: Model, tokens: Tensor, masked: Tensor) -> tuple[Tensor, Tenso
 
 
 def _round_frames(model: Model, tokens: Tensor, num_chunks: int, partition: Partition) -> list[Frame]:
-    ids, free = partition.ids[0], model.sets(tokens).free[0]
+    ids, free = partition.ids[0], model.position_masks(tokens).free[0]
     rounds_k1 = torch.arange(1, num_chunks + 1, device=ids.device)[:, None]
     hidden_kl = ids >= rounds_k1
     scores_kl: list[list[list[float]]] = [[[] for _ in ids] for _ in range(num_chunks)]
@@ -397,22 +397,22 @@ def corpus_ids(
     for at in range(0, len(corpus.tokens), 8):
         rows = slice(at, at + 8)
         tokens, prompt, index = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device), corpus.index[rows]
-        sets = model.sets(tokens, prompt)
+        positions = model.position_masks(tokens, prompt)
         if levels:
-            masks = nested_masks(index, sets.free, levels, seed)
+            masks = nested_masks(index, positions.free, levels, seed)
             ids_fnl = torch.stack([_routed(model, tokens, masked)[0] for masked in masks])
         elif lanes is not None:
-            ids_fnl = lane_partition(model.config, sets.free, sets.real, lanes)[1][None]
+            ids_fnl = lane_partition(model.config, positions.free, positions.real, lanes)[1][None]
         else:
             ids_fnl = model.partition(tokens, prompt, index).ids[None]
-        yield torch.where(sets.free, ids_fnl, 0), corpus.pieces[rows]
+        yield torch.where(positions.free, ids_fnl, 0), corpus.pieces[rows]
 
 
 def _count_kinds(
     model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
 ) -> KindCounts:
     if lanes is None:  # windows of a corpus may be longer than the text, and have more chunks
-        longest = int(model.sets(corpus.tokens, corpus.prompt).free.sum(dim=1).max())
+        longest = int(model.position_masks(corpus.tokens, corpus.prompt).free.sum(dim=1).max())
         num_groups = max(num_groups, model.config.num_groups(longest))
     total = torch.zeros(max(1, len(levels)), num_groups, len(KINDS), dtype=torch.long)
     seen = 0

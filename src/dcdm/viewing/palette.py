@@ -71,5 +71,5 @@ def chunk_ids(
     with torch.no_grad():
         if not model.config.routes_from_noise:
             return model.partition(tokens, prompt, index).ids
-        masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.sets(tokens, prompt).free
+        masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.position_masks(tokens, prompt).free
         return model.encode(tokens, masked, prompt=prompt).chunk_ids

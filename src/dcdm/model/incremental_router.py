@@ -24,7 +24,7 @@ from dcdm.model.layout import RaggedIndex, stack_rows
 from dcdm.model.products import at_least_fp32, product_type
 
 
-class Rounds:
+class IncrementalRouter:
     """Router scores round by round; `reveal` before the first `scores` with what is visible from the start."""
 
     def __init__(
@@ -96,8 +96,8 @@ class Rounds:
         places.put(out, self.chunking.scores(h_bxd))
         return out
 
-    def join(self, other: Rounds) -> None:
-        """The rows of `other`, rounds of the same model, behind the own."""
+    def join(self, other: IncrementalRouter) -> None:
+        """The rows of `other`, a router of the same model, behind the own."""
         self.hidden = stack_rows(self.hidden, other.hidden, False)
         for name in ("peak_blh", "sum_blh", "mean_blhd"):
             setattr(self, name, stack_rows(getattr(self, name), getattr(other, name), 1.0))
