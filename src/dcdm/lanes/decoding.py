@@ -211,8 +211,8 @@ class LaneSession(Session):
         none, no_lane = self._state.real, self._state.z
         uniform = self._state.uniform.expand(-1, -1, len(self.DRAWS))
         self._state = LaneState(
-            no_lane, PositionMasks(none, none, none), self._state.router, self._predict, None, uniform, lane=no_lane,
-            ahead=no_lane[:, 0], drafter=self,
+            no_lane, PositionMasks(none, none, none), self._state.router, self._predict, None, uniform,
+            lane=no_lane, ahead=no_lane[:, 0], drafter=self,
         )  # fmt: skip
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
