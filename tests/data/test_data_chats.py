@@ -9,8 +9,7 @@ import pytest
 
 from dcdm.config import DataConfig
 from dcdm.data import chats
-from dcdm.data.chats import ChatError, ChatTemplate
-from dcdm.data.examples import BadRow, ExampleMaker
+from dcdm.data.chats import BadRow, ChatError, ChatTemplate, ExampleMaker
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 
 BYTES = byte_tokenizer()

@@ -308,9 +308,9 @@ def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_pa
 
 
 def _stop_after(monkeypatch, units):
-    from dcdm.data import shards
+    from dcdm.data import prepare as preparing
 
-    real, done = shards.write_unit, []
+    real, done = preparing.write_unit, []
 
     def stopping(*arguments):
         if len(done) == units:
@@ -318,7 +318,7 @@ def _stop_after(monkeypatch, units):
         done.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(shards, "write_unit", stopping)
+    monkeypatch.setattr(preparing, "write_unit", stopping)
 
 
 def test_two_processes_preparing_the_same_folder_wait_for_each_other(corpus, tmp_path):

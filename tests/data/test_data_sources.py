@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from corpora import Heard, documents, prose, write_jsonl
 from dcdm.config import ConfigError, DataConfig, DataError
-from dcdm.data.examples import ExampleMaker
+from dcdm.data.chats import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
 from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, read_texts

@@ -233,7 +233,7 @@ def corpus(tmp_path: Path) -> Path:
 TENSORS = "dcdm.training.checkpoint:write_tensors"
 RENAME = "os:rename"
 SHORT = [
-    Fault("data", "dcdm.data.shards:write_unit", 3),
+    Fault("data", "dcdm.data.prepare:write_unit", 3),
     Fault("published", RENAME, only=".partial", call=2, after=True),  # the first are the data's
     Fault("step", "dcdm.training.optimizers:Muon.step", 4, after=True),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),
@@ -243,8 +243,8 @@ SHORT = [
 DATA = [
     Fault("data", "dcdm.data.prepare:load_tokenizer"),
     Fault("data", "dcdm.data.prepare:load_tokenizer", after=True),
-    Fault("data", "dcdm.data.shards:write_unit", 2),
-    Fault("data", "dcdm.data.shards:Shard.close", 3),
+    Fault("data", "dcdm.data.prepare:write_unit", 2),
+    Fault("data", "dcdm.data.store:Shard.close", 3),
     Fault("data", "dcdm.data.prepare:write_manifest"),
     Fault("data", RENAME, only=".partial"),
     Fault("data", RENAME, only=".partial", after=True),

@@ -6,31 +6,41 @@ earlier run left, the folder in which it works, the tokenizer, the units of work
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dcdm.config import SPLITS, DataConfig, DataError
-from dcdm.data.examples import ExampleMaker
+import numpy as np
+
+from dcdm.config import SPLITS, DataConfig, DataError, Split
+from dcdm.data.chats import ExampleMaker
 from dcdm.data.reading import BadRows, Part, cut_into_parts, read_texts
-from dcdm.data.shards import RECORDS, Unit, dtype_for, finished_record, write_units, writing
 from dcdm.data.sources import NAMED, Skipped, SourceFile, examine, held_out, resolve
-from dcdm.data.store import MANIFEST, PreparedData, read_manifest, write_manifest
-from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.files import digest, file_digest, replace_folder, write_whole
+from dcdm.data.store import MANIFEST, PreparedData, Shard, read_manifest, write_manifest
+from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
+from dcdm.files import digest, file_digest, read_json_object, replace_folder, write_whole
 from dcdm.progress import Reporter
 
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
-LOCK, PLAN = "lock", "plan"
+BATCH_CHARACTERS = 1 << 20  # tokenised at one time
+BATCH_EXAMPLES = 256
+LOCK, PLAN, RECORDS = "lock", "plan", "units"
+
+T = TypeVar("T")
 
 
 def prepare(
@@ -80,15 +90,14 @@ def prepare(
     if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
         return existing
     work = out.with_name(f"{out.name}.partial")
-    with _locked(work, out, digest(plan), reporter.say):
+    with _writing(out), _locked(work, out, digest(plan), reporter.say):
         if (existing := _existing(out, plan, settings, overwrite, Reporter())) is not None:  # while we waited
             shutil.rmtree(work)
             return existing
         if not (work / MANIFEST).exists():
             # read, tokenise and write what earlier runs left
             units = units_of(files, settings, ready is None or ready.cuts_between_words)
-            with writing(work):
-                kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
+            kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
             records = _tokenise(units, work, kept, settings, workers or _cores(), reporter)
 
             # seal it with a manifest
@@ -103,8 +112,7 @@ def prepare(
                     "no document fell into validation; name a validation source (--validation), or raise "
                     "validation_share"
                 )
-            with writing(work):
-                write_manifest(work, manifest)
+            write_manifest(work, manifest)
         _publish(work, out)
     return PreparedData.open(out)
 
@@ -212,25 +220,37 @@ def _existing(
 
 
 @contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Failures to write inside are the user's to repair: say what and where."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some space" if full else "look at the folder's permissions"
+        raise DataError(
+            f"cannot write to {out}: {reason}; {fix} or choose another out folder, and start again"
+        ) from error
+
+
+@contextmanager
 def _locked(work: Path, out: Path, plan: str, say: Callable[[str], None]) -> Iterator[None]:
     """Make the folder and hold it against other processes; what another plan left in it is removed."""
-    with writing(out.parent):
-        lock = _lock(work, out, say)
+    lock = _lock(work, out, say)
     try:
-        with writing(work):
-            begun = (work / PLAN).read_text() if (work / PLAN).exists() else None
-            if begun != plan:
-                if begun is not None:
-                    say(f"removed {work.name}, an unfinished preparation of other text or with other settings")
-                for path in work.iterdir():
-                    if path.is_dir():
-                        shutil.rmtree(path)
-                    elif path.name != LOCK:
-                        path.unlink()
-                write_whole(work / PLAN, plan.encode())
-            (work / RECORDS).mkdir(exist_ok=True)
+        begun = (work / PLAN).read_text() if (work / PLAN).exists() else None
+        if begun != plan:
+            if begun is not None:
+                say(f"removed {work.name}, an unfinished preparation of other text or with other settings")
+            for path in work.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
+            write_whole(work / PLAN, plan.encode())
+        (work / RECORDS).mkdir(exist_ok=True)
         yield
-    except DataError:
+    except (DataError, OSError):
         if not any((work / RECORDS).glob("*.json")):  # nothing to resume from
             shutil.rmtree(work, ignore_errors=True)
         raise
@@ -258,12 +278,10 @@ def _lock(work: Path, out: Path, say: Callable[[str], None]) -> int:
 
 def _publish(work: Path, out: Path) -> None:
     """Leave only what belongs to the result, then rename the folder to its final name."""
-    with writing(work):
-        shutil.rmtree(work / RECORDS, ignore_errors=True)
-        for path in (work / PLAN, work / LOCK, *work.rglob("*.tmp")):
-            path.unlink(missing_ok=True)
-    with writing(out.parent):
-        replace_folder(work, out)
+    shutil.rmtree(work / RECORDS, ignore_errors=True)
+    for path in (work / PLAN, work / LOCK, *work.rglob("*.tmp")):
+        path.unlink(missing_ok=True)
+    replace_folder(work, out)
 
 
 # --- the tokenizer -----------------------------------------------------------------------------------------------
@@ -305,6 +323,18 @@ def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
 # --- the units of work -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What one worker turns into one shard per split."""
+
+    number: int
+    parts: tuple[Part, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(part.weight for part in self.parts)
+
+
 def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: bool) -> list[Unit]:
     """The work, in the order of the source; it depends on the source alone, never on the workers."""
     total = sum(file.size for file in files)
@@ -324,23 +354,130 @@ def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: b
 def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
-    """The records of all units, in order, once their shards are written."""
-    found = {unit.number: finished_record(folder, unit.number) for unit in units}
+    """The records of all units, in order, once their shards are written.
+
+    Threads are enough: most of the time goes to `tokenizers`, to hashing and to the disk, which leave the
+    interpreter to others.
+    """
+    found = {unit.number: _finished_record(folder, unit.number) for unit in units}
     records = {number: record for number, record in found.items() if record is not None}
-    left = [unit for unit in units if unit.number not in records]
     if records:
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
+    left = [unit for unit in units if unit.number not in records]
     weights, tokens, started = {unit.number: unit.weight for unit in units}, 0, time.monotonic()
     total, done = sum(weights.values()), sum(weights[number] for number in records)
-    for record in write_units(left, folder, tokenizer, settings, workers):
-        records[record["unit"]] = record
-        if record["bad"]["count"]:
-            _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
-        tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
-        done += weights[record["unit"]]
-        rate = tokens / max(time.monotonic() - started, 1e-3)
-        reporter.progress("tokenising", done, total, "bytes", f"{rate / 1e6:.2f}M tokens/s")
+    stop, threads = threading.Event(), ThreadPoolExecutor(workers)
+    try:
+        work = [threads.submit(write_unit, unit, folder, tokenizer, settings, stop) for unit in left]
+        for record in (finished.result() for finished in as_completed(work)):
+            records[record["unit"]] = record
+            if record["bad"]["count"]:
+                _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
+            tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
+            done += weights[record["unit"]]
+            rate = tokens / max(time.monotonic() - started, 1e-3)
+            reporter.progress("tokenising", done, total, "bytes", f"{rate / 1e6:.2f}M tokens/s")
+    finally:
+        stop.set()
+        threads.shutdown(cancel_futures=True)
     return [records[unit.number] for unit in units]
+
+
+def write_unit(
+    unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig, stop: threading.Event
+) -> dict[str, Any]:
+    """Write the unit's shards, then its record; the record is there only if the shards are whole."""
+    bad = BadRows(settings.max_bad)
+    stem, dtype = f"{unit.number:05d}", _dtype(tokenizer)
+    shards = {split: Shard(folder / f"{split}-{stem}", dtype) for split in SPLITS}
+    encoded = _encoded_examples if settings.fine_tuning else _encoded_texts
+    try:
+        for split, prompt, learned, size, ends in encoded(unit, tokenizer, settings, bad):
+            if stop.is_set():
+                raise CancelledError
+            shards[split].add(prompt, learned, size, ends)
+        splits = {split: shard.close() for split, shard in shards.items()}
+        record = {"unit": unit.number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
+        write_whole(folder / RECORDS / f"{stem}.json", json.dumps(record).encode())
+    finally:
+        for shard in shards.values():
+            shard.discard()
+    return record
+
+
+def _finished_record(folder: Path, number: int) -> dict[str, Any] | None:
+    """The record of a unit that an earlier run finished, if its shards are what it says."""
+    try:
+        record = read_json_object(folder / RECORDS / f"{number:05d}.json")
+        for split in SPLITS:
+            for entry in record["splits"][split]["files"]:
+                if file_digest(folder / entry["file"]) != entry["sha256"]:
+                    return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record
+
+
+def _dtype(tokenizer: Tokenizer) -> str:
+    """The type of a shard's numbers."""
+    return "uint16" if tokenizer.vocab_size <= 65_535 else "uint32"
+
+
+Encoded = tuple[Split, np.ndarray | None, np.ndarray, int, bool]
+"""Split, prompt of an example, tokens to learn, UTF-8 bytes of their text, whether the document ends."""
+
+
+def _encoded_texts(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows) -> Iterator[Encoded]:
+    for batch in _batches(_pieces(unit, tokenizer, settings, bad), BATCH_CHARACTERS, lambda piece: len(piece[0])):
+        ids = tokenizer.encode_arrays([text for text, _, _ in batch])
+        for (text, ends, split), tokens in zip(batch, ids, strict=True):
+            yield split, None, np.append(tokens, tokenizer.eos_id) if ends else tokens, len(text.encode()), ends
+
+
+def _pieces(
+    unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
+) -> Iterator[tuple[str, bool, Split]]:
+    """The unit's texts with their splits, long ones in pieces where the tokenizer allows it."""
+    for part in unit.parts:
+        for text, ends in read_texts(part, settings, bad):
+            split = part.split or _split(text.encode(), settings)
+            start = 0
+            while tokenizer.cuts_between_words and (cut := BETWEEN_WORDS.search(text, start + BATCH_CHARACTERS)):
+                yield text[start : cut.end()], False, split
+                start = cut.end()
+            yield text[start:], ends, split
+
+
+def _encoded_examples(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows) -> Iterator[Encoded]:
+    maker = ExampleMaker(settings, tokenizer)
+    rows = (
+        (example, part.split or _split(name, settings))
+        for part in unit.parts
+        for name, examples in maker.read(part, bad)
+        for example in examples
+    )
+    for batch in _batches(rows, BATCH_EXAMPLES, lambda _: 1):
+        ids = maker.encode([example for example, _ in batch])
+        for (example, split), (prompt, response) in zip(batch, ids, strict=True):
+            yield split, prompt, response, maker.text_bytes(example, response), True
+
+
+def _split(name: bytes, settings: DataConfig) -> Split:
+    return "validation" if held_out(name, settings.validation_share) else "train"
+
+
+def _batches(items: Iterable[T], most: int, weigh: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in lists that weigh at least `most`, but for the last one."""
+    batch: list[T] = []
+    weight = 0
+    for item in items:
+        batch.append(item)
+        weight += weigh(item)
+        if weight >= most:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
 
 
 def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> BadRows:
@@ -376,7 +513,7 @@ def _manifest(
         "source_fingerprint": digest(plan["source"]),
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype_for(tokenizer.vocab_size),
+        "dtype": _dtype(tokenizer),
         "fine_tuning": settings.fine_tuning,
         "splits": splits,
         "tokenizer_files": tokenizer_files,

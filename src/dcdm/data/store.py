@@ -1,18 +1,23 @@
-"""Prepared data on the disk: the manifest, token shards with their checksums, and windows over them.
+"""A prepared folder: its manifest, its shards written and checked, and windows over their tokens.
+
+A shard `SPLIT-NNNNN.bin` is a plain array of token ids, little-endian; beside it, for fine-tuning data, is
+`SPLIT-NNNNN.idx` with two uint32 per example: its length and its prompt's. The number is that of a unit of work.
 
 L positions of a window
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -62,6 +67,59 @@ def _complete(manifest: dict[str, Any]) -> bool:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": digest(manifest)}, indent=1)
     write_whole(folder / MANIFEST, text.encode() + b"\n")
+
+
+class Shard:
+    """One split's part of a unit: tokens are written aside as they come, hashed, and renamed into place by `close`.
+
+    Of examples their lengths are kept too, whole and of the prompt. A split without tokens gets no file.
+    """
+
+    def __init__(self, stem: Path, dtype: str) -> None:
+        self.path, self.dtype = stem.with_suffix(".bin"), np.dtype(dtype).newbyteorder("<")
+        self._counts = {"documents": 0, "tokens": 0, "learned": 0, "bytes": 0}
+        self._lengths: list[tuple[int, int]] = []
+        self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        self._file: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+
+    def add(self, prompt: np.ndarray | None, learned: np.ndarray, text_bytes: int, ends: bool) -> None:
+        """Append tokens: of an example with a prompt, or of a text, which may continue in the next ones."""
+        pieces = [learned] if prompt is None else [prompt, learned]
+        data = b"".join(piece.astype(self.dtype, copy=False).tobytes() for piece in pieces)
+        size = len(data) // self.dtype.itemsize
+        if prompt is not None:
+            self._lengths.append((size, len(prompt)))
+        for name, more in zip(self._counts, (ends, size, len(learned), text_bytes), strict=True):
+            self._counts[name] += more
+        if data:
+            if self._file is None:
+                self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
+            self._file.write(data)
+            self._hash.update(data)
+
+    def close(self) -> dict[str, Any]:
+        """Put the files in their places: counts and files as manifests hold them."""
+        files = []
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._aside, self.path)
+            size = self._counts["tokens"] * self.dtype.itemsize
+            files.append({"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()})
+        if self._lengths:
+            index, data = self.path.with_suffix(".idx"), np.array(self._lengths, dtype="<u4").tobytes()
+            write_whole(index, data)
+            files.append({"file": index.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        return {**self._counts, "files": files}
+
+    def discard(self) -> None:
+        """Leave nothing aside."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+                self._aside.unlink(missing_ok=True)
 
 
 class PreparedData:
