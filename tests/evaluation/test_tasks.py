@@ -14,7 +14,6 @@ import tiny
 pytest.importorskip("lm_eval", reason="needs the extra [eval]")
 
 from dcdm.cli import main
-from dcdm.commands import eval_tasks as tasks_command
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.engine import generate
@@ -78,7 +77,7 @@ def model() -> HarnessModel:
 
 def report(monkeypatch, capsys, folder: Path, *arguments: str) -> dict[str, dict]:
     made = model()
-    monkeypatch.setattr(tasks_command, "_model", lambda **_: made)
+    monkeypatch.setattr("dcdm.evaluation.harness.HarnessModel", lambda **_: made)
     main(["eval", "tasks", "run", "--data-dir", str(folder), "--json", *arguments])
     return {one["task"]: one for one in json.loads(capsys.readouterr().out)["tasks"]}
 
@@ -197,11 +196,11 @@ def test_a_cache_answers_the_second_time_and_only_for_the_same_weights(monkeypat
     assert first["piqa"]["figures"] == second["piqa"]["figures"]
     assert first["piqa"]["counts"]["requests"] == 2
     assert second["piqa"]["counts"]["requests"] == 0
-    known = tasks_command._fingerprint(model())
+    known = model().fingerprint()
     other = model()
     with torch.no_grad():
         other.model.embed_tokens.weight[0, 0] += 1
-    assert tasks_command._fingerprint(other) != known == tasks_command._fingerprint(model())
+    assert other.fingerprint() != known == model().fingerprint()
 
 
 def test_a_cache_is_another_s_for_all_that_decides_an_answer():
@@ -215,13 +214,13 @@ def test_a_cache_is_another_s_for_all_that_decides_an_answer():
         ("paper", {}), ("biased", {}), ("lanes", {}), ("lanes", {"lanes": 2}),
     ]  # fmt: skip
     text = byte_tokenizer()
-    marks = [tasks_command._fingerprint(HarnessModel((networks[name], text), **more)) for name, more in asked]
+    marks = [HarnessModel((networks[name], text), **more).fingerprint() for name, more in asked]
     assert len(set(marks)) == len(marks)
 
 
 def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder):
     lm = model()
-    monkeypatch.setattr(tasks_command, "_model", lambda **_: lm)
+    monkeypatch.setattr("dcdm.evaluation.harness.HarnessModel", lambda **_: lm)
     main(["eval", "tasks", "run", "--data-dir", str(folder), "--tasks", "truthfulqa", "winogrande"])
     said = capsys.readouterr().out
     assert "mc1 acc" in said

@@ -10,11 +10,11 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import lm_eval.models  # noqa: F401 (an empty registry would be taken for one that is still to be filled)
 import torch
@@ -26,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, Dtype
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
@@ -34,7 +34,8 @@ from dcdm.decoding.engine import generate
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
-from dcdm.distributed import choose_device
+from dcdm.distributed import choose_device, precision
+from dcdm.files import digest
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model, PositionMasks
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
 DEFAULT_DEVICE = "cuda:0"  # what the harness's command line passes without --device
+SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}  # PyTorch's names of the types
 SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
 
 
@@ -53,10 +55,6 @@ class Continuation:
     tokens: list[int]
     given: int
     index: int
-
-    @property
-    def free(self) -> int:
-        return len(self.tokens) - self.given
 
 
 def padded(rows: Sequence[Continuation], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +136,7 @@ class HarnessModel(TemplateLM):
     exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
     neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
     Further arguments are fields of `DecodingConfig` and choose the decoder of generated text; `lanes` holds for
-    likelihoods, too, and is one, the model's best, by default. `window` is that of `dcdm.generate`.
+    likelihoods, too, and is one, the model's best, by default.
     """
 
     def __init__(
@@ -154,7 +152,6 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool = True,
-        window: int | None = None,
         **decoding: Any,
     ) -> None:
         super().__init__()
@@ -178,7 +175,6 @@ class HarnessModel(TemplateLM):
         self.max_length = config.context_length if max_length is None else int(max_length)
         if not 4 <= self.max_length <= config.max_position:
             raise ConfigError(f"max_length={self.max_length} must lie between 4 and {config.max_position}")
-        self.window = self.max_length if window is None else int(window)
         self.model, self.text = pretrained if isinstance(pretrained, tuple) else load(pretrained, device, dtype)
         self.max_gen_toks = max_gen_toks
         self.counts = RequestCounts()
@@ -208,12 +204,7 @@ class HarnessModel(TemplateLM):
         counts = self.counts
         return {
             "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "model_kind": self.model.config.kind,
-            "estimator": self.estimator,
-            "estimator_label": likelihood.LABELS[self.estimator],
-            "samples": self.samples,
-            "noise_seed": self.seed,
-            "max_length": self.max_length,
+            **self.settings(),
             "requests": counts.requests,
             "contexts_cut_on_the_left": counts.cut_contexts,
             "context_tokens_cut": counts.cut_tokens,
@@ -222,6 +213,23 @@ class HarnessModel(TemplateLM):
             "monte_carlo_stderr_mean": counts.stderr_sum / max(1, counts.requests),
             "monte_carlo_stderr_max": counts.stderr_max,
         }
+
+    def settings(self) -> dict[str, Any]:
+        """What decides an answer, beside weights and tokenizer."""
+        return {
+            "model_kind": self.model.config.kind, "estimator": self.estimator,
+            "estimator_label": likelihood.LABELS[self.estimator], "samples": self.samples, "noise_seed": self.seed,
+            "max_length": self.max_length, "max_new_tokens": self.max_gen_toks,
+            "add_bos_token": self.add_bos_token, **asdict(self.decoder),
+        }  # fmt: skip
+
+    def fingerprint(self) -> str:
+        """A name for all that decides an answer; the harness's cache knows a request only."""
+        weights = hashlib.sha256()
+        for tensor in self.model.state_dict().values():  # parameters, and buffers that training moves
+            weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+        known = [self.model.config.to_dict(), self.text.fingerprint, weights.hexdigest(), self.settings()]
+        return digest(known)[:16]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pieces = [self._pieces(r.args[0], r.args[1], _question(r)) for r in requests]
@@ -310,24 +318,28 @@ class HarnessModel(TemplateLM):
         self, pieces: list[list[Continuation]], quiet: bool, keys: list[tuple[str, tuple[Any, ...]]] | None
     ) -> list[tuple[Estimate, bool]]:
         """For each list of rows the sum of their log-likelihoods, and whether all of them are greedy."""
-        owners = [owner for owner, rows in enumerate(pieces) for _ in rows]
-        rows = [row for group in pieces for row in group]
-        waiting = [len(group) for group in pieces]
-        parts: list[list[tuple[float, float, bool]]] = [[] for _ in pieces]
+
+        def lengths(owner: int) -> tuple[int, int]:  # answers of like length need like numbers of passes
+            first = pieces[owner][0]
+            return len(first.tokens) - first.given, -len(first.tokens)
+
         answers = [(Estimate(0.0), True)] * len(pieces)  # of a text without tokens
-        with _bar(len(rows), "scoring", quiet) as bar:
-            for place, part in self._scored(rows, bar):
-                owner = owners[place]
-                parts[owner].append(part)
-                waiting[owner] -= 1
-                if not waiting[owner]:
-                    answers[owner] = self._answer(parts[owner], keys[owner] if keys else None)
+        order = sorted((owner for owner, rows in enumerate(pieces) if rows), key=lengths)
+        waiting = [(owner, row) for owner in order for row in pieces[owner]]
+        parts: list[list[tuple[float, float, bool]]] = [[] for _ in pieces]
+        with _bar(len(waiting), "scoring", quiet) as bar:
+            for batch in _batches(waiting, self.batch_size):
+                for (owner, _), part in zip(batch, self._score([row for _, row in batch]), strict=True):
+                    parts[owner].append(part)
+                    if len(parts[owner]) == len(pieces[owner]):
+                        answers[owner] = self._answer(parts[owner], keys[owner] if keys else None)
+                bar.update(len(batch))
         return answers
 
     def _answer(
         self, parts: list[tuple[float, float, bool]], key: tuple[str, tuple[Any, ...]] | None
     ) -> tuple[Estimate, bool]:
-        values, errors, greedy = zip(*sorted(parts), strict=True)  # one order of summation, whatever the batches
+        values, errors, greedy = zip(*parts, strict=True)
         estimate = Estimate(sum(values), sum(error**2 for error in errors) ** 0.5)
         self.counts.requests += 1
         self.counts.stderr_sum += estimate.stderr
@@ -337,13 +349,6 @@ class HarnessModel(TemplateLM):
             rolling = attribute == "loglikelihood_rolling"
             self.cache_hook.add_partial(attribute, args, estimate if rolling else (estimate, all(greedy)))
         return estimate, all(greedy)
-
-    def _scored(self, rows: list[Continuation], bar: Any) -> Iterator[tuple[int, tuple[float, float, bool]]]:
-        """(place, (log-likelihood, standard error, greedy)) of every row, in the order of computation."""
-        order = sorted(range(len(rows)), key=lambda i: (rows[i].free, -len(rows[i].tokens)))
-        for batch in _batches(order, self.batch_size):  # answers of like length need like numbers of passes
-            yield from zip(batch, self._score([rows[i] for i in batch]), strict=True)
-            bar.update(len(batch))
 
     def _score(self, rows: list[Continuation]) -> list[tuple[float, float, bool]]:
         tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
@@ -371,7 +376,7 @@ class HarnessModel(TemplateLM):
         done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
             index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
-            window=self.window, decoding=replace(self.decoder, **sampling),
+            window=self.max_length, decoding=replace(self.decoder, **sampling),
         )  # fmt: skip
         texts = [self.text.decode(completion) for completion in done.completions]
         return [postprocess_generated_text(text, until, None) for text in texts]
@@ -391,13 +396,13 @@ class _Job:
 
 
 def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
-    """A model for evaluation; `device` may be auto, `dtype` is a name such as float32 or fp32."""
-    kinds = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-    dtype = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}.get(dtype, dtype)
-    if dtype not in kinds:
-        raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(kinds)}")
+    """A model for evaluation; `device` may be auto, `dtype` is a name such as fp32 or float32."""
+    dtype = SPELLINGS.get(dtype, dtype)
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(get_args(Dtype))}")
     place = choose_device("auto" if device == DEFAULT_DEVICE else device)
-    return load_model(path, device=place, dtype=kinds[dtype])
+    types = precision(cast(Dtype, dtype), place)
+    return load_model(path, device=place, dtype=types.compute or types.weights)
 
 
 def _batch_size(value: int | str) -> int:
@@ -416,8 +421,7 @@ def _question(request: Instance) -> tuple[object, ...]:
 
 def _number(*parts: object) -> int:
     """A number for a key, the same in every process."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _batches(items: list[Any], size: int) -> Iterable[list[Any]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from dcdm.config import ConfigError
 from dcdm.evaluation import execution
 
 SPLITS = ("train", "dev", "validation", "test")
-ENDINGS = (".jsonl", ".jsonl.gz")
 WITHIN_NOISE = 2.0  # a choice that leads by fewer standard errors than this may lead by chance
 
 
@@ -120,44 +120,38 @@ def choose(names: list[str], data_dir: Path | None, overrides: Mapping[str, int]
     return [_chosen(name, data_dir, overrides.get(name)) for name in wanted]
 
 
-def _chosen(name: str, data_dir: Path | None, shots: int | None) -> Chosen:
+def _chosen(name: str, folder: Path | None, shots: int | None) -> Chosen:
     benchmark = BENCHMARKS[name]
     if shots is not None and shots != benchmark.shots and benchmark.fixed_shots:
         raise ConfigError(f"--num-fewshot {name}={shots}: the official prompt of {name} cannot take examples")
     number = benchmark.shots if shots is None else shots
-    if number < 0:
-        raise ConfigError(f"--num-fewshot {name}={number} must be 0 or more")
-    chosen = Chosen(name, benchmark, number, None if data_dir is None else _files(benchmark, data_dir))
-    if chosen.files is not None and data_dir is not None:
-        _check_files(chosen, data_dir)
+    if folder is None:
+        return Chosen(name, benchmark, number, None)
+    chosen = Chosen(name, benchmark, number, files := _files(benchmark, folder))
+    if chosen.split not in files:
+        names = [f"{benchmark.stem}_{split}.jsonl" for split in dict.fromkeys((benchmark.evaluated, "validation"))]
+        names += [f"{benchmark.whole}.jsonl"] if benchmark.whole else []
+        raise ConfigError(f"{name}: {folder} holds none of {', '.join(names)} (or the same with .gz)")
+    if number and benchmark.examples and benchmark.examples not in files:
+        raise ConfigError(
+            f"{name}: its {number} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
+            f"which {folder} does not hold; add it, or set --num-fewshot {name}=0"
+        )
+    for path in files.values():
+        read_rows(path, benchmark.fields)
     return chosen
 
 
 def _files(benchmark: Benchmark, folder: Path) -> dict[str, Path]:
     """The benchmark's files in a folder, by split."""
-    names = {split: f"{benchmark.stem}_{split}" for split in SPLITS}
     files: dict[str, Path] = {}
-    for split, name in names.items():
-        stems = (name, benchmark.whole) if split == benchmark.evaluated and benchmark.whole else (name,)
-        for path in (folder / f"{stem}{ending}" for stem in stems for ending in ENDINGS):
+    for split in SPLITS:
+        stems = [f"{benchmark.stem}_{split}"]
+        stems += [benchmark.whole] if benchmark.whole and split == benchmark.evaluated else []
+        for path in (folder / f"{stem}{ending}" for stem in stems for ending in (".jsonl", ".jsonl.gz")):
             if path.is_file():
                 files.setdefault(split, path)
     return files
-
-
-def _check_files(chosen: Chosen, folder: Path) -> None:
-    benchmark, files = chosen.benchmark, chosen.files or {}
-    if chosen.split not in files:
-        names = [f"{benchmark.stem}_{split}.jsonl" for split in dict.fromkeys((benchmark.evaluated, "validation"))]
-        names += [f"{benchmark.whole}.jsonl"] if benchmark.whole else []
-        raise ConfigError(f"{chosen.name}: {folder} holds none of {', '.join(names)} (or the same with .gz)")
-    if chosen.shots and benchmark.examples and benchmark.examples not in files:
-        raise ConfigError(
-            f"{chosen.name}: its {chosen.shots} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
-            f"which {folder} does not hold; add it, or set --num-fewshot {chosen.name}=0"
-        )
-    for path in files.values():
-        read_rows(path, benchmark.fields)
 
 
 @cache
@@ -187,30 +181,18 @@ def read_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass
-class LocalData:
-    """The local rows of one task, in the place of its hub data set; the harness calls it."""
+def local_data(chosen: Chosen, subject: str | None) -> Any:
+    """The local rows of one task by split, in the place of its hub data set."""
+    from datasets import Dataset, DatasetDict
 
-    chosen: Chosen
-    subject: str | None = None
-
-    def __call__(self, **_: Any) -> Any:
-        from datasets import Dataset, DatasetDict
-
-        benchmark = self.chosen.benchmark
-        splits = DatasetDict()
-        for split, path in (self.chosen.files or {}).items():
-            rows = read_rows(path, benchmark.fields)
-            if benchmark.subject_field is not None:
-                rows = [row for row in rows if _plain(row[benchmark.subject_field]) == self.subject]
-            if rows:
-                splits[split] = Dataset.from_list(rows)
-        return splits
-
-
-def _plain(subject: str) -> str:
-    """A subject as the harness spells it: counting_and_probability for Counting & Probability."""
-    return subject.lower().replace("&", "and").replace(" ", "_")
+    splits, of = DatasetDict(), chosen.benchmark.subject_field
+    for split, path in (chosen.files or {}).items():
+        rows = read_rows(path, chosen.benchmark.fields)
+        if of is not None:  # the harness spells Counting & Probability counting_and_probability
+            rows = [row for row in rows if row[of].lower().replace("&", "and").replace(" ", "_") == subject]
+        if rows:
+            splits[split] = Dataset.from_list(rows)
+    return splits
 
 
 @dataclass
@@ -265,11 +247,11 @@ class Loader:
         if runs_code:
             config |= self._code_settings()
         if self.chosen.files is not None:
-            data = LocalData(self.chosen, config.get("dataset_name"))
-            splits = data()
+            splits = local_data(self.chosen, config.get("dataset_name"))
             if self.chosen.split not in splits:
                 return None
-            config |= {"custom_dataset": data, "dataset_path": None, "dataset_name": None, "dataset_kwargs": None}
+            config |= {"dataset_path": None, "dataset_name": None, "dataset_kwargs": None}
+            config["custom_dataset"] = lambda **_: splits
             config |= {
                 name: None
                 for name in ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -310,6 +292,26 @@ class Loader:
 def _programs(answers: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
     """The definition's programs: the prompt and what was generated after it."""
     return [[doc["prompt"] + text for text in texts] for texts, doc in zip(answers, docs, strict=True)]
+
+
+def run_benchmark(
+    lm: Any, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """One benchmark's report, and its questions as lines of JSON."""
+    started = time.perf_counter()
+    lm.counts = type(lm.counts)()
+    loader = Loader(chosen, execute)
+    results = run_tasks(lm, loader.load(), limit, cache)
+    notes = list(chosen.notes)
+    if chosen.name == "humaneval":
+        cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}
+        notes.append(f"executed, network cut by {' or '.join(sorted(cut))}" if execute else "not executed")
+    report = {
+        "task": chosen.name, "title": chosen.benchmark.title, "shots": chosen.shots, "split": chosen.split,
+        "figures": [line for name in chosen.benchmark.tasks for line in task_figures(name, results)],
+        "counts": asdict(lm.counts), "notes": notes, "seconds": round(time.perf_counter() - started, 1),
+    }  # fmt: skip
+    return report, list(item_lines(chosen.name, results))
 
 
 def run_tasks(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None = None) -> dict[str, Any]:

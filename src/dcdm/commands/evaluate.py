@@ -1,0 +1,300 @@
+"""`dcdm eval ppl`, `dcdm eval tasks` and `dcdm eval quality`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from dcdm.commands.options import (
+    NO_FLAGS,
+    DecoderOptions,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    Progress,
+    SetOption,
+    assignments,
+    at_least_one,
+    decoder_settings,
+    folders_exist,
+    load_for,
+    print_json,
+    weights_dtype,
+    whole_numbers,
+)
+from dcdm.config import ConfigError
+
+PPL_EXAMPLES = (
+    "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
+    "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
+)
+TASKS_EXAMPLES = ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",)
+QUALITY_EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
+
+
+# --- perplexity --------------------------------------------------------------------------------------------------
+
+
+def ppl(
+    models: Annotated[list[str], Positional, arg(metavar="MODEL...")],
+    data: Annotated[list[str], arg(metavar="[NAME=]SOURCE...")],
+    estimator: tuple[str, ...] = ("auto",),
+    samples: int | Literal["all"] = 16,
+    commit: tuple[str, ...] = ("chunk",),
+    lanes: str = "",
+    seed: int = 0,
+    stride: int | None = None,
+    length: int | None = None,
+    separate: bool = False,
+    limit: int | None = None,
+    batch_size: int = 16,
+    field: str = "text",
+    split: Literal["train", "validation"] = "validation",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
+    json: JsonOption = False,
+    csv: Path | None = None,
+    markdown: Path | None = None,
+) -> None:
+    """Perplexity of models on corpora, in one table.
+
+    Under torchrun, processes share the work: torchrun --nproc-per-node 8 -m dcdm eval ppl …
+
+    Args:
+        models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
+        data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, folders of
+            `dcdm data prepare`, or stdlib and stdlib-code (their held-out files). The names ptb, wikitext, lm1b,
+            lambada, ag_news, pubmed and arxiv choose how a corpus is detokenised.
+        estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
+            drafted.
+        samples: Mask sets drawn per window (per chunk for sequential), or all of them; acceptance
+            patterns for drafted.
+        commit: For trajectory of models with masks: decoders as in dcdm sample, each a line of the table (chunk:
+            one forward per chunk; steps:2, dilated:4, …).
+        lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
+            that each was trained with).
+        seed: Seed of the draws.
+        stride: Slide windows by so many tokens: only those count, and the earlier part of the window is visible
+            (default: windows that share nothing).
+        length: Positions of a window (default: the model's context length).
+        separate: Put every document into windows of its own, instead of joining them by EOS as in training.
+        limit: At most so many windows of each corpus, spread evenly over it.
+        batch_size: Windows of one pass; it does not change the result.
+        field: Field of a row that holds its text.
+        split: Of packed shards, and of stdlib and stdlib-code.
+        csv: Write a line per model, corpus and estimator to this file.
+        markdown: Write the table to this file.
+    """
+    from dcdm.distributed import init_distributed, shutdown
+    from dcdm.evaluation.corpora import WindowSettings, read_corpora
+    from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
+    from dcdm.files import write_whole
+    from dcdm.viewing import tables
+
+    folders_exist(csv=csv, markdown=markdown)
+    sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
+    window = WindowSettings(stride, separate, length, limit)
+    corpora = read_corpora(data, field, split)
+    world = init_distributed(device)
+    try:
+        weights = weights_dtype(dtype, world.device)
+        with Progress("windows", shown=world.is_main) as progress:
+            result = evaluate_perplexity(
+                models, corpora, estimator, sampling, window, world=world, dtype=weights, say=progress.start
+            )
+    finally:
+        shutdown(world)
+    if not world.is_main:
+        return
+    if json:
+        print_json(result.to_dict())
+    else:
+        tables.perplexity_table(result).print(caption=tables.LEGEND)
+    if csv is not None:
+        write_whole(csv, tables.to_csv(result).encode())
+    if markdown is not None:
+        write_whole(markdown, tables.to_markdown(result).encode())
+
+
+# --- benchmark tasks ---------------------------------------------------------------------------------------------
+
+
+def tasks(
+    model: ModelArgument,
+    tasks: tuple[str, ...] = ("all",),
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    num_fewshot: tuple[str, ...] = (),
+    samples: int = 16,
+    estimator: str = "auto",
+    seed: int = 0,
+    batch_size: int = 16,
+    max_length: int | None = None,
+    max_new_tokens: int = 256,
+    commit: str = "auto",
+    set: tuple[str, ...] = (),
+    allow_code_execution: bool = False,
+    use_cache: Path | None = None,
+    items: Path | None = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
+    json: JsonOption = False,
+) -> None:
+    """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
+
+    Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
+
+    Args:
+        tasks: Names, apart or joined by commas.
+        data_dir: A folder with the tasks' files (gsm8k_test.jsonl …); nothing is fetched then.
+        limit: Questions per task, and per subject of MMLU and MATH.
+        num_fewshot: Other numbers of examples than the paper's, as in mmlu=5.
+        samples: Mask draws per answer; short answers are summed exactly instead.
+        estimator: auto takes the valid one of the model's kind.
+        seed: Seed of the noise and of sampling.
+        batch_size: Sequences of one pass; it changes no result.
+        max_length: Tokens of context and answer together (default: the window of training).
+        max_new_tokens: Tokens of an answer where the task sets no limit.
+        commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
+        set: Other settings of the decoder, as in lanes=4 or routing=adablock.
+        allow_code_execution: Run the programs that HumanEval's answers are, with limits.
+        use_cache: Keep the model's answers in a data base of this name, and resume from it.
+        items: Write a JSON line per question to this file, with the Monte-Carlo errors of its choices.
+    """
+    from dcdm.evaluation.tasks import choose
+    from dcdm.files import write_whole
+    from dcdm.viewing.tables import print_task
+
+    at_least_one(limit=limit)
+    folders_exist(items=items)
+    names = [name for text in tasks for name in text.split(",") if name]
+    chosen = choose(names, data_dir, _shots(num_fewshot))
+    if data_dir is not None:  # read by the packages when they are imported
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    with _quiet():
+        from dcdm.evaluation import harness
+        from dcdm.evaluation.tasks import run_benchmark
+
+        lm = harness.HarnessModel(
+            pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
+            max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
+            **{"commit": commit} | assignments(set),
+        )  # fmt: skip
+        cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{lm.fingerprint()}.db")
+        reports, questions = [], list[str]()
+        for one in chosen:
+            report, lines = run_benchmark(lm, one, limit, allow_code_execution, cache)
+            reports.append(report)
+            questions += lines
+            if items is not None:
+                write_whole(items, "".join(questions).encode())
+            if not json:
+                print_task(report, first=len(reports) == 1)
+    if json:
+        weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+        asked = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights}
+        print_json({"settings": asked | lm.settings(), "tasks": reports})
+
+
+def _shots(texts: tuple[str, ...]) -> dict[str, int]:
+    shots = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not number.isdecimal():
+            raise ConfigError(f"--num-fewshot {text}: write it as task=number")
+        shots[name] = int(number)
+    return shots
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The packages' own progress bars and warnings off: what matters stands in the report."""
+    import logging
+
+    try:
+        import lm_eval.tasks  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is missing; pip install -e '.[eval]'") from error
+    import datasets
+
+    datasets.disable_progress_bars()
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+# --- generated texts ---------------------------------------------------------------------------------------------
+
+
+def quality(
+    scorer: Path,
+    model: Annotated[Path | None, Positional, arg(metavar="[MODEL]", help_behavior_hint="")] = None,
+    texts: Path | None = None,
+    num: int = 64,
+    length: int = 128,
+    decoder: DecoderOptions = NO_FLAGS,
+    set: SetOption = (),
+    batch_size: int = 8,
+    seed: int = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "fp32",
+    json: JsonOption = False,
+) -> None:
+    """Measure generated texts: perplexity under another model, entropy, distinct n-grams, repetition.
+
+    Args:
+        scorer: A local folder with a causal model of transformers and its tokenizer, or with an AR model that dcdm
+            import or dcdm export wrote.
+        model: The model whose texts are measured: a run folder, a checkpoint in it, an exported folder, or a
+            name that `dcdm models` lists.
+        texts: A file of texts instead of a model: .jsonl with a field text, or parted by blank lines.
+        num: Texts to generate.
+        length: Tokens of a generated text.
+        batch_size: Sequences of one pass; it changes no result.
+        seed: Seed of sampling; text i follows from it and i.
+    """
+    from dcdm.decoding.engine import generate
+    from dcdm.distributed import choose_device
+    from dcdm.evaluation.quality import TextScorer, measure_quality, read_texts
+
+    if (model is None) == (texts is None):
+        raise ConfigError("give either a model or --texts")
+    at_least_one(num=num, length=length)
+    judge = TextScorer.load(scorer, choose_device(device))
+    settings: dict[str, Any] = {}
+    forwards: dict[str, float] = {}
+    if texts is not None:
+        wanted = read_texts(texts)
+    else:
+        settings = {"max_new_tokens": length, "seed": seed} | decoder_settings(decoder, set)
+        network, tokenizer = load_for(model, device, dtype)
+        prompts = [[tokenizer.bos_id]] * num
+        done = generate(network, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
+        wanted = [tokenizer.decode(completion) for completion in done.completions]
+        forwards = {"forwards": float(done.forwards.double().mean())}
+    result = measure_quality(wanted, judge, batch_size)
+    if json:
+        source = {"source": str(model or texts), "scorer": str(scorer)}
+        print_json(source | settings | result.to_dict() | forwards)
+        return
+    spread = "" if result.perplexity_stderr is None else f" ± {result.perplexity_stderr:.2f}"
+    print(f"generative perplexity  {result.perplexity:.2f}{spread}")
+    print(f"by bytes               {result.bits_per_byte:.3f} bits per byte")
+    print(f"entropy                {result.entropy:.3f} nats within a text")
+    for n, share in result.distinct.items():
+        print(f"distinct {n}-grams       {100 * share:.1f} %")
+    print(f"repeated 4-grams       {100 * result.repetition:.1f} %")
+    print(f"{result.texts} texts, {result.tokens} tokens of the scorer scored", end="")
+    print(f", {result.left_out} texts without a token left out" if result.left_out else "")
+    print("".join(f"{count:.1f} forward passes per text\n" for count in forwards.values()), end="")
