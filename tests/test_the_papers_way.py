@@ -1,8 +1,9 @@
-"""Sampling from and scoring a DCDM with the paper's routing enters no file about anything else."""
+"""Training, sampling from and scoring a DCDM with the paper's routing enters no file about anything else."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import dcdm
 import tiny
+from dcdm.cli import main
 
 ROOT = Path(dcdm.__file__).parent
 APART = ("lanes/", "lora", "adapters", "decoding/constraints", "decoding/json_schemas", "decoding/revision")
@@ -28,11 +30,13 @@ def files_entered(action: Callable[[], object]) -> set[str]:
         elif event == "call" and not importing and code.co_filename.startswith(str(ROOT)):
             found.add(str(Path(code.co_filename).relative_to(ROOT)))
 
+    threading.setprofile(profile)
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
     return found
 
 
@@ -64,3 +68,24 @@ def test_a_loss_enters_none_of_them_either_and_lanes_would_be_noticed():
     lanes = tiny.model("mdlm", kind="lanes", lanes=(1, 2))
     assert "lanes/decoding.py" in apart(files_entered(lambda: dcdm.generate(lanes, [[1]], max_new_tokens=4)))
     assert "lanes/likelihood.py" in apart(files_entered(lambda: dcdm.score(lanes, tokens)))
+
+
+def test_the_commands_that_train_and_sample_stay_on_the_paper_s_way_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text, held_out, run = tmp_path / "text.txt", tmp_path / "held-out.txt", str(tmp_path / "run")
+    text.write_text("It was the best of times, it was the worst of times. " * 60)
+    held_out.write_text("It was the age of wisdom, it was the age of foolishness. " * 60)
+
+    def command(*words: str) -> None:
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main(list(words)))
+        assert ended.value.code in (0, None)
+
+    train = ("train", "--preset", "dcdm-debug", "--run", run, "--steps", "2", "--data", str(text),
+             "--validation", str(held_out))  # fmt: skip
+    files = files_entered(lambda: command(*train, "--set", "evaluate_sequences=2", "tensorboard=false"))
+    assert {"training/loop.py", "diffusion/objectives.py", "likelihood/estimators.py"} <= files
+    assert apart(files) == []
+    files = files_entered(lambda: command("sample", run, "--prompt", "It was", "--length", "8"))
+    assert "decoding/session.py" in files
+    assert apart(files) == []
