@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiny
 from dcdm.config import ObjectiveConfig
-from dcdm.data.loader import InMemory, Loader
+from dcdm.data.loader import Loader
 from dcdm.distributed import World
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
@@ -38,6 +38,20 @@ def new_state(kind: str, world: World, dtype: torch.dtype = torch.float32) -> Tr
     model = fsdp.shard(tiny.model(kind, seed=0).to(dtype), world)
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
     return TrainState(model, make_optimizer(model, settings()), {"ema": average}, {"losses": []})
+
+
+class InMemory:
+    """Windows (N, L) as a data set for `Loader`."""
+
+    def __init__(self, windows: Tensor, identity: str = "in memory") -> None:
+        self.windows, self.identity = windows, identity
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.windows[index]
+        return {"tokens": tokens, "prompt": torch.zeros_like(tokens, dtype=torch.bool), "index": index}
 
 
 class Watched(Checkpointer):

@@ -1,10 +1,8 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -168,34 +166,33 @@ def test_damage_to_any_file_of_the_result_is_found(corpus, tmp_path, small_units
 
 
 KILLED_AT_EVERY_WRITE = """
-import json, os, signal, sys
+import itertools, os, signal, sys
 import dcdm.data.prepare
 from dcdm.data.prepare import prepare
 from dcdm.config import DataConfig
 dcdm.data.prepare.UNIT_BYTES = (2000, 2000)
 source, tokenizer, out, only = sys.argv[1:]
 
-def run(moment):
+def run(moment, workers=1):
     # in a child: prepare, and die at the moment-th call that changes the disk for good
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    left = moment
+    calls = itertools.count(1)  # of all threads
     def deadly(real, after):
         def call(*arguments, **named):
-            nonlocal left
-            left -= 1
-            if left == 0 and not after:
+            now = next(calls) == moment
+            if now and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 return real(*arguments, **named)
             finally:
-                if left == 0:
+                if now:
                     os.kill(os.getpid(), signal.SIGKILL)
         return call
     for number, name in enumerate(("replace", "rename", "fsync", "unlink", "mkdir", "rmdir")):
         setattr(os, name, deadly(getattr(os, name), after=(moment + number) % 2))
-    prepare(source, tokenizer, out, workers=1)
+    prepare(source, tokenizer, out, workers=workers)
     os._exit(0)
 
 kills, moment = 0, 1
@@ -208,7 +205,7 @@ if only.startswith("every "):  # a new preparation dies at every n-th moment in 
         moment += int(only.split()[1])
     os.rename(out, f"{out}-{moment}")
 else:  # one preparation dies again and again, each time a little further on
-    while run(int(only)) == -signal.SIGKILL:
+    while run(int(only), workers=2) == -signal.SIGKILL:
         kills += 1
         if kills > 500:
             sys.exit("no progress")
@@ -246,64 +243,35 @@ def test_a_preparation_killed_again_and_again_resumes_where_it_stopped(corpus, t
     assert tree(tmp_path / "out") == expected
 
 
-def test_the_command_and_its_workers_killed_at_random_times_end_with_the_same_bytes(tmp_path):
-    corpus = tmp_path / "in"
-    for number in range(6):
-        write_jsonl(
-            corpus / f"{number}.jsonl",
-            [{"text": prose(60, seed)} for seed in range(number * 400, number * 400 + 400)],
-        )
-    code = "from dcdm.data import prepare; prepare.UNIT_BYTES = (10**5, 10**5); from dcdm.cli import main; main()"
-    command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--workers", "3", "--out"]
-    started = time.monotonic()
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    full = time.monotonic() - started
-    killed = 0
-    for number in range(8):
-        process = subprocess.Popen(
-            [*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            process.wait(timeout=full * (0.3 + 0.08 * number))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            killed += 1
-    done = subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True, text=True)
-    assert killed >= 1
-    assert "validation: " in done.stdout
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    PreparedData.open(tmp_path / "out", verify=True)
+@pytest.fixture
+def interrupted(corpus, tmp_path, small_units, monkeypatch):
+    """Prepares `out` with the settings given until three units are written; the result is the whole preparation."""
+
+    def prepare_some(settings=None):
+        with monkeypatch.context() as patch:
+            _stop_after(patch, 3)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(str(corpus), "bytes", tmp_path / "out", settings=settings, workers=1)
+        assert (tmp_path / "out.partial").exists()
+        return tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
+
+    return prepare_some
 
 
-def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path, small_units, monkeypatch):
-    out = tmp_path / "out"
-    whole = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
-    _stop_after(monkeypatch, 3)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(str(corpus), "bytes", out, settings=DataConfig(validation_share=0.2), workers=1)
-    monkeypatch.undo()
-    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
-    assert (tmp_path / "out.partial").exists()
-    said = Heard()
-    prepare(str(corpus), "bytes", out, reporter=said)
+def test_work_that_another_plan_left_unfinished_is_not_taken_up(corpus, tmp_path, interrupted):
+    whole, said = interrupted(DataConfig(validation_share=0.2)), Heard()
+    prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
     assert "an unfinished preparation of other text or with other settings" in " ".join(said.said)
-    assert tree(out) == whole
+    assert tree(tmp_path / "out") == whole
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_path, small_units, monkeypatch):
-    whole = tree(prepare(str(corpus), "bytes", tmp_path / "whole").folder)
-    _stop_after(monkeypatch, 4)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(str(corpus), "bytes", tmp_path / "out", workers=1)
-    monkeypatch.undo()
-    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (2000, 2000))
+def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_path, interrupted):
+    whole, said = interrupted(), Heard()
     shard = next((tmp_path / "out.partial").glob("train-*.bin"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
-    said = Heard()
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
-    assert "resuming: 3 of" in " ".join(said.said)
+    assert "resuming: 2 of" in " ".join(said.said)
     assert tree(tmp_path / "out") == whole
 
 

@@ -101,19 +101,14 @@ def test_folders_and_patterns_give_their_files_in_order_of_name(tmp_path):
     assert [file.name for file in resolve(str(tmp_path / "b" / "*.txt"), ALL)] == ["x.txt"]
 
 
-def test_the_standard_library_splits_by_file_in_a_fixed_order():
+def test_the_standard_library_splits_by_file_in_a_fixed_order_with_or_without_tests_and_tables():
     train, held = stdlib_files("train"), stdlib_files("validation")
     assert len(train) > 5 * len(held) > 0
     assert not set(train) & set(held)
     assert train == sorted(train)
     assert len(next(stdlib_documents("train"))) > 0
-    with pytest.raises(DataError, match="split"):
-        stdlib_files("test")
-
-
-def test_code_of_the_standard_library_has_tests_and_no_tables_and_splits_as_the_rest_does():
-    for split in ("train", "validation"):
-        whole, code = stdlib_files(split), stdlib_files(split, "stdlib-code")
+    for split, whole in (("train", train), ("validation", held)):
+        code = stdlib_files(split, "stdlib-code")
         tables = {path for path in whole if {"encodings", "pydoc_data"} & {*path.parts}}
         assert tables
         assert not tables & {*code}

@@ -11,14 +11,14 @@ import dcdm
 import tiny
 from corpora import prose
 from dcdm.config import ConfigError
-from dcdm.data.loader import InMemory, Loader
+from dcdm.data.loader import Loader
 from dcdm.distributed import ParallelError, Precision, World, choose_device, precision
 from dcdm.training.checkpoint_folder import load_weights, newest_whole
 from dcdm.training.loop import StepReport, Trainer
 from dcdm.training.run import run_training
 from dcdm.training.settings import TrainConfig, resolve
 from ranks import on_ranks
-from toy import train_windows
+from toy import InMemory, train_windows
 
 KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "paper-moe", "causal-moe"]
 TOLERANCE = {"causal": 0.2, "causal-moe": 0.2}  # other chunks, and so another draw of the noise

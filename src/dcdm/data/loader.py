@@ -200,17 +200,3 @@ def pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Tensor:
     windows = np.full((count, length), tokenizer.bos_id, dtype=np.int64)
     windows[:, 1:] = stream[: count * (length - 1)].reshape(count, length - 1)
     return torch.from_numpy(windows)
-
-
-class InMemory:
-    """Windows (N, L) as a data set for `Loader`."""
-
-    def __init__(self, windows: Tensor, identity: str = "in memory") -> None:
-        self.windows, self.identity = windows, identity
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> Item:
-        tokens = self.windows[index]
-        return {"tokens": tokens, "prompt": torch.zeros_like(tokens, dtype=torch.bool), "index": index}

@@ -86,7 +86,8 @@ def prepare(
     else:  # bpe:N must be learned from the corpus first
         spec, ready = tokenizer, None if bpe_size(tokenizer) is not None else load_tokenizer(tokenizer)
     plan = plan_of(files, settings, spec, ready, bool(validation))
-    out = cache_folder() / f"{_slug(sources[0])}-{digest(plan)[:12]}" if out is None else _absolute(out)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", sources[0]).strip("-")[-32:] or "data"
+    out = cache_folder() / f"{name}-{digest(plan)[:12]}" if out is None else _absolute(out)
     if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
         return existing
     work = out.with_name(f"{out.name}.partial")
@@ -98,7 +99,7 @@ def prepare(
             # read, tokenise and write what earlier runs left
             units = units_of(files, settings, ready is None or ready.cuts_between_words)
             kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
-            records = _tokenise(units, work, kept, settings, workers or _cores(), reporter)
+            records = _tokenise(units, work, kept, settings, workers or os.cpu_count() or 1, reporter)
 
             # seal it with a manifest
             manifest = _manifest(plan, records, kept, work, settings)
@@ -123,17 +124,8 @@ def cache_folder() -> Path:
     return _absolute(base) / "data"
 
 
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _absolute(path: Path | str) -> Path:
     return Path(path).expanduser().resolve()
-
-
-def _slug(spec: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", spec).strip("-")[-32:] or "data"
 
 
 def _without_validation(files: list[SourceFile], skipped: Skipped) -> list[SourceFile]:

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PART_BYTES = 64 << 20  # of a part where nobody asks for another size
 TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
 FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
+LINE = re.compile(r"(?<=\n)")
 BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
 BOM = b"\xef\xbb\xbf"
 
@@ -100,10 +101,10 @@ def cut_into_parts(
         elif file.format == "text" and settings.documents == "file":
             for document in _file_documents(whole, settings.validation_share, few):
                 step = part_bytes if cut_documents else file.size
-                yield from _cut(document, step, _between_words, keep_open=True)
+                yield from _cut(document, step, BETWEEN_WORDS, keep_open=True)
         else:
             by_paragraph = file.format == "text" and settings.documents == "blank-lines"
-            yield from _cut(whole, part_bytes, _after_blank if by_paragraph else _after_line)
+            yield from _cut(whole, part_bytes, BLANK if by_paragraph else LINE)
 
 
 def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
@@ -114,23 +115,21 @@ def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
         yield replace(part, split="validation" if held_out(part.file.sha256.encode(), share) else "train")
     else:
         with _mapped(part) as data:
-            border = _after_line(data, max(1, part.stop - int(part.stop * share)), part.stop)
+            border = _border(data, LINE, max(1, part.stop - int(part.stop * share)), part.stop)
         yield replace(part, stop=border, weight=border, split="train")
         if border < part.stop:
             yield replace(part, start=border, weight=part.stop - border, split="validation")
 
 
-def _cut(
-    part: Part, step: int, find: Callable[[mmap.mmap, int, int], int], keep_open: bool = False
-) -> Iterator[Part]:
-    """`part` in stretches of at least `step` bytes, each ending where `find` allows."""
+def _cut(part: Part, step: int, border: re.Pattern[str], keep_open: bool = False) -> Iterator[Part]:
+    """`part` in stretches of at least `step` bytes, each ending where `border` does."""
     if part.stop - part.start <= step:
         yield part
         return
     with _mapped(part) as data:
         start = part.start
         while start < part.stop:
-            stop = find(data, start + step, part.stop) if start + step < part.stop else part.stop
+            stop = _border(data, border, start + step, part.stop) if start + step < part.stop else part.stop
             ends = stop == part.stop or not keep_open
             yield replace(part, start=start, stop=stop, weight=stop - start, ends=ends)
             start = stop
@@ -142,18 +141,9 @@ def _mapped(part: Part) -> Iterator[mmap.mmap]:
         yield data
 
 
-def _after_line(data: mmap.mmap, at: int, stop: int) -> int:
-    newline = data.find(b"\n", at - 1, stop)
-    return stop if newline < 0 else newline + 1
-
-
-def _after_blank(data: mmap.mmap, at: int, stop: int) -> int:
-    match = re.compile(BLANK.pattern.encode()).search(data, at, stop)
-    return stop if match is None else match.end()
-
-
-def _between_words(data: mmap.mmap, at: int, stop: int) -> int:
-    match = re.compile(BETWEEN_WORDS.pattern.encode()).search(data, at, stop)
+def _border(data: mmap.mmap, border: re.Pattern[str], at: int, stop: int) -> int:
+    """Where the first `border` from `at` on ends, or `stop`."""
+    match = re.compile(border.pattern.encode()).search(data, at, stop)
     return stop if match is None else match.end()
 
 

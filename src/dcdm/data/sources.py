@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dcdm.config import SPLITS, DataConfig, DataError, Split
+from dcdm.config import DataConfig, DataError, Split
 from dcdm.files import file_digest, listed_file, read_json_object
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
@@ -76,21 +76,19 @@ class Skipped:
         """What a user should hear; nothing where nothing was skipped."""
         kinds = ", ".join(f"{n} {ending or 'without ending'}" for ending, n in self.other_kinds.most_common(NAMED))
         said = {
-            f"folders that cannot be read, so that their files are missing: {_counted(self.unreadable)}":
-                self.unreadable,
-            f"files of validation (--validation) left out of training: {_counted(self.in_validation)}":
-                self.in_validation,
-            f"skipped files of other kinds: {self.other_kinds.total()} ({kinds})": self.other_kinds,
-            f"skipped empty files: {self.empty}": self.empty,
-            f"skipped hidden files and folders: {self.hidden}": self.hidden,
-        }  # fmt: skip
-        return [sentence for sentence, happened in said.items() if happened]
+            "folders that cannot be read, so that their files are missing": _counted(self.unreadable),
+            "files of validation (--validation) left out of training": _counted(self.in_validation),
+            "skipped files of other kinds": f"{self.other_kinds.total()} ({kinds})" if kinds else "",
+            "skipped empty files": self.empty,
+            "skipped hidden files and folders": self.hidden,
+        }
+        return [f"{what}: {count}" for what, count in said.items() if count]
 
 
 def _counted(names: list[str]) -> str:
     """How many there are, and the first of them."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{len(names)} ({'; '.join(names[:NAMED])}{more})"
+    return f"{len(names)} ({'; '.join(names[:NAMED])}{more})" if names else ""
 
 
 def resolve(
@@ -140,10 +138,6 @@ def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
 
     A file's split depends on its name alone.
     """
-    if source not in STDLIB:
-        raise DataError(f"unknown source {source!r}; choose {' or '.join(STDLIB)}")
-    if split not in SPLITS:
-        raise DataError(f"unknown split {split!r}; choose train or validation")
     files = _stdlib(DataConfig(validation_share=STDLIB_SHARE), source)
     return [file.path for file in files if file.split == split]
 

@@ -36,8 +36,6 @@ PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens o
     (")\n", "("),
     ("x,\n", '"y"'),
 )
-
-
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback call a byte
 
 
@@ -106,10 +104,7 @@ class Tokenizer:
         return ids[1:] if len(ids) and ids[0] == self.bos_for else ids
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [ids.tolist() for ids in self.encode_arrays(texts)]
+        return self.encode_arrays([text])[0].tolist()
 
     def encode_arrays(self, texts: Sequence[str], templated: bool = False) -> list[np.ndarray]:
         """Ids of every text as arrays.
@@ -206,8 +201,6 @@ class Tokenizer:
         spec = _json_file(folder / "tokenizer.json")
         try:
             base = _without_holes(spec)
-        except DataError as error:
-            raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         except Exception as error:  # the library raises bare Exception for what it cannot read
             raise DataError(f"cannot read {folder / 'tokenizer.json'}: {error}") from error
         eos, *specials = (_content(config.get(f"{name}_token")) for name in ("eos", "bos", "pad", "mask"))
