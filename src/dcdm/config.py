@@ -151,7 +151,7 @@ class ModelConfig:
     predict: Predict = "mask"
     lanes: tuple[int, ...] | None = None
     lane_weights: tuple[float, ...] | None = None
-    """How often training draws each of `lanes`, relative to the others; None: all alike."""
+    """How often training draws each of `lanes`, relative to the others; None: uniform."""
     drafts: int = 0
     """How many tokens of each lane a head drafts ahead, for decoding that verifies them; 0: there is no head."""
     attention_bias: bool = False

@@ -201,7 +201,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every line that is a row with a step, and the row. Others are passed over: a kill may cut one short."""
+    """Every line that is a row with a step, and the row. Others are skipped: a kill may cut one short."""
     if not path.is_file():
         return
     with open(path, "rb") as file:

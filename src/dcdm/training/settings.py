@@ -299,7 +299,7 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
 
 
 def _only_longer(one: TrainConfig, other: TrainConfig) -> bool:
-    """Whether a run goes on for longer at a constant learning rate, which looks at the end only once it decays."""
+    """Whether a run is only made longer, at a constant learning rate, which depends on the end only once it decays."""
     return one.schedule == other.schedule == "constant" and other.steps > one.steps
 
 
@@ -348,7 +348,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> None:
     for name, value in more.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{path}{name!r} is no name of a setting: write it as text")
+            raise ConfigError(f"{path}{name!r} is not the name of a setting: write it as text")
         if isinstance(base.get(name), dict):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}{name} must hold settings by name, not {value!r}")
