@@ -130,7 +130,7 @@ class RunConfig:
     """Start weights: a run, an exported folder, or a local folder of `transformers` (Llama, Qwen2, Qwen3)."""
     evaluate_every: int = 1_000
     evaluate_first: bool = False
-    """Evaluate before the first step, too: what start weights are worth."""
+    """Evaluate before the first step, too: what initial weights are worth."""
     evaluate_sequences: int = 64
     evaluate_samples: int = 4
     checkpoint_every: int = 1_000
@@ -299,7 +299,7 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
 
 
 def _only_longer(one: TrainConfig, other: TrainConfig) -> bool:
-    """Whether a run is only made longer, at a constant learning rate, which depends on the end only once it decays."""
+    """Whether a run is only made longer at a constant learning rate, which looks at the end only once it decays."""
     return one.schedule == other.schedule == "constant" and other.steps > one.steps
 
 
