@@ -58,7 +58,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     texts = documents(60)
     rows = [{"text": text, "n": n} for n, text in enumerate(texts)]
     jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes(), mtime=0))
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -384,7 +384,7 @@ def test_wrong_sources_are_refused_with_the_reason(tmp_path):
         (write("broken.parquet", b"PAR1 no"), {}, "cannot read"),
         (write("broken.arrow", b"ARROW1 no"), {}, "cannot read"),
         (write("broken.jsonl.gz", b"\x1f\x8b no"), {}, "cannot read"),
-        (write("cut.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999)[:-20]), {}, "cannot read"),
+        (write("cut.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999, mtime=0)[:-20]), {}, "cannot read"),
         ("no-such-name-anywhere", {}, "datasets cannot load it|cannot be reached"),
     ]
     for number, (spec, settings, reason) in enumerate(cases):

@@ -58,7 +58,7 @@ def folder(tmp_path) -> Path:
     for name, rows in ROWS.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         if name == "HumanEval":
-            (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+            (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
         else:
             (tmp_path / f"{name}.jsonl").write_text(text)
     return tmp_path
@@ -257,7 +257,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(capsys, folder):
         ("a.jsonl", b'{"goal": 1}\n{"goal"', r"a\.jsonl, line 2: not JSON"),
         ("b.jsonl", b"\n", "no rows"),
         ("c.jsonl", b'{"goal": 1}\n{"goal": "caf\xe9"}\n', r"c\.jsonl: not UTF-8 .*byte 25\); save it as UTF-8"),
-        ("d.jsonl.gz", gzip.compress(b'{"goal": 1}\n' * 9)[:-9], r"d\.jsonl\.gz cannot be read"),
+        ("d.jsonl.gz", gzip.compress(b'{"goal": 1}\n' * 9, mtime=0)[:-9], r"d\.jsonl\.gz cannot be read"),
     ],
 )
 def test_damaged_and_empty_files_are_named(tmp_path, name, content, message):

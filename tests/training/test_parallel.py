@@ -20,7 +20,7 @@ from dcdm.config import ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss, with_prompts
 from dcdm.distributed import ParallelError, World
 from dcdm.keys import Key
-from dcdm.model import head
+from dcdm.model import products
 from dcdm.model.chunking import update_bias
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
@@ -133,7 +133,7 @@ def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[
 
 def backward_checks(world: World) -> dict[str, Any]:
     # ranks hold different numbers of masked tokens: let them compute their logits in different numbers of slices
-    head.SLICE_BYTES = 3 * 4 * 23
+    products.SLICE_BYTES = 3 * 4 * 23
     found: dict[str, Any] = {}
     for kind in ("ar", "mdlm", *KINDS):
         found[kind] = [backward_in_micro_batches(world, kind, sync_each) for sync_each in (True, False)]
