@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dcdm.serving.app import SHARED
-from dcdm.viewing.page import ASSETS, page
+from dcdm.viewing.pages import ASSETS, page
 
 ROOTS = ("chunks", "report")  # what pages name; everything else comes with it
 

@@ -1,24 +1,20 @@
-"""Texts being filled in: as an SVG that moves by itself, and side by side in a terminal."""
+"""Texts being filled in: as a page that replays it, and side by side in a terminal."""
 
 from __future__ import annotations
 
 import io
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from rich.console import Console
 
-from browser import CHROMIUM, Page, artefacts, chromium
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.prompts import with_blanks
 from dcdm.viewing import terminal
-from dcdm.viewing.filling import EXERCISES, MOST_COLUMNS, Filling, Written, cells, exercises_for, moving_picture
-from dcdm.viewing.palette import colour
+from dcdm.viewing.filling import EXERCISES, Filling, Written, exercises_for
 from dcdm.viewing.terminal import filling_text, show_written
 
-SVG = "{http://www.w3.org/2000/svg}"
 TWO = Filling(
     tokens=["<|bos|>", "a<b", ":\n", "  x", " =", " &\n"],
     chunks=[0, 0, 0, 1, 2, 1],
@@ -29,61 +25,11 @@ ONE = Filling(TWO.tokens, [0, 0, 0, 1, 2, 3], [[3], [4], [5]], [0, 0, 0, 1, 1, 1
 TEXTS = [Written("2 lanes", TWO, 0.1, 1.5), Written("AR’s order", ONE, 0.2)]
 
 
-def test_tokens_stand_where_they_stand_in_the_text():
-    assert "".join(cell.text for cell in cells(TWO.tokens, TWO.came)) == "a<b:  x = &↵"
-    places = {cell.position: (cell.line, cell.column) for cell in cells(TWO.tokens, TWO.came)}
-    assert places == {1: (0, 0), 2: (0, 3), 3: (1, 0), 4: (1, 3), 5: (1, 5)}
-    long = ["<|bos|>", "x" * 3 * MOST_COLUMNS]
-    assert {cell.line for cell in cells(long, [0, 0])} == {0, 1, 2}
-    assert max(cell.column + len(cell.text) for cell in cells(long, [0, 0])) == MOST_COLUMNS
-
-
-def test_the_picture_shows_every_token_with_its_forward_on_the_colour_of_its_lane():
-    root = ElementTree.fromstring(moving_picture(TEXTS, "A & B"))
-    assert root.findtext(f"{SVG}title") == "A & B"
-    written = [
-        (group.get("class"), group.find(f"{SVG}rect").get("fill"), group.findtext(f"{SVG}text"))
-        for group in root.iter(f"{SVG}g")
-    ]
-    assert written == [
-        ("f1", colour(1), "  x"), ("f2", colour(1), " ="), ("f1", colour(2), " &↵"),
-        ("f1", colour(1), "  x"), ("f2", colour(1), " ="), ("f3", colour(1), " &↵"),
-    ]  # fmt: skip
-    given = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "given"]
-    assert given == ["a<b", ":"] * 2
-    style = root.findtext(f"{SVG}style")
-    moving = style.partition("no-preference")[2]
-    starts = [float(start) for start in re.findall(r"@keyframes f\d+\{0%\{opacity:0\}([\d.]+)%", moving)]
-    assert starts == sorted(starts)
-    assert len(starts) == 3
-    assert max(starts) < 100
-    assert "@keyframes" not in style.partition("no-preference")[0], "still where motion is not wanted"
-    assert not re.findall(r"(?:src|href)=|url\(|@import", moving_picture(TEXTS))
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("still", [False, True])
-def test_a_browser_moves_it_unless_motion_is_not_wanted(tmp_path, still):
-    (tmp_path / "text.svg").write_text(moving_picture(TEXTS), encoding="utf-8")
-    with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
-        page.cdp("Emulation.setEmulatedMedia", features=[motion])
-        driver.get((tmp_path / "text.svg").as_uri())
-        moving = page.js("document.getAnimations().length")
-        seen = page.js("[...document.querySelectorAll('g')].map((each) => getComputedStyle(each).opacity)")
-    assert (moving == 0) == still
-    if still:
-        assert set(seen) == {"1"}
-
-
-def test_sample_draws_it_for_lanes_and_for_chunks(tmp_path, capsys):
+def test_sample_writes_a_page_that_replays_lanes_and_chunks(tmp_path, capsys):
     for name in ("python-lanes", "python-chunks"):
-        place = tmp_path / f"{name}.svg"
+        place = tmp_path / f"{name}.html"
         main(["sample", name, "--prompt", "def f([[6]]):", "--picture", str(place)])
-        root = ElementTree.parse(place).getroot()
-        assert sum(len(group.findtext(f"{SVG}text")) > 0 for group in root.iter(f"{SVG}g")) >= 6
-        assert f"{name}: 6 tokens in" in root.findtext(f"{SVG}title")
+        assert f"{name}: 6 tokens in" in place.read_text()
 
 
 # --- in a terminal -----------------------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dcdm.commands.options import at_least_one, print_json
-from dcdm.config import ConfigError
-from dcdm.shipped import card_of, default
+from dcdm.commands.options import at_least_one
+from dcdm.config import ConfigError, many
+from dcdm.shipped import Card, card_of, default
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import ChunkView
     from dcdm.viewing.filling import Exercise, Written
-    from dcdm.viewing.pages import ComparedEstimate
+    from dcdm.viewing.tables import Table
 
 EXAMPLES = ("dcdm demo", "dcdm demo --no-train", "dcdm demo --steps 50 --folder runs/short")
 
@@ -57,6 +57,11 @@ COMMANDS = (
     ("dcdm presets", "every model of the paper's table, and more"),
 )
 """What to try next, and what it gives."""
+CAUTION = (
+    "One seed each, a few minutes of training, each model with an objective of its own: errors over windows do not "
+    "cover any of that."
+)
+COLUMNS = ("Lanes", "BDLM", "Lanes − BDLM")
 
 
 def demo(
@@ -65,8 +70,6 @@ def demo(
     folder: Path = Path("runs/demo"),
     data: tuple[str, ...] = ("stdlib",),
     train: bool = True,
-    fresh: bool = False,
-    json: bool = False,
 ) -> None:
     """Watch the model that comes with dcdm fill in code, then train two small ones and compare them.
 
@@ -76,38 +79,23 @@ def demo(
     Args:
         steps: Optimizer steps of each model that is trained.
         seed: Seed of the weights, the data order, the noise and the samples.
-        folder: Where the two runs, report.html and filling.svg go.
+        folder: Where the two runs and report.html go.
         data: Text to train on: stdlib is the source of this Python's standard library.
         train: Train and compare two models; --no-train ends after the first screen.
-        fresh: Delete the two runs of an earlier demo in the folder and train again.
-        json: Print the figures as one JSON object; all else goes to standard error.
     """
     from rich.console import Console
 
     from dcdm.files import write_whole
-    from dcdm.viewing.filling import moving_picture
 
-    console = Console(stderr=json, highlight=False)
+    at_least_one(steps=steps)
+    console = Console(highlight=False)
     written = fill_exercises(console, seed)
     views = divide_a_text(console)
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / "filling.svg"
-    lanes_and_ar = next(iter(written.values()))[:2]
-    write_whole(picture, moving_picture(lanes_and_ar, "A small model fills blanks in code").encode())
     if train:
-        at_least_one(steps=steps)
-        if fresh:
-            _delete_runs(folder)
         lines = train_and_compare(steps, seed, folder, data, console)
         place = folder / "report.html"
-        write_whole(place, _page(folder, written, views, lines, steps, data).encode())
-        result = {"figures": [asdict(line) for line in lines], "report": str(place)}
+        write_whole(place, demo_page(folder, written, views, lines, steps, data).encode())
         console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser.")
-    else:
-        result = {"picture": str(picture)}
-        console.print(f"\n[bold]{picture}[/bold] is this as a picture that moves.")
-    if json:
-        print_json(result)
     console.print("[bold]dcdm serve[/bold] opens the playground. Then try")
     for command, _ in COMMANDS[:3]:
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -130,24 +118,12 @@ def fill_exercises(console: Console, seed: int = 0) -> dict[str, list[Written]]:
     for exercise in exercises_for(tokenizer, model.config.context_length):
         texts = written[exercise.about] = write(model, tokenizer, exercise, seed)
         console.print(f"[bold]{exercise.about}[/bold], one model, two orders:")
-        show_written(texts[:2], console)
-        for more in texts[2:]:
-            console.print(f"{more.label}: {more.sentence}\n")
+        show_written(texts, console)
     return written
 
 
 def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0) -> list[Written]:
-    """The exercise in the model's lanes and in AR's order, with draft tokens too where it has a draft head.
-
-    The same weights and the same seed.
-    """
-
-    ahead = model.config.drafts
-    orders = [(model.config.default_lanes, 0), (1, 0), *([(1, ahead)] if ahead else [])]
-    return [_written(model, tokenizer, exercise, lanes, drafts, seed) for lanes, drafts in orders]
-
-
-def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int, drafts: int, seed: int) -> Written:
+    """The exercise in the model's lanes and in AR's order, with the same weights and the same seed."""
     import torch
 
     from dcdm.decoding.engine import generate
@@ -156,21 +132,20 @@ def _written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int,
 
     ids, blank = exercise.original(tokenizer)
     original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
-    done = generate(
-        model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
-        eos_id=-1, drafts=drafts,
-    )  # fmt: skip
-    order = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
-    return Written(
-        label=f"{order}, {drafts} draft tokens" if drafts else order,
-        filling=filling_of(done, tokenizer),
-        seconds=done.statistics.seconds,
-        nats=score(model, original, "exact", prompt=given, lanes=lanes).per_token,
-    )
+    texts = []
+    for lanes in (model.config.default_lanes, 1):
+        done = generate(
+            model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
+            eos_id=-1, drafts=0,
+        )  # fmt: skip
+        label = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
+        nats = score(model, original, "exact", prompt=given, lanes=lanes).per_token
+        texts.append(Written(label, filling_of(done, tokenizer), done.statistics.seconds, nats))
+    return texts
 
 
 def divide_a_text(console: Console) -> list[ChunkView]:
-    """Show one text as the shipped models divide it: with draft tokens, where there are any, and into chunks."""
+    """One text as the shipped models divide it, into lanes and into chunks; the chunks are shown."""
     from dcdm.io.load import load_model
     from dcdm.viewing.chunks import view, window_of
     from dcdm.viewing.filling import exercises_for
@@ -186,19 +161,10 @@ def divide_a_text(console: Console) -> list[ChunkView]:
         if model.config.kind == "dcdm":
             _say_card(name, console)
             console.print("[bold]The chunks that it forms from this text[/bold], in the order of filling:")
-            show_text(_all_known(views[-1]), console)
-        if model.config.drafts:
-            views.append(view(model, window, name=f"{name}, with drafts", lanes=1, drafts=model.config.drafts))
-            console.print("[bold]What one forward pass brings in AR’s order with drafts[/bold], along a text:")
-            show_text(_all_known(views[-1]), console)
-            console.print()
+            frame = views[-1].frame  # with nothing marked as MASK: one looks at chunks, not at what a router knew
+            known = replace(frame, hidden=[False] * len(frame.hidden))
+            show_text(replace(views[-1], frames=[known], shown=0), console)
     return views
-
-
-def _all_known(view: ChunkView) -> ChunkView:
-    """The view with nothing marked as MASK: here one looks at chunks, not at what a router knew."""
-    frame = view.frame
-    return replace(view, frames=[replace(frame, hidden=[False] * len(frame.hidden))], shown=0)
 
 
 def _say_card(name: str, console: Console) -> None:
@@ -208,6 +174,41 @@ def _say_card(name: str, console: Console) -> None:
 
 
 # --- training and comparing two models ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComparedEstimate:
+    """A likelihood of both models, each with its standard error, in nats per byte."""
+
+    name: str
+    meaning: str
+    lanes: tuple[float, float]
+    bdlm: tuple[float, float]
+    difference: tuple[float, float]
+    """Lanes − BDLM, window by window."""
+    windows: int
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        return with_error(self.lanes), with_error(self.bdlm), with_error(self.difference, sign=True)
+
+    @property
+    def verdict(self) -> str:
+        """What the difference means, in one sentence."""
+        mean, error = self.difference
+        if not abs(mean) > 2 * error:
+            return f"By the {self.name} figure the two models do not differ by more than chance explains."
+        better, worse = ("lanes do", "BDLM") if mean < 0 else ("BDLM does", "lanes")
+        return (
+            f"By the {self.name} figure {better} better: a byte of held-out text is "
+            f"{math.exp(abs(mean)):.2f} times as probable as under {worse} (geometric mean)."
+        )
+
+
+def with_error(value: tuple[float, float], sign: bool = False) -> str:
+    """Mean ± standard error."""
+    mean, error = value
+    return f"{mean:{'+' if sign else ''}.3f} ± {error:.3f}".replace("-", "−")
 
 
 def train_and_compare(
@@ -229,20 +230,13 @@ def train_and_compare(
             code = run_training(preset, folder / name, changes=changes)
         except ConfigError as error:
             there = (folder / name / "settings.yaml").exists()
-            raise ConfigError(f"{error}; --fresh starts again" if there else str(error)) from error
+            raise ConfigError(f"{error}; or take another --folder" if there else str(error)) from error
         if code:
             sys.exit(code)
     (lanes, tokenizer), (bdlm, _) = (load_model(folder / name) for name in MODELS)
     lines = compare(lanes, bdlm, held_out(data, tokenizer, lanes.config.context_length))
     show_comparison(lines, console)
     return lines
-
-
-def _delete_runs(folder: Path) -> None:
-    """Remove the runs of an earlier demo, and nothing else."""
-    for name in MODELS:
-        if (folder / name / "settings.yaml").exists():
-            shutil.rmtree(folder / name)
 
 
 def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: int = WINDOWS) -> Tensor:
@@ -260,7 +254,6 @@ def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate
     """Both models on the same windows, exactly, by decoders that take the same number of forward passes."""
     from dcdm.likelihood.estimators import score
     from dcdm.likelihood.statistics import mean_and_stderr
-    from dcdm.viewing.pages import ComparedEstimate
 
     lines = []
     for name, meaning, number, commit in FIGURES:
@@ -275,19 +268,16 @@ def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate
     return lines
 
 
+def comparison_table(lines: Sequence[ComparedEstimate]) -> Table:
+    from dcdm.viewing.tables import Table
+
+    return Table(("", *COLUMNS), [(line.name, *line.cells) for line in lines], ("",))
+
+
 def show_comparison(lines: Sequence[ComparedEstimate], console: Console) -> None:
     """The table, and what it means."""
-    from rich.table import Table
-
-    from dcdm.viewing.pages import CAUTION, COLUMNS
-
-    title = f"nats per byte, {lines[0].windows} held-out windows; lower is better"
-    table = Table(title=title, title_justify="left")
-    for name in ("", *COLUMNS):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(line.name, *line.cells)
-    console.print(table)
+    console.print(f"\nnats per byte, {lines[0].windows} held-out windows; lower is better")
+    comparison_table(lines).print()
     for line in lines:
         console.print(f"{line.name}: {line.meaning}.", style="dim")
     console.print("±: standard error over windows; that of the difference is of window by window.", style="dim")
@@ -296,30 +286,82 @@ def show_comparison(lines: Sequence[ComparedEstimate], console: Console) -> None
     console.print(f"{CAUTION}\n", style="dim")
 
 
-def _page(
-    folder: Path, written: dict[str, list[Written]], views: list[ChunkView], lines: list[ComparedEstimate],
-    steps: int, data: tuple[str, ...],
+# --- the page ----------------------------------------------------------------------------------------------------
+
+
+def demo_page(
+    folder: Path, written: Mapping[str, Sequence[Written]], views: Sequence[ChunkView],
+    lines: Sequence[ComparedEstimate], steps: int, data: tuple[str, ...],
 ) -> str:  # fmt: skip
+    """All of the demo as one self-contained HTML file."""
     from dcdm.kinds import parameter_counts
     from dcdm.presets import preset
     from dcdm.training.metrics import read_rows
-    from dcdm.viewing.pages import COLUMNS, DemoReport, demo_page
-    from dcdm.viewing.plots import Curve, averaged
+    from dcdm.viewing.pages import escape, items, page
+    from dcdm.viewing.plots import Curve, averaged, chart
 
+    replays = {f"written-{number}": texts for number, texts in enumerate(written.values(), start=1)}
+    fillings = {name: [{**asdict(t.filling), "label": t.label} for t in texts] for name, texts in replays.items()}
+    cards = [card for view in views if (card := card_of(view.model)) is not None]
     size = parameter_counts(preset(MODELS["lanes"][0]))[0]
     corpus = ", ".join("Python’s standard library" if source == "stdlib" else source for source in data)
     curves = []
-    for called, name in zip(COLUMNS, MODELS, strict=False):
+    for column, name in zip(COLUMNS, MODELS, strict=False):
         losses = [(row["step"], row["nll"]) for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row]
-        curves.append(Curve(called, averaged(losses)))
-    report = DemoReport(
-        cards=[card for view in views if (card := card_of(view.model)) is not None],
-        views=views,
-        written=written,
-        summary=f"{size:,} parameters each, {steps} steps on {corpus}, byte by byte",
-        recipes=[f"{says}." for _, says in MODELS.values()],
-        lines=lines,
-        curves=curves,
-        commands=COMMANDS,
+        curves.append(Curve(column, averaged(losses)))
+    return page(
+        "demo", "DCDM demo", {"fillings": {"viewer": [_viewed(view) for view in views], **fillings}},
+        models=items([f"{card.name}: {card.sentence}" for card in cards]),
+        written="".join(_exercise(*asked) for asked in zip(replays, written, replays.values(), strict=True)),
+        shipped="".join(_shipped(card) for card in cards),
+        summary=escape(f"{size:,} parameters each, {steps} steps on {corpus}, byte by byte"),
+        recipes=items([f"{says}." for _, says in MODELS.values()]),
+        figures=comparison_table(lines).to_html(),
+        windows=lines[0].windows,
+        meanings=items([f"{line.name}: {line.meaning}." for line in lines]),
+        verdicts="".join(f"<p><strong>{escape(line.verdict)}</strong></p>" for line in lines),
+        caution=escape(CAUTION),
+        curves=chart(curves, across="step", up="nats per byte"),
+        commands="".join(
+            f"<dt><code>{escape(command)}</code></dt><dd>{escape(gives)}</dd>" for command, gives in COMMANDS
+        ),
+    )  # fmt: skip
+
+
+def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
+    from dcdm.viewing.pages import items, paragraph, section
+
+    what = (
+        "Grey text was given. One set of weights, one seed, different orders of writing; the replays move forward "
+        "pass by forward pass."
     )
-    return demo_page(report)
+    told = items([f"{text.label}: {text.sentence}." for text in texts])
+    inner = f'{paragraph(what)}<div id="{name}"></div><ul class="small">{told}</ul>'
+    return section(f"{about}: lanes beside AR’s order", inner, wide=True)
+
+
+def _shipped(card: Card) -> str:
+    """The figures of a card as a table."""
+    from dcdm.viewing.pages import escape, grid
+
+    rows = [
+        [one.lanes or "–", one.drafts or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
+         f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
+        for one in card.figures
+    ]  # fmt: skip
+    header = ["lanes", "drafts", "forward passes", "nats/token", "nats/byte", "figure"]
+    return f"<div><h3>{escape(card.name)}</h3>{grid(header, rows)}</div>"
+
+
+def _viewed(view: ChunkView) -> dict[str, Any]:
+    """A text that is known, as its model would fill it, with the scores by which it was divided."""
+    from dcdm.viewing.filling import as_filling
+    from dcdm.viewing.pages import page_data
+
+    data, filling = page_data(view), as_filling(view)
+    places = many(view.num_lanes, "lane") if view.lanes else many(view.num_chunks, "chunk")
+    passes = many(len(filling.steps), "forward pass", "forward passes")
+    return {
+        **asdict(filling), "label": f"{view.model}: {places}, {passes}", "rule": view.rule,
+        "scores": data["frames"][view.shown]["scores"], "bias": data["bias"],
+    }  # fmt: skip

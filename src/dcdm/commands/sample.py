@@ -46,7 +46,6 @@ EXAMPLE_LENGTH = 96
 CAREFUL = 0.5
 """The temperature of the default model: a small one writes better if it stays with what it is surer of."""
 
-PICTURES = (".svg", ".html")
 OTHERS = {"window": None, "blanks": True, "stop_at_eos": True}
 """What --set takes beside settings of the decoder, and what it is by default."""
 
@@ -81,8 +80,7 @@ def sample(
         num: Samples of each prompt.
         seed: Seed of the draws.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
-        picture: Draw how the first text was filled, chunk by chunk or in lanes: an SVG moves by itself, an HTML
-            file is a page that replays it.
+        picture: Write an HTML page that replays how the first text was filled, chunk by chunk or in lanes.
         json: Print one JSON object per sample, statistics included.
     """
     from dcdm.decoding.config import DecodingConfig
@@ -94,8 +92,8 @@ def sample(
     window, blanks, stop_at_eos = (settings.pop(name, plain) for name, plain in OTHERS.items())
     decoding = DecodingConfig.of(**settings)
     at_least_one(num=num, length=length)
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(PICTURES)}")
+    if picture is not None and picture.suffix != ".html":
+        raise ConfigError(f"--picture {picture}: it is a page, whose name ends in .html")
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
@@ -180,25 +178,18 @@ def _print(prompts: list[str], result: Generation, blanks: bool, whole: bool) ->
 
 
 def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:
-    """How the first text was filled: SVG moves, HTML has buttons."""
+    """The page on which the first text is filled again."""
     from dcdm.files import write_whole
-    from dcdm.viewing.filling import Written, filling_of, moving_picture
+    from dcdm.viewing.filling import filling_of
     from dcdm.viewing.pages import replay_page
 
     filling = filling_of(result, tokenizer)
     picture.parent.mkdir(parents=True, exist_ok=True)
     tokens, forwards = int(result.statistics.new_tokens[0]), int(result.forwards[0])
     sentence = f"{model}: {many(tokens, 'token')} in {many(forwards, 'forward pass', 'forward passes')}."
-    if picture.suffix == ".svg":
-        lanes = max(filling.lanes, default=0)
-        label = many(lanes, "lane") if lanes else many(max(filling.chunks), "chunk")
-        write_whole(
-            picture, moving_picture([Written(label, filling, result.statistics.seconds)], sentence).encode()
-        )
-    else:
-        what = "Colours are lanes, numbers forward passes" if filling.lanes else "Colours and numbers are chunks"
-        page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
-        write_whole(picture, page.encode())
+    what = "Colours are lanes, numbers forward passes" if filling.lanes else "Colours and numbers are chunks"
+    page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
+    write_whole(picture, page.encode())
 
 
 def _costs(result: Generation) -> str:

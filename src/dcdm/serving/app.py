@@ -36,8 +36,8 @@ from dcdm.serving.schemas import (
 )
 from dcdm.serving.served import Served, Settings
 from dcdm.serving.streaming import EventStream, Json, while_connected
-from dcdm.viewing.page import asset as report_asset
-from dcdm.viewing.page import palette_style
+from dcdm.viewing.pages import asset as report_asset
+from dcdm.viewing.pages import palette_style
 
 T = TypeVar("T")
 ERRORS: dict[int | str, dict[str, Any]] = {

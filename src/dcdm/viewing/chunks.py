@@ -136,7 +136,7 @@ class ChunkView:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "kinds": KINDS}
 
     def _repr_html_(self) -> str:
         """For notebooks: the frame's tokens on the colours of their chunks, or outlined; a tip names the chunk."""

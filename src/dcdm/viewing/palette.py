@@ -45,31 +45,25 @@ def on_colour(chunk: int) -> str:
 
 
 def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
-    """A picture (H, W, 3) of bytes: one row of cells per sequence, coloured by chunk; eight colours, in turn."""
+    """A picture (H, W, 3) of bytes: one row of cells per sequence, coloured by chunk; eight colours, in turn.
+
+    The paper's routing is shown at a fixed draw in which half of the tokens are masked.
+    """
     import numpy as np
-    import torch
-
-    ids = chunk_ids(model, tokens)
-    shown = torch.zeros_like(tokens) if ids is None else ids
-    names = [colour(chunk) for chunk in range(-1, int(shown.max()) + 1)]
-    colours = np.array([[int(name[i : i + 2], 16) for i in (1, 3, 5)] for name in names], dtype=np.uint8)
-    rows = colours[(shown + 1).cpu().numpy()].repeat(cell, axis=1).repeat(2 * cell, axis=0)
-    rows[:: 2 * cell] = 255  # a white line between sequences
-    return rows
-
-
-def chunk_ids(
-    model: Model, tokens: Tensor, prompt: Tensor | None = None, index: Tensor | None = None
-) -> Tensor | None:
-    """Chunk ids (B, L) of clean tokens; the paper's routing shows a fixed half-masked draw. None for AR."""
     import torch
 
     from dcdm.keys import Key
 
-    if model.config.kind == "ar":
-        return None
     with torch.no_grad():
-        if not model.config.routes_from_noise:
-            return model.partition(tokens, prompt, index).ids
-        masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.position_masks(tokens, prompt).free
-        return model.encode(tokens, masked, prompt=prompt).chunk_ids
+        if model.config.kind == "ar":
+            ids = torch.zeros_like(tokens)
+        elif model.config.routes_from_noise:
+            masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.position_masks(tokens).free
+            ids = model.encode(tokens, masked).chunk_ids
+        else:
+            ids = model.partition(tokens).ids
+    names = [colour(chunk) for chunk in range(-1, int(ids.max()) + 1)]
+    colours = np.array([[int(name[i : i + 2], 16) for i in (1, 3, 5)] for name in names], dtype=np.uint8)
+    rows = colours[(ids + 1).cpu().numpy()].repeat(cell, axis=1).repeat(2 * cell, axis=0)
+    rows[:: 2 * cell] = 255  # a white line between sequences
+    return rows

@@ -16,7 +16,7 @@ from dcdm.likelihood.statistics import with_stderr
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import MAIN, read_rows
 from dcdm.training.settings import RunConfig
-from dcdm.viewing.page import details, escape, page, paragraph, section
+from dcdm.viewing.pages import details, escape, page, paragraph, section
 from dcdm.viewing.plots import Curve, Points, averaged, chart
 from dcdm.viewing.tables import Table
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcdm.evaluation.perplexity import Evaluation, Figures, Unsupported
-from dcdm.viewing.page import grid
+from dcdm.viewing.pages import grid
 
 CLASSES = {
     "exact or ≤ bound": ("exact", "bound", "sequential"),
