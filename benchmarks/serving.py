@@ -181,7 +181,7 @@ async def waiting_callers(port: int, each: int, decoders: Decoders) -> tuple[lis
 def start_server(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
-    from dcdm.serving.served import Settings
+    from dcdm.serving.settings import Settings
     from dcdm.serving.server import BackgroundServer
 
     settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096)

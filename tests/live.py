@@ -15,8 +15,8 @@ from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.decoding.session import Session
 from dcdm.model.transformer import Model
 from dcdm.serving.app import create_app
-from dcdm.serving.served import Settings
 from dcdm.serving.server import BackgroundServer
+from dcdm.serving.settings import Settings
 
 NAME = "tiny"
 
@@ -29,8 +29,8 @@ def tiny_model(kind: str = "causal", **changes: Any) -> tuple[Model, Tokenizer]:
 class Live(BackgroundServer):
     """A server with a client of its own."""
 
-    def __init__(self, app: Any, drain_seconds: float = 5) -> None:
-        super().__init__(app, drain_seconds)
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
         self.app, self.scheduler = app, app.state.scheduler
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self.url, timeout=60, limits=limits)
@@ -56,9 +56,9 @@ def figure_of(metrics: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def live(kind: str = "causal", *, drain_seconds: float = 5, model: Any = None, **settings: Any) -> Iterator[Live]:
+def live(kind: str = "causal", *, model: Any = None, **settings: Any) -> Iterator[Live]:
     network, tokenizer = model or tiny_model(kind)
-    server = Live(create_app(network, tokenizer, Settings(**settings), NAME), drain_seconds)
+    server = Live(create_app(network, tokenizer, Settings(**{"drain_seconds": 5, **settings}), NAME))
     try:
         yield server
     finally:

@@ -186,6 +186,8 @@ def write_completion(arguments: Sequence[str]) -> None:
 
 def flags_of(run: Callable[..., Any]) -> set[str]:
     """Every option of a command, as it is written."""
-    given = inspect.signature(run).parameters
-    names = [name.replace("_", "-") for name in (*given, *(vars(options.NO_FLAGS) if "decoder" in given else ()))]
+    names = [*inspect.signature(run).parameters]
+    names += [*vars(options.NO_FLAGS)] if "decoder" in names else []
+    names += [*vars(serve.DEFAULT_LIMITS)] if "limits" in names else []
+    names = [name.replace("_", "-") for name in names]
     return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}

@@ -13,7 +13,8 @@ import pytest
 import dcdm
 from browser import Page, artefacts, chromium
 from dcdm.decoding.engine import generate
-from dcdm.serving.served import Served, Settings
+from dcdm.serving.served import Served
+from dcdm.serving.settings import Settings
 from dcdm.shipped import CHUNKS, LANES, card_of
 from dcdm.viewing.filling import exercises_for
 from live import live, tiny_model

@@ -63,12 +63,14 @@ def test_a_text_longer_than_the_context_goes_on_window_by_window(server, client)
 
 
 def test_a_text_ends_with_its_eos_unless_it_is_to_go_on(server, client):
-    asked = {"model": NAME, "prompt": "a", "max_tokens": 150}
-    seed = next(s for s in range(99) if alone(server, ["a"], max_new_tokens=150, seed=s).finished == ["eos"])
-    ended = client.completions.create(**asked, seed=seed)
+    asked, fast = {"model": NAME, "prompt": "a", "max_tokens": 150}, {"commit": "chunk"}
+    seed = next(
+        s for s in range(99) if alone(server, ["a"], max_new_tokens=150, seed=s, **fast).finished == ["eos"]
+    )
+    ended = client.completions.create(**asked, seed=seed, extra_body=fast)
     assert ended.choices[0].finish_reason == "stop"
     assert ended.usage.completion_tokens < 150
-    whole = client.completions.create(**asked, seed=seed, extra_body={"stop_at_eos": False})
+    whole = client.completions.create(**asked, seed=seed, extra_body={"stop_at_eos": False, **fast})
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 150
 

@@ -82,19 +82,14 @@ BODIES = [
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_known_bad_bodies_are_refused_and_good_ones_answered(http, path):
+def test_known_bad_bodies_are_refused(http, path):
+    blanks = (b"[[9", b'"a[[9', b"[[1", b"[[7", b'"delimiters"')  # a completion takes them literally
     for body in BODIES:
         answer = send(http, path, body)
-        if answer.status_code != 200:
+        fine = path == "/v1/denoise" or any(part in body for part in blanks)
+        if not fine or answer.status_code != 200:
             check_refused(answer, 400, 404)
     assert http.get("/healthz").status_code == 200
-
-
-def test_completions_refuse_every_known_bad_body(http):
-    fine = (b"[[9", b'"a[[9', b"[[1", b"[[7", b'"delimiters"')
-    for body in BODIES:
-        if not any(part in body for part in fine):
-            check_refused(send(http, "/v1/completions", body), 400, 404)
 
 
 @pytest.mark.parametrize(
@@ -223,18 +218,15 @@ SCHEMA_CHECKS = [
 ]  # fmt: skip
 
 
-def conforms(server, examples: int) -> None:
-    """Schemathesis over the OpenAPI description.
-
-    That everything the description allows is accepted is not asked: names, lengths and policies of the served
-    model are checked behind it.
-    """
+def test_answers_are_as_the_openapi_description_says(server):
+    """By Schemathesis. That everything the description allows is accepted is not asked: names, lengths and policies
+    of the served model are checked behind it."""
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     for result in schema.get_all_operations():
         operation = result.ok()
 
         @settings(
-            max_examples=examples,
+            max_examples=max(10, MANY // 10),
             deadline=None,
             derandomize=True,
             phases=[Phase.explicit, Phase.generate],
@@ -246,23 +238,6 @@ def conforms(server, examples: int) -> None:
             case.validate_response(answer, checks=SCHEMA_CHECKS)
 
         run()
-
-
-def test_answers_are_as_the_openapi_description_says(server):
-    conforms(server, 10)
-
-
-@pytest.mark.slow
-def test_answers_are_as_the_openapi_description_says_at_length(server):
-    conforms(server, 400)
-
-
-@pytest.mark.slow
-@settings(max_examples=10 * MANY, suppress_health_check=[HealthCheck.too_slow])
-@given(path=st.sampled_from(POSTS), body=bodies())
-def test_fuzzed_bodies_never_break_the_server_at_length(http, path, body):
-    answer = send(http, path, body)
-    assert answer.status_code < 500
 
 
 def test_the_description_names_every_route_and_no_foreign_error(server):

@@ -74,7 +74,8 @@ def test_a_text_without_a_prompt_begins_without_the_space_of_its_first_word(toke
         assert "".join(piece.text for piece in pieces) == expected
 
 
-def test_the_server_writes_what_generate_writes_where_words_hold_their_space():
+def test_the_server_writes_what_generate_writes_where_words_hold_their_space(monkeypatch):
+    compile_here(monkeypatch)
     tokenizer = metaspace_tokenizer()
     network = tiny.model("mdlm", tokenizer.vocab_size - 3)
     spaces = 0
@@ -93,19 +94,10 @@ def test_the_server_writes_what_generate_writes_where_words_hold_their_space():
             assert revised.texts[0] == tokenizer.decode(revised.completions[0])
             done = events(server.post("/v1/denoise", {"prompt": draft, "seed": seed, "revise": revise}).text)[-1][1]
             assert done["text"] == revised.texts[0]
-    assert spaces, "some texts begin with a word that holds a space"
-
-
-def test_what_matches_an_expression_keeps_the_space_that_it_asks_for(monkeypatch):
-    compile_here(monkeypatch)
-    tokenizer = metaspace_tokenizer()
-    network = tiny.model("mdlm", tokenizer.vocab_size - 3)
-    asked = {"tokenizer": tokenizer, "max_new_tokens": 2, "regex": " the"}
-    assert dcdm.generate(network, [""], **asked).texts == [" the"]
-    with live(model=(network, tokenizer)) as server:
         body = {"prompt": "", "max_tokens": 2, "response_format": {"type": "regex", "regex": " the"}}
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == " the"
         assert events(server.post("/v1/denoise", body).text)[-1][1]["text"] == " the"
+    assert spaces, "some texts begin with a word that holds a space"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -137,17 +129,14 @@ def test_nothing_of_a_stop_or_behind_it_is_shown(text, stops, order):
     assert pieces[-1].finish == "stop"
 
 
-def test_an_eos_ends_the_text_and_what_lies_behind_it_is_void():
+def test_an_eos_ends_the_text_and_a_blank_ends_where_its_positions_do():
     tokenizer = TOKENIZERS["bytes"]
     tokens = [*b"ab", tokenizer.eos_id, *b"cd"]
     for order in range(20):
         pieces = written(Writer(tokenizer, FIRST, eos_id=tokenizer.eos_id), tokens, order, "eos")
         assert "".join(piece.text for piece in pieces) == "ab"
         assert pieces[-1].finish == "stop"
-
-
-def test_a_blank_is_read_to_its_end_and_no_further():
-    writer = Writer(TOKENIZERS["bytes"], FIRST, last=FIRST + 2)
+    writer = Writer(tokenizer, FIRST, last=FIRST + 2)
     assert "".join(piece.text for piece in written(writer, list(b"abcde"), 1)) == "abc"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,11 @@ from tyro.conf import Positional, arg
 
 from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, at_least_one, compute_on
 from dcdm.config import ConfigError
+from dcdm.serving.settings import Settings
+
+Limits = Annotated[Settings, arg(name="")]
+"""A flag for every field."""
+DEFAULT_LIMITS = Settings()
 
 EXAMPLES = (
     "dcdm serve",
@@ -27,19 +32,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
-    api_key: str | None = None,
-    max_tokens: int = 1024,
-    max_prompt_tokens: int | None = None,
-    max_forwards: int = 4096,
-    max_texts: int = 16,
-    max_queued: int = 64,
-    max_batch: int = 16,
-    max_batch_tokens: int = 16_384,
-    prefix_tokens: int = 4096,
-    timeout_seconds: float = 120.0,
-    drain_seconds: float = 30.0,
-    max_body_bytes: int = 1 << 20,
-    log_prompts: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
     threads: int | None = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
@@ -56,19 +49,6 @@ def serve(
         port: Port; 0 takes a free one.
         name: The name by which callers ask for the model, by default that of its folder; of several models their
             names with commas between.
-        api_key: Key that callers must send; better given in the environment as DCDM_API_KEY.
-        max_tokens: New tokens of one text.
-        max_prompt_tokens: Tokens of one prompt; by default what the context has room for.
-        max_forwards: Forward passes of one text.
-        max_texts: Texts of one request (prompts times n).
-        max_queued: Texts that may wait; more get 429.
-        max_batch: Texts that are computed together.
-        max_batch_tokens: Positions whose keys and values there is memory for.
-        prefix_tokens: Tokens of prompt prefixes that are cached for later texts, where running ones leave room.
-        timeout_seconds: From a request's arrival to its last token.
-        drain_seconds: How long running requests may take once the server is asked to stop.
-        max_body_bytes: Size of a request.
-        log_prompts: Write prompts and completions into the log.
         threads: PyTorch threads; by default PyTorch's own choice.
     """
     import os
@@ -79,17 +59,12 @@ def serve(
     from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
-    from dcdm.serving.served import Served, Settings
+    from dcdm.serving.served import Served
     from dcdm.serving.server import listen, load_safetensors, serve_app
     from dcdm.shipped import card_of, default
 
-    settings = Settings(
-        api_key=api_key if api_key is not None else os.environ.get("DCDM_API_KEY") or None,
-        max_tokens=max_tokens, max_prompt_tokens=max_prompt_tokens, max_forwards=max_forwards,
-        max_texts=max_texts, max_queued=max_queued, max_batch=max_batch, max_batch_tokens=max_batch_tokens,
-        prefix_tokens=prefix_tokens, timeout_seconds=timeout_seconds, max_body_bytes=max_body_bytes,
-        log_prompts=log_prompts,
-    )  # fmt: skip
+    key = limits.api_key if limits.api_key is not None else os.environ.get("DCDM_API_KEY") or None
+    settings = replace(limits, api_key=key)
     if settings.api_key is None and not is_loopback(host):
         raise ConfigError(f"--host {host} can be reached by others: set DCDM_API_KEY, or give --api-key KEY")
     model = model or (Path(default()),)
@@ -99,8 +74,6 @@ def serve(
             f"--name must give each of the {len(model)} models a name of its own, with commas between"
         )
     at_least_one(threads=threads)
-    if not 0 <= drain_seconds < math.inf:
-        raise ConfigError(f"--drain-seconds {drain_seconds}: must be 0 or more, and finite")
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -122,7 +95,7 @@ def serve(
     shown = f"[{address}]" if ":" in address else address
     shown_names = ", ".join(map(repr, names))
     print(f"dcdm: serving {shown_names} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
-    serve_app(app, listening, drain_seconds)
+    serve_app(app, listening)
 
 
 def require_packages() -> None:

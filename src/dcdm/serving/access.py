@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcdm.serving.monitoring import Metrics, log_event, logger
 from dcdm.serving.schemas import APIError
-from dcdm.serving.served import Settings
-from dcdm.serving.streaming import Json
+from dcdm.serving.settings import Settings
 
 OPEN = ("/healthz", "/readyz")
 """Routes that say nothing but that the server is there."""
@@ -59,11 +58,8 @@ class Gate:
         self.open_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
+            await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 0
         notes = scope.setdefault("state", {}).setdefault("notes", {"id": f"req-{uuid4().hex}"})
@@ -80,7 +76,19 @@ class Gate:
 
         self.open_requests += 1
         try:
-            await self._answer(scope, receive, sending)
+            self._admit(scope)
+            body = await self._body(scope, receive) if scope["method"] == "POST" else receive
+            await self.app(scope, body, sending)
+        except APIError as error:  # of this gate: the application answers its own
+            await error.response(Connection="close")(scope, receive, sending)
+        except Exception:  # here and not in a handler of the application's, whose answers pass by this gate
+            logger.exception("defect", extra={"data": {"id": notes["id"]}})
+            self.metrics.failures.inc()
+            if status:
+                raise
+            notes["code"] = "failed"
+            defect = APIError(500, "the server has a defect; its log says where", code="failed")
+            await defect.response()(scope, receive, sending)
         finally:
             self.open_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
@@ -91,34 +99,6 @@ class Gate:
                 "request", method=scope["method"], route=route, status=status or None, seconds=round(seconds, 4),
                 **notes,
             )  # fmt: skip
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._admit(scope)
-            if scope["method"] == "POST":
-                receive = await self._body(scope, receive)
-        except APIError as error:
-            answer = Json(error.body(), error.status, {**error.headers, "Connection": "close"})
-            await answer(scope, receive, send)
-            return
-        begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sending)
-        except Exception:  # here and not in a handler of the application's, whose answers pass by this gate
-            notes = scope["state"]["notes"]
-            logger.exception("defect", extra={"data": {"id": notes["id"]}})
-            self.metrics.failures.inc()
-            if begun:
-                raise
-            notes["code"] = "failed"
-            defect = APIError(500, "the server has a defect; its log says where", code="failed")
-            await Json(defect.body(), defect.status)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -147,8 +127,7 @@ class Gate:
         """The whole body, within its limits, to be received once more."""
         headers, most = Headers(scope=scope), self.settings.max_body_bytes
         too_large = APIError(413, f"the body is larger than {most} bytes, the limit here", code="body_too_large")
-        length = headers.get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > most:
+        if int(headers.get("content-length", "0")) > most:  # h11 lets only digits through
             raise too_large
         body, more = bytearray(), True
         try:

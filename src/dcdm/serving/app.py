@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -14,15 +16,16 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import denoise
 from dcdm.serving.access import Gate
-from dcdm.serving.completions import Answer, PreparedRequest, prepare_chat, prepare_completion
+from dcdm.serving.completions import Answer, prepare_chat, prepare_completion
 from dcdm.serving.monitoring import Metrics
-from dcdm.serving.scheduler import Models
+from dcdm.serving.scheduler import Models, QueuedRequest
 from dcdm.serving.schemas import (
     APIError,
     ChatRequest,
@@ -30,46 +33,34 @@ from dcdm.serving.schemas import (
     DenoiseRequest,
     ErrorBody,
     Generating,
+    Json,
     OpenAIRequest,
     invalid_body,
     queue_full,
 )
-from dcdm.serving.served import Served, Settings
-from dcdm.serving.streaming import EventStream, Json, while_connected
+from dcdm.serving.served import Served
+from dcdm.serving.settings import Settings
 from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
 
 T = TypeVar("T")
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "Something in the request is wrong; `param` names it."},
-    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
-    403: {"model": ErrorBody, "description": "A host name that is not answered without a key."},
-    404: {"model": ErrorBody, "description": "No such model or route."},
-    408: {"model": ErrorBody, "description": "Body or result took too long."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not application/json."},
-    429: {"model": ErrorBody, "description": "Too many requests wait; Retry-After says when to come again."},
+Responses = dict[int | str, dict[str, Any]]
+ERRORS: Responses = {
+    "4XX": {"model": ErrorBody, "description": "Something is wrong with the request; `param` names it."},
     503: {"model": ErrorBody, "description": "The server is shutting down, or too many requests are open."},
 }
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
-STATUS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Yes.", "content": OBJECT}, 503: {"description": "No.", "content": OBJECT}
-}  # fmt: skip
-CARD: dict[int | str, dict[str, Any]] = {
-    **ERRORS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}
-}  # fmt: skip
 EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-EVENTS: dict[str, Any] = {
-    "content": {"text/event-stream": {"schema": EVENT}},
-    "description": "Server-sent events.",
-}
-ANSWERS: dict[int | str, dict[str, Any]] = {
+EVENTS = {"text/event-stream": {"schema": EVENT}}
+STATUS: Responses = {200: {"content": OBJECT}, 503: {"content": OBJECT}}
+CARD: Responses = {**ERRORS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}}
+STREAM: Responses = {**ERRORS, 200: {"description": "Server-sent events.", "content": EVENTS}}
+ANSWER: Responses = {
     **ERRORS,
-    200: {
-        "description": "OpenAI's object; with `stream`, server-sent events of its chunks.",
-        "content": {**OBJECT, **EVENTS["content"]},
-    },
+    200: {"description": "OpenAI's object; with `stream`, events of its chunks.", "content": {**OBJECT, **EVENTS}},
 }
+GRACE_SECONDS = 10.0
+"""How long after its deadline a stream may still be read."""
 THREADS = 4
 """That make automata, and as many that render chats."""
 THREAD_SECONDS = 20.0
@@ -110,6 +101,46 @@ class Workers:
             self._threads.release_on_behalf_of(turn)
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events of a queued request, which is given up as soon as the caller is gone.
+
+    A caller who stays and does not read holds up the sending, and with it whatever would look at the deadline.
+    """
+
+    def __init__(self, source: AsyncIterator[str], queued: QueuedRequest) -> None:
+        super().__init__(source, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self.queued = queued
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.queued:
+            try:
+                async with asyncio.timeout(self.queued.deadline - time.monotonic() + GRACE_SECONDS):
+                    await super().__call__(scope, receive, send)
+            except TimeoutError:
+                if abort := scope["state"].get("abort"):  # of our own server; closing would wait until all is read
+                    abort()
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the caller goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    both: set[asyncio.Future[Any]] = {task, watching}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
+
+
 def create_app(
     model: Model, tokenizer: Tokenizer, settings: Settings | None = None, name: str = "dcdm",
     folder: str | None = None,
@@ -133,7 +164,7 @@ def create_app_for(several: Sequence[Served]) -> FastAPI:
         title="dcdm", version=version("dcdm"), description="A block diffusion language model behind HTTP.",
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
-    app.state.models, app.state.metrics = models, metrics
+    app.state.models, app.state.metrics, app.state.settings = models, metrics, settings
     app.state.served, app.state.scheduler = models.first.served, models.first
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     _errors(app)
@@ -141,7 +172,6 @@ def create_app_for(several: Sequence[Served]) -> FastAPI:
     _watching(app)
     _models(app)
     _generation(app)
-    _without_422(app)
     return app
 
 
@@ -149,7 +179,7 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     async def refused(request: Request, error: APIError) -> Response:
         request.state.notes["code"] = error.code
-        return Json(error.body(), error.status, error.headers)
+        return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -242,27 +272,23 @@ def _generation(app: FastAPI) -> None:
             return compiling.run
         return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
 
-    async def answer(
-        request: Request, body: OpenAIRequest, prepare: Callable[[Served], PreparedRequest]
-    ) -> Response:
+    async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., Answer]) -> Response:
         scheduler = models.get(body.model)
-        prepared = await workers_for(body)(prepare, scheduler.served)
-        queued = scheduler.submit(prepared.rows, caller_of(request, body.user))
-        answer = Answer(scheduler.served, prepared, queued, request.state.notes)
-        if prepared.stream:
-            return EventStream(answer.stream(), queued)
-        with queued:
-            return Json(await while_connected(request, answer.whole()))
+        answer = await workers_for(body)(prepare, scheduler.served, body)
+        queued = scheduler.submit(answer.rows, caller_of(request, body.user))
+        if body.stream:
+            return EventStream(answer.stream(queued, request.state.notes), queued)
+        return Json(await while_connected(request, answer.whole(queued, request.state.notes)))
 
-    @app.post("/v1/completions", summary="Complete texts", responses=ANSWERS)
+    @app.post("/v1/completions", summary="Complete texts", responses=ANSWER)
     async def completing(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, body, lambda served: prepare_completion(served, body))
+        return await respond(request, body, prepare_completion)
 
-    @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWERS)
+    @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWER)
     async def chatting(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, body, lambda served: prepare_chat(served, body))
+        return await respond(request, body, prepare_chat)
 
-    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses={**ERRORS, 200: EVENTS})
+    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
         row = await workers_for(body)(denoise.prepare_denoising, scheduler.served, body)
@@ -273,18 +299,3 @@ def _generation(app: FastAPI) -> None:
 def caller_of(request: Request, user: str | None = None) -> str:
     """Fair-queue key: the caller's address, and the user that it names."""
     return f"{request.client.host if request.client else ''} {user or ''}"
-
-
-def _without_422(app: FastAPI) -> None:
-    """Our own errors are 400; FastAPI would describe its own."""
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            for path in describe()["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -10,14 +10,12 @@ import torch
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.partition import lane_partition
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
-from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request
+from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request, encode
 from dcdm.serving.served import Served
-from dcdm.serving.streaming import encode
 from dcdm.serving.writing import own_costs, token_text
 
 
@@ -25,19 +23,21 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     """The row that a request asks for, checked."""
     decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
-    if decoding.revise is not None:
-        return _revision(served, request, decoding, ids)
-    new_tokens = served.check_lengths(ids, request.max_tokens)
-    order = ReadingOrder(canvas_of(served, ids, new_tokens), served.tokenizer) if request.provisional else None
     eos_id = served.eos_id(request.stop_at_eos)
+    if decoding.revise is not None:
+        _check_revision(served, request, ids)
+        reader = EventReporter(served.tokenizer, "", False, begins=True)
+        return TextRow(ids, 0, request.seed, 0, decoding, eos_id, reader)
+    new_tokens = served.check_lengths(ids, request.max_tokens)
     spans = served.spans(request.response_format, ids, new_tokens, eos_id)
-    begins = not ids and not spans
-    reader = EventReporter(served.tokenizer, request.prompt, request.blanks, order, begins=begins)
+    reader = EventReporter(served.tokenizer, request.prompt, request.blanks, begins=not ids and not spans)
+    if request.provisional:
+        reader.canvas = canvas_of(served, ids, new_tokens)
     return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
 
 
-def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig, ids: list[int]) -> TextRow:
-    """A draft whose least sure tokens are written again."""
+def _check_revision(served: Served, request: DenoiseRequest, ids: list[int]) -> None:
+    """Refuse a draft whose least sure tokens cannot be written again."""
     if request.provisional:
         raise bad_request("a draft is there as a whole: nothing of it is written ahead", "provisional")
     if request.response_format is not None:
@@ -49,8 +49,6 @@ def _revision(served: Served, request: DenoiseRequest, decoding: DecodingConfig,
         raise bad_request(str(error), "revise") from error
     if len(ids) > served.settings.max_tokens:
         raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
-    reader = EventReporter(served.tokenizer, "", False, begins=True)
-    return TextRow(ids, 0, request.seed, 0, decoding, served.eos_id(request.stop_at_eos), reader)
 
 
 def canvas_of(served: Served, prompt: list[int], new_tokens: int) -> list[int]:
@@ -59,67 +57,67 @@ def canvas_of(served: Served, prompt: list[int], new_tokens: int) -> list[int]:
     return [config.bos_id, *prompt, *[config.mask_id] * new_tokens]
 
 
-class ReadingOrder:
-    """How far a canvas that is filled in any order can be read."""
-
-    def __init__(self, canvas: list[int], tokenizer: Tokenizer) -> None:
-        self._open = {at for at, token in enumerate(canvas) if token == tokenizer.mask_id}
-        self._length = len(canvas)
-
-    def fill(self, positions: list[int]) -> dict[str, Any]:
-        """The first position that is open after this, and which of these lie behind it."""
-        self._open.difference_update(positions)
-        reading = min(self._open, default=self._length)
-        return {"reading": reading, "provisional": [position > reading for position in positions]}
-
-
 class EventReporter:
     """Makes the stream's objects of a row's events."""
 
     satisfied = False
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: str, blanks: bool, order: ReadingOrder | None = None, *, begins: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, *, begins: bool) -> None:
         """If the text `begins`, it has no prompt."""
-        self.tokenizer, self.prompt, self.blanks, self.order = tokenizer, prompt, blanks, order
-        self.begins = begins
+        self.tokenizer, self.prompt, self.blanks, self.begins = tokenizer, prompt, blanks, begins
+        self.canvas: list[int] | None = None
+        """If given, events also say how far it can be read by then."""
+        self.text = ""
 
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
             "window": event.window, "forward": event.forward, "chunk": event.chunk, "positions": event.positions,
             "tokens": event.tokens, "texts": [token_text(self.tokenizer, token) for token in event.tokens],
             "logprobs": [max(value, -1e30) for value in event.log_p], "seconds": seconds,
-            **({"lanes": event.lanes} if event.lanes else {}),
-            **({} if self.order is None else self.order.fill(event.positions)),
+            **({"lanes": event.lanes} if event.lanes else {}), **self._reading(event),
         }  # fmt: skip
+
+    def _reading(self, event: Event) -> dict[str, Any]:
+        """The first position that is open after this event, and which of its own lie behind it."""
+        if self.canvas is None:
+            return {}
+        for position, token in zip(event.positions, event.tokens, strict=True):
+            self.canvas[position] = token
+        open_places = (at for at, token in enumerate(self.canvas) if token == self.tokenizer.mask_id)
+        reading = next(open_places, len(self.canvas))
+        return {"reading": reading, "provisional": [position > reading for position in event.positions]}
 
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
         filled = self.blanks and bool(blank_tokens(self.prompt))
         decode = self.tokenizer.decode if filled or self.begins else self.tokenizer.continuation
-        text = whole_text(self.prompt, decode(ended.completion), self.blanks)
+        self.text = whole_text(self.prompt, decode(ended.completion), self.blanks)
         new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
         return {
-            "text": text, "finish_reason": ended.finished,
+            "text": self.text, "finish_reason": ended.finished,
             "costs": own_costs(ended.costs), "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
             "tokens_per_forward": new / max(forwards, 1),
         }  # fmt: skip
 
 
-def start(served: Served, row: TextRow, identity: str) -> dict[str, Any]:
+def start(served: Served, row: TextRow) -> dict[str, Any]:
     """The canvas: the whole text as far as it is known."""
-    config, decoding = served.model.config, row.decoding
+    tokenizer, decoding = served.tokenizer, row.decoding
     tokens = canvas_of(served, row.prompt, row.new_tokens)
-    places = [_place(served.tokenizer, at, token) for at, token in enumerate(tokens)]
+    canvas: list[dict[str, Any]] = []
+    for at, token in enumerate(tokens):
+        given = token != tokenizer.mask_id
+        shown = {"token": token, "text": token_text(tokenizer, token)} if given else {"token": None, "text": None}
+        canvas.append({"position": at, **shown, "given": given})
     more: dict[str, Any] = {}
     if decoding.lanes is not None:
         drafts = 0 if row.spans else decoding.drafts  # texts that must match are written without
         more = {"lanes": decoding.lanes, **({"drafts": drafts} if drafts else {})}
-        for place, lane in zip(places, _first_lanes(served, tokens, decoding.lanes), strict=True):
+        for place, lane in zip(canvas, _first_lanes(served, tokens, decoding.lanes), strict=True):
             place["lane"] = lane
     return {
-        "id": identity, "model": served.name, "kind": config.kind, "routing": decoding.routing,
-        "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed, **more, "canvas": places,
+        "id": f"dn-{uuid4().hex}", "model": served.name, "kind": served.model.config.kind,
+        "routing": decoding.routing, "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed, **more,
+        "canvas": canvas,
     }  # fmt: skip
 
 
@@ -131,31 +129,25 @@ def _first_lanes(served: Served, tokens: list[int], lanes: int) -> list[int | No
     return [number or None for number in numbers] + [None] * (len(tokens) - len(numbers))
 
 
-def _place(tokenizer: Tokenizer, position: int, token: int) -> dict[str, Any]:
-    if token == tokenizer.mask_id:
-        return {"position": position, "token": None, "text": None, "given": False}
-    return {"position": position, "token": token, "text": token_text(tokenizer, token), "given": True}
-
-
 async def stream(served: Served, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
     """The events of a row; the notes are what the log will say."""
-    notes |= {"texts": 1, "prompt_tokens": len(queued.rows[0].prompt)}
-    with queued:
-        yield _sse("start", start(served, queued.rows[0], f"dn-{uuid4().hex}"))
-        try:
-            async for _, message in queued.messages():
-                if isinstance(message, Last):
-                    costs = message.ended.costs
-                    notes |= {"completion_tokens": costs["new_tokens"], "forwards": costs["forwards"]}
-                    if served.settings.log_prompts:
-                        notes |= {"completions": [message.message["text"]]}
-                    yield _sse("done", message.message)
-                else:
-                    yield _sse("commit", message)
-        except APIError as error:
-            notes["code"] = error.code
-            yield _sse("error", error.body())
 
+    def sse(name: str, data: Any) -> str:
+        return f"event: {name}\ndata: {encode(data)}\n\n"
 
-def _sse(name: str, data: Any) -> str:
-    return f"event: {name}\ndata: {encode(data)}\n\n"
+    (row,) = queued.rows
+    notes |= {"texts": 1, "prompt_tokens": len(row.prompt)}
+    yield sse("start", start(served, row))
+    try:
+        async for _, message in queued.messages():
+            if isinstance(message, Last):
+                costs = message.ended.costs
+                notes |= {"completion_tokens": costs["new_tokens"], "forwards": costs["forwards"]}
+                if served.settings.log_prompts:
+                    notes |= {"completions": [row.reader.text]}
+                yield sse("done", message.message)
+            else:
+                yield sse("commit", message)
+    except APIError as error:
+        notes["code"] = error.code
+        yield sse("error", error.body())

@@ -66,10 +66,10 @@ class Metrics:
 
         self.requests = counter("dcdm_requests", "Answered requests", "route", "status")
         self.seconds = histogram("dcdm_request_seconds", "From arrival to the last byte", "route")
-        self.failures = counter("dcdm_failures", "Requests and forwards that failed with a defect")
+        self.failures = counter("dcdm_failures", "Requests and forward passes that failed with a defect")
         self.waited = histogram("dcdm_queue_seconds", "How long texts waited to be computed", "model")
         self.first = histogram("dcdm_first_text_seconds", "From arrival to the first text sent", "model")
-        self.batch = histogram("dcdm_batch_texts", "Texts that shared a forward", "model", ROWS)
+        self.batch = histogram("dcdm_batch_texts", "Texts that shared a forward pass", "model", ROWS)
         self.queued = gauge("dcdm_queued_texts", "Texts that wait", "model")
         self.running = gauge("dcdm_running_texts", "Texts that are being computed", "model")
         self.positions = gauge("dcdm_cache_positions", "Positions with memory for keys and values", "model", "use")
@@ -77,7 +77,7 @@ class Metrics:
         self.prompt_tokens = counter("dcdm_prompt_tokens", "Tokens of prompts", "model")
         self.prefix_tokens = counter("dcdm_prefix_tokens", "Tokens of prompts that were encoded before", "model")
         self.new_tokens = counter("dcdm_new_tokens", "Tokens that the model wrote", "model")
-        self.forwards = counter("dcdm_forwards", "Forwards, counted for every text", "model")
+        self.forwards = counter("dcdm_forwards", "Forward passes, counted for every text", "model")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -11,10 +11,9 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from dcdm.config import ConfigError
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import ConstrainedSpan
 from dcdm.decoding.prefixes import PrefixCache
@@ -33,6 +32,8 @@ class Reader(Protocol):
 
     satisfied: bool
     """Nothing more is needed; asked between forward passes."""
+    text: str
+    """Whole when the row has ended."""
 
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
@@ -56,13 +57,14 @@ class TextRow:
     """How many of the most probable tokens to name beside each."""
     spans: Sequence[ConstrainedSpan] = ()
     """What runs of its positions must match."""
-    number: int = 0
-    """Its place in the request."""
+    request: QueuedRequest = field(init=False, repr=False)
+    """Of which it is row number `index`."""
+    size: int = 0
+    """Positions of its canvas in a window."""
     forwards: int = 0
     began: float = 0.0
     heard: bool = False
     """Its caller has been told something of it."""
-    ended: Ended | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,15 @@ class Last:
 
     message: Any
     ended: Ended
-    seconds: float
 
 
 class QueuedRequest:
     """The rows of one request. Leaving its context before they have ended stops them between two forward passes."""
 
-    def __init__(self, rows: Sequence[TextRow], seconds: float, max_forwards: int, kind: str) -> None:
-        self.rows, self.max_forwards, self.seconds, self.kind = list(rows), max_forwards, seconds, kind
-        for number, row in enumerate(self.rows):
-            row.number = number
+    def __init__(self, rows: Sequence[TextRow], seconds: float) -> None:
+        self.rows, self.seconds = rows, seconds
+        for row in rows:
+            row.request = self
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.given_up = False
@@ -107,35 +108,12 @@ class QueuedRequest:
             left -= isinstance(message, Last)
             yield row, message
 
-    # --- from here on: the model's thread
-
-    def over(self, row: TextRow) -> bool:
-        """Whether a row that has not ended should."""
-        return (
-            self.given_up or row.reader.satisfied or row.forwards >= self.max_forwards
-            or time.monotonic() > self.deadline
-        )  # fmt: skip
-
     def tell(self, row: TextRow, message: Any) -> None:
+        """Called in the model's thread."""
         try:
             self._loop.call_soon_threadsafe(self._messages.put_nowait, (row, message))
         except RuntimeError:  # the loop is closed: nobody listens any more
             self.given_up = True
-
-    def event(self, row: TextRow, event: Event) -> None:
-        if not self.given_up and (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
-            row.heard = True
-            self.tell(row, message)
-
-    def end(self, row: TextRow, ended: Ended) -> Last | APIError:
-        """Note that a row has ended; what is to be told of it."""
-        row.ended = ended
-        if ended.finished != "cancelled" or row.reader.satisfied:
-            seconds = time.monotonic() - row.began
-            return Last(row.reader.end(ended, seconds), ended, seconds)
-        if row.forwards >= self.max_forwards:
-            return too_many_forwards(self.max_forwards, self.kind)
-        return too_long(self.seconds)
 
 
 class _Item(NamedTuple, Generic[T]):
@@ -209,16 +187,6 @@ class FairQueue(Generic[T]):
         return dropped
 
 
-@dataclass
-class _Job:
-    """A text on its way through the scheduler."""
-
-    queued: QueuedRequest
-    row: TextRow
-    size: int
-    """Positions of its canvas."""
-
-
 class Scheduler:
     """The queue before a model, and the thread that empties it.
 
@@ -229,10 +197,10 @@ class Scheduler:
     def __init__(self, served: Served, metrics: ModelMetrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: FairQueue[_Job] = FairQueue()
+        self._waiting: FairQueue[TextRow] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._jobs: list[_Job] = []
+        self._running: list[TextRow] = []
         self.prefixes = PrefixCache(self.settings.prefix_tokens)
         self._session = session_of(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
@@ -249,28 +217,28 @@ class Scheduler:
 
     def submit(self, rows: Sequence[TextRow], caller: str = "") -> QueuedRequest:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
-        kind = self.served.model.config.kind
-        queued = QueuedRequest(rows, self.settings.timeout_seconds, self.settings.max_forwards, kind)
+        queued = QueuedRequest(rows, self.settings.timeout_seconds)
         with self._changed:
             if self.draining or self._closed:
                 raise closing()
             self._forget_given_up()
             if len(self._waiting) + len(rows) > self.settings.max_queued:
                 raise queue_full()
-            for row in queued.rows:
+            for row in rows:
                 length = 1 + len(row.prompt) + row.new_tokens
-                self._waiting.add(_Job(queued, row, min(self.served.window, length)), caller, length)
+                row.size = min(self.served.window, length)
+                self._waiting.add(row, caller, length)
             self._changed.notify_all()
-        self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in queued.rows))
+        self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in rows))
         return queued
 
     def refuse_all(self) -> None:
         """Give up what waits and what is being computed; its callers are told."""
         with self._changed:
             self.draining = True
-            for queued in {job.queued for job in (*self._waiting, *self._jobs)}:
-                queued.tell(queued.rows[0], closing())
-                queued.given_up = True
+            for request in {row.request for row in (*self._waiting, *self._running)}:
+                request.tell(request.rows[0], closing())
+                request.given_up = True
             self._waiting.drop(lambda _: True)
 
     def close(self, seconds: float = 10.0) -> None:
@@ -287,15 +255,15 @@ class Scheduler:
             try:
                 count = self._session.step()
             except Exception:  # a defect must not end the service
-                logger.exception("step failed", extra={"data": {"texts": len(self._jobs)}})
+                logger.exception("step failed", extra={"data": {"texts": len(self._running)}})
                 self.metrics.failures.inc()
                 self._session = session_of(self.served.model, self.prefixes)
-                for job in self._jobs:
-                    job.queued.tell(job.row, APIError(500, "the model failed on this request", code="failed"))
-                self._jobs = []
+                for row in self._running:
+                    row.request.tell(row, APIError(500, "the model failed on this request", code="failed"))
+                self._running = []
             else:
                 self.metrics.batch.observe(count)
-            self.metrics.running.set(len(self._jobs))
+            self.metrics.running.set(len(self._running))
 
     def _admit(self) -> bool:
         """Take in what there is room for, and wait if there is nothing to do; False when closed."""
@@ -304,19 +272,19 @@ class Scheduler:
                 self._forget_given_up()
                 if self._waiting:
                     self._join(self._waiting.take(self._fitting()))
-                if self._jobs:
+                if self._running:
                     return True
                 self._changed.wait_for(lambda: self._closed or self._waiting)
         return False
 
-    def _fitting(self) -> Callable[[_Job], bool]:
+    def _fitting(self) -> Callable[[TextRow], bool]:
         """Whether a text still fits beside those that run and those that were taken before it."""
         settings = self.settings
-        count, longest = len(self._jobs), max((job.size for job in self._jobs), default=0)
+        count, longest = len(self._running), max((row.size for row in self._running), default=0)
 
-        def fits(job: _Job) -> bool:
+        def fits(row: TextRow) -> bool:
             nonlocal count, longest
-            size = max(longest, job.size)
+            size = max(longest, row.size)
             if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
                 return False
             count, longest = count + 1, size
@@ -324,52 +292,67 @@ class Scheduler:
 
         return fits
 
-    def _join(self, jobs: list[_Job]) -> None:
+    def _join(self, rows: list[TextRow]) -> None:
         now = time.monotonic()
-        self._jobs = [*self._jobs, *jobs]
-        room = self.settings.max_batch_tokens - len(self._jobs) * max((job.size for job in self._jobs), default=0)
-        self.prefixes.limit = max(0, min(self.settings.prefix_tokens, room))
+        self._running = [*self._running, *rows]
+        taken = len(self._running) * max((row.size for row in self._running), default=0)
+        self.prefixes.limit = max(0, min(self.settings.prefix_tokens, self.settings.max_batch_tokens - taken))
         self.prefixes.shrink(self.prefixes.limit)
-        for job in jobs:
-            job.row.began = now
-            self.metrics.waited.observe(now - job.queued.arrived)
-            self._session.add(self._text(job))
-        self.metrics.running.set(len(self._jobs))
+        for row in rows:
+            row.began = now
+            self.metrics.waited.observe(now - row.request.arrived)
+            self._session.add(self._text(row))
+        self.metrics.running.set(len(self._running))
 
-    def _text(self, job: _Job) -> Text:
-        queued, row, window = job.queued, job.row, self.served.window
+    def _text(self, row: TextRow) -> Text:
+        request, window = row.request, self.served.window
+
+        def over() -> bool:
+            return (
+                request.given_up or row.reader.satisfied or row.forwards >= self.settings.max_forwards
+                or time.monotonic() > request.deadline
+            )  # fmt: skip
 
         def event(event: Event) -> None:
-            heard = row.heard
-            queued.event(row, event)
-            if row.heard and not heard:
-                self.metrics.first.observe(time.monotonic() - queued.arrived)
+            if request.given_up:
+                return
+            if (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
+                self._heard(row)
+                request.tell(row, message)
 
         def forward() -> None:
             row.forwards += 1
 
         return (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
-            row.seed, row.index, row.eos_id, row.number, row.alternatives, row.spans,
-            cancel=lambda: queued.over(row), on_event=event, on_end=lambda ended: self._end(job, ended),
-            on_forward=forward,
+            row.seed, row.index, row.eos_id, row.index, row.alternatives, row.spans,
+            cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended), on_forward=forward,
         )  # fmt: skip
 
-    def _end(self, job: _Job, ended: Ended) -> None:
-        queued, row = job.queued, job.row
-        message = queued.end(row, ended)
-        if not row.heard and isinstance(message, Last):
-            self.metrics.first.observe(time.monotonic() - queued.arrived)
-        self._jobs = [other for other in self._jobs if other is not job]
-        self.metrics.running.set(len(self._jobs))
+    def _heard(self, row: TextRow) -> None:
+        if not row.heard:
+            row.heard = True
+            self.metrics.first.observe(time.monotonic() - row.request.arrived)
+
+    def _end(self, row: TextRow, ended: Ended) -> None:
+        message: Last | APIError
+        if ended.finished != "cancelled" or row.reader.satisfied:
+            message = Last(row.reader.end(ended, time.monotonic() - row.began), ended)
+            self._heard(row)
+        elif row.forwards >= self.settings.max_forwards:
+            message = too_many_forwards(self.settings.max_forwards, self.served.model.config.kind)
+        else:
+            message = too_long(self.settings.timeout_seconds)
+        self._running = [other for other in self._running if other is not row]
+        self.metrics.running.set(len(self._running))
         self.metrics.new_tokens.inc(ended.costs["new_tokens"])
         self.metrics.forwards.inc(ended.costs["forwards"])
         self.metrics.prefix_tokens.inc(ended.costs["prefix"])
         self.metrics.ended("stop" if row.reader.satisfied else ended.finished)
-        queued.tell(row, message)  # last: whoever has an answer finds it counted
+        row.request.tell(row, message)  # last: whoever has an answer finds it counted
 
     def _forget_given_up(self) -> None:
-        if dropped := self._waiting.drop(lambda job: job.queued.given_up):
+        if dropped := self._waiting.drop(lambda row: row.request.given_up):
             self.metrics.ended("given up", dropped)
 
 
@@ -377,9 +360,6 @@ class Models:
     """The models of a server, each with a queue and a thread of its own; requests that name none get the first."""
 
     def __init__(self, served: Sequence[Served], metrics: Metrics) -> None:
-        names = [each.name for each in served]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"two models are named {twice!r}; rename a folder, or give --name for each")
         self.schedulers = {each.name: Scheduler(each, ModelMetrics(metrics, each.name)) for each in served}
 
     @property
@@ -391,12 +371,8 @@ class Models:
             return self.first
         if name not in self.schedulers:
             served = ", ".join(map(repr, self.schedulers))
-            raise APIError(
-                404,
-                f"the model {name!r} is not served here; this is {served}",
-                code="model_not_found",
-                param="model",
-            )
+            message = f"the model {name!r} is not served here; this is {served}"
+            raise APIError(404, message, code="model_not_found", param="model")
         return self.schedulers[name]
 
     @property

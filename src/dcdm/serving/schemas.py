@@ -1,4 +1,4 @@
-"""What requests hold, and errors in the form that OpenAI's clients read.
+"""What requests hold, answers as JSON, and errors in the form that OpenAI's clients read.
 
 Requests are checked strictly: no number for a text, no text for a number, nothing unknown. The settings of decoders
 are those of `DecodingConfig`.
@@ -6,12 +6,14 @@ are those of `DecodingConfig`.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+from starlette.responses import Response
 
 from dcdm.config import ConfigError
 from dcdm.decoding.config import Revise, docstrings_of, settings
@@ -79,8 +81,10 @@ FORMAT = "response_format"
 def _body_of(kind: type) -> type[Body]:
     """The fields of a dataclass as an object of JSON."""
     types, about = get_type_hints(kind), docstrings_of(kind)
-    made = {one.name: (types[one.name], Field(one.default, description=about[one.name])) for one in fields(kind)}
-    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)  # type: ignore[call-overload]
+    made: dict[str, Any] = {
+        one.name: (types[one.name], Field(one.default, description=about[one.name])) for one in fields(kind)
+    }
+    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)
 
 
 def _decoder_fields() -> dict[str, Any]:
@@ -136,6 +140,20 @@ class OpenAIRequest(Generating):
         None, description="Only empty, which does nothing."
     )
 
+    @model_validator(mode="after")
+    def fits_together(self) -> Self:
+        constrained = self.response_format is not None and self.response_format.type != "text"
+        for name in ("stream_options", "provisional"):
+            if getattr(self, name) and not self.stream:
+                raise bad_request(f"{name} needs stream=true", name)
+        if self.stop and constrained:
+            raise bad_request("stop would cut what response_format completes; give one of them", "stop")
+        if self.revise is not None:
+            raise bad_request(
+                "revise replaces tokens of a draft, which is not a completion; use /v1/denoise", "revise"
+            )
+        return self
+
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -156,6 +174,14 @@ class CompletionRequest(OpenAIRequest):
         None, ge=0, le=5,
         description="Each token's log-probability at its commit, and those of so many most probable ones.",
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def has_no_log_p_of_prompts(self) -> Self:
+        if self.logprobs is not None and self.echo:
+            raise bad_request(
+                "log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs"
+            )
+        return self
 
 
 class TextPart(Body):
@@ -183,6 +209,16 @@ class ChatRequest(OpenAIRequest):
         None, ge=0, le=5, description="The log-probabilities of so many most probable tokens beside each."
     )
 
+    @model_validator(mode="after")
+    def says_each_thing_once(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise bad_request(
+                "max_tokens and max_completion_tokens are two names of one number; give one", "max_tokens"
+            )
+        return self
+
 
 class DenoiseRequest(Generating):
     prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
@@ -198,7 +234,19 @@ class DenoiseRequest(Generating):
     )
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- answers and errors ------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> str:
+    """JSON in ASCII, which holds whatever a caller may have sent."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode(content).encode()
 
 
 class ErrorObject(BaseModel):
@@ -223,16 +271,12 @@ class APIError(Exception):
         self.status, self.code, self.param, self.headers = status, code, param, headers or {}
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": str(self), "type": _type(self.status), "param": self.param, "code": self.code
-            }
-        }  # fmt: skip
+        named = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = named.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-
-def _type(status: int) -> str:
-    named = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+    def response(self, **headers: str) -> Json:
+        return Json(self.body(), self.status, {**self.headers, **headers})
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> APIError:

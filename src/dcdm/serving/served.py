@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +38,7 @@ from dcdm.serving.schemas import (
     invalid_setting,
     queue_full,
 )
+from dcdm.serving.settings import Settings
 from dcdm.viewing.filling import exercises_for
 
 KINDS: dict[Any, str] = {
@@ -46,59 +46,6 @@ KINDS: dict[Any, str] = {
     tuple[str, ...]: "texts", Revise | None: "number",
 }  # fmt: skip
 """How a form asks for a setting of this type; of a revision for its share."""
-MAY_BE_ZERO = ("prefix_tokens",)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Limits of a server. Texts are the rows of a batch: `n` times the number of prompts of a request."""
-
-    api_key: str | None = None
-    """Key that callers must send; None answers only those who ask for this machine by a loopback name."""
-    max_tokens: int = 1024
-    """New tokens of one text."""
-    max_prompt_tokens: int | None = None
-    """Tokens of one prompt, blanks counted; None means what the context has room for."""
-    max_forwards: int = 4096
-    """Forward passes of one text."""
-    max_texts: int = 16
-    """Texts of one request."""
-    max_queued: int = 64
-    """Texts that wait; more are answered with 429."""
-    max_batch: int = 16
-    """Texts that are computed together; 1 computes one at a time."""
-    max_batch_tokens: int = 16_384
-    """Positions whose keys and values there is room for: of the texts that are computed together, each as long as
-    the longest, and in what they leave of prompt prefixes."""
-    prefix_tokens: int = 4096
-    """Tokens of prompt prefixes that are cached for later texts, as far as running ones leave room; 0 for none."""
-    timeout_seconds: float = 120.0
-    """From a request's arrival to its last token."""
-    max_connections: int = 1024
-    """Open connections; beyond them those that ask for nothing are closed, the longest silent first."""
-    head_seconds: float = 10.0
-    """How long a connection may take until the headers of a request are complete."""
-    max_body_bytes: int = 1 << 20
-    body_seconds: float = 10.0
-    """How long a request's body may take to arrive."""
-    log_prompts: bool = False
-    """Write prompts and completions into the log."""
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, str | bool | None):
-                continue
-            least = 0 if one.name in MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
-            if not least <= value < float("inf"):
-                raise ConfigError(f"{one.name}={value} must be at least {least:g}")
-        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
-            raise ConfigError("api_key must be of ASCII letters, digits and signs, without blanks, and not empty")
-        if self.max_queued < self.max_texts:
-            raise ConfigError(
-                f"max_queued={self.max_queued} has no room for a request of max_texts={self.max_texts}; raise the "
-                "first or lower the second"
-            )
 
 
 @dataclass(frozen=True)
@@ -172,8 +119,8 @@ class Served:
         """Token ids of a request: nothing but what text consists of, and EOS."""
         wrong = next((t for t in ids if not 0 <= t < self.model.config.bos_id), None)
         if wrong is not None:
-            raise bad_request(f"{param} holds {wrong}, which is not a token of text; those are 0 to "
-                      f"{self.model.config.bos_id - 1}", param)  # fmt: skip
+            last = self.model.config.bos_id - 1
+            raise bad_request(f"{param} holds {wrong}, which is not a token of text; those are 0 to {last}", param)
         return list(ids)
 
     def check_prompt(self, ids: list[int], room: int, param: str = "prompt") -> None:
@@ -233,13 +180,10 @@ class Served:
         """What a form needs to ask for the settings of a decoder that fit; the default "means" so much here."""
         config = self.model.config
         plain = DecodingConfig().resolve(config)
-        blocks: dict[str, Any] = {"number": config.block_size or 8, "least": 1, "whole": True}
+        blocks = {"blocks": {"number": config.block_size or 8, "least": 1, "whole": True}}
         choices = {
             "commit": self.commits(),
-            "routing": [
-                _choice(name, ROUTINGS[name], **(blocks if name == "blocks" else {}))
-                for name in fitting_routings(config)
-            ],
+            "routing": [_choice(name, ROUTINGS[name], **blocks.get(name, {})) for name in fitting_routings(config)],
             "cache": [_choice(name, CACHES[name]) for name in fitting_caches(config)],
         }
         return [
@@ -254,13 +198,12 @@ class Served:
         """The commit policies that fit, with the bounds of their numbers."""
         config = self.model.config
         names = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
-        policies = [(name, POLICIES[name]) for name in names]
         return [
             _choice(
                 name, one.about, number=one.default, least=one.least, whole=one.whole,
                 most=None if one.most == float("inf") else one.most,
             )
-            for name, one in policies
+            for name, one in ((name, POLICIES[name]) for name in names)
         ]  # fmt: skip
 
     def card(self) -> dict[str, Any]:
@@ -334,9 +277,6 @@ def _too_much(message: str, param: str) -> APIError:
     return bad_request(message, param, "context_length_exceeded")
 
 
-def _choice(
-    name: str, about: str, number: float | None = None, least: float | None = None, most: float | None = None,
-    whole: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+def _choice(name: str, about: str, **number: Any) -> dict[str, Any]:
     """One of several values; it may take a number behind a colon."""
-    return {"name": name, "number": number, "least": least, "most": most, "whole": whole, "about": about}
+    return {"name": name, "number": None, "least": None, "most": None, "whole": False, **number, "about": about}

@@ -154,17 +154,17 @@ def connections_possible(wanted: int) -> int:
 class Server(uvicorn.Server):
     """uvicorn's server, which tells the application when it is asked to stop."""
 
-    def __init__(self, app: FastAPI, drain_seconds: float) -> None:
-        settings = app.state.served.settings
+    def __init__(self, app: FastAPI) -> None:
+        settings = app.state.settings
         silent = SilentConnections(connections_possible(settings.max_connections), settings.head_seconds)
         super().__init__(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="on",
-                timeout_graceful_shutdown=int(drain_seconds) + 5, h11_max_incomplete_event_size=1 << 16,
+                timeout_graceful_shutdown=int(settings.drain_seconds) + 5, h11_max_incomplete_event_size=1 << 16,
                 http=cast(Any, partial(TimedProtocol, silent=silent)),
             )
         )  # fmt: skip
-        self.models, self.drain_seconds = app.state.models, drain_seconds
+        self.models, self.drain_seconds = app.state.models, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.models.drain()
@@ -183,21 +183,21 @@ class Server(uvicorn.Server):
             yield
 
 
-def serve_app(app: FastAPI, listening: socket.socket, drain_seconds: float) -> None:
+def serve_app(app: FastAPI, listening: socket.socket) -> None:
     """Serve until a signal comes; then take no new requests and let the running ones finish."""
     gc.collect()
     gc.freeze()  # what is loaded stays: without it, full collections find what requests left behind too seldom
-    asyncio.run(Server(app, drain_seconds).serve([listening]))
+    asyncio.run(Server(app).serve([listening]))
 
 
 class BackgroundServer:
     """A server on a free port of this machine, in a thread of this process."""
 
-    def __init__(self, app: FastAPI, drain_seconds: float = 5) -> None:
+    def __init__(self, app: FastAPI) -> None:
         listening = listen("127.0.0.1", 0)
         self.port = int(listening.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = Server(app, drain_seconds)
+        self._server = Server(app)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve([listening])), name="server", daemon=True
         )

@@ -66,15 +66,16 @@ class Writer:
 
     def __init__(
         self, tokenizer: Tokenizer, first: int, *, last: int | None = None, stops: Sequence[str] = (),
-        eos_id: int = -1, provisional: bool = False, begins: bool = False,
+        eos_id: int = -1, provisional: bool = False, begins: bool = False, in_pieces: bool = True,
     ) -> None:  # fmt: skip
         """The text takes the positions from `first` on, to `last` if something given follows it.
 
-        With `provisional` pieces also say what is written ahead. If it `begins`, it has no prompt.
+        With `provisional` pieces also say what is written ahead. If it `begins`, it has no prompt. If it is not
+        wanted `in_pieces`, the last piece is all of it.
         """
         self.tokenizer, self.first, self.last, self.stops = tokenizer, first, last, tuple(stops)
         self.eos_id = eos_id if last is None else -1  # a blank is filled whole
-        self.begins = begins
+        self.begins, self.in_pieces = begins, in_pieces
         self.satisfied = False
         self._waiting: dict[int, tuple[int, float, Alternatives]] = {}
         self._tokens: list[int] = []
@@ -82,7 +83,7 @@ class Writer:
         self._alternatives: list[Alternatives] = []
         self._offsets: list[int] = []
         self._ended = False
-        self._text = ""
+        self.text = ""
         self._sent = 0
         self._sent_tokens = 0
         self._settled = 0  # tokens before it are text
@@ -95,12 +96,14 @@ class Writer:
             self._waiting[position] = tuple(rest)  # type: ignore[assignment]
         while not self._ended and (following := self._waiting.pop(self.first + len(self._tokens), None)):
             self._add(*following)
-        piece = self._piece(len(self._text) - self._held())
+        if not self.in_pieces:
+            return None
+        piece = self._piece(len(self.text) - self._held())
         return piece if self._ahead is None else self._with_ahead(piece, event, self._ahead)
 
     def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
         self._settle(whole=True)
-        piece = self._piece(len(self._text), all_tokens=True) or Piece("")
+        piece = self._piece(len(self.text), all_tokens=True) or Piece("")
         piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
         piece.reading = None if self._ahead is None else self._sent_tokens
         return piece
@@ -128,7 +131,7 @@ class Writer:
         self._tokens.append(token)
         self._log_p.append(log_p)
         self._alternatives.append(alternatives)
-        self._offsets.append(len(self._text))
+        self._offsets.append(len(self.text))
         self._settle()
 
     def _settle(self, whole: bool = False) -> None:
@@ -140,25 +143,25 @@ class Writer:
         text = decode(self._tokens[self._group :])
         if text.endswith(UNFINISHED) and not whole:
             return
-        old, self._text = len(self._text), self._text + text[len(before) :]
+        old, self.text = len(self.text), self.text + text[len(before) :]
         self._group, self._settled = self._settled, len(self._tokens)
         longest = max(map(len, self.stops), default=0)
-        ends = [at for stop in self.stops if (at := self._text.find(stop, max(0, old - longest + 1))) >= 0]
+        ends = [at for stop in self.stops if (at := self.text.find(stop, max(0, old - longest + 1))) >= 0]
         if ends:
-            self._text = self._text[: min(ends)]
+            self.text = self.text[: min(ends)]
             self.satisfied = self._ended = True
 
     def _held(self) -> int:
         """Characters at the end that a stop text could begin with."""
         if self.satisfied:
             return 0
-        lengths = (size for stop in self.stops for size in range(1, len(stop)) if self._text.endswith(stop[:size]))
+        lengths = (size for stop in self.stops for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
         return max(lengths, default=0)
 
     def _piece(self, upto: int, all_tokens: bool = False) -> Piece | None:
         if upto <= self._sent and not all_tokens:
             return None
-        text, self._sent = self._text[self._sent : upto], max(upto, self._sent)
+        text, self._sent = self.text[self._sent : upto], max(upto, self._sent)
         at = start = self._sent_tokens
         everything = all_tokens and not self.satisfied
         while at < len(self._tokens) and (everything or self._offsets[at] < self._sent):

@@ -91,7 +91,7 @@ export class Canvas extends TokenCells {
     if (cell.step > this.at) return `${["Masked", `position ${position}`, ...lane].join(" · ")}${cell.void ? " · behind the end of the text" : ""}`;
     const window = steps.at(-1).window ? ` of window ${cell.window + 1}` : "";
     const parts = [
-      name, `position ${position}`, ...lane, `chunk ${cell.chunk}${window}`, `forward ${cell.forward}`,
+      name, `position ${position}`, ...lane, `chunk ${cell.chunk}${window}`, `forward pass ${cell.forward}`,
       `probability ${percent(cell.p)}`, `after ${cell.seconds.toFixed(2)} s`,
     ];
     if (cell.void) parts.push("behind the end of the text, not counted");

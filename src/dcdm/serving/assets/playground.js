@@ -63,7 +63,7 @@ class Playground {
     this.plainColours = info.lanes ? "lane" : "chunk";
     const lanes = info.lanes ? { lane: "lane" } : {};
     this.colours = choice(byId("colours"), "colours", { ...lanes, chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
-    this.numbers = choice(byId("numbers"), "numbers", { forward: "forward", chunk: "chunk", off: "none" }, () => this.look());
+    this.numbers = choice(byId("numbers"), "numbers", { forward: "forward pass", chunk: "chunk", off: "none" }, () => this.look());
     this.languages = choice(byId("languages"), "languages", FORMS, () => this.code());
     this.which = choice(byId("which"), "which", { 0: "A", 1: "B" }, () => this.code());
     this.wire();

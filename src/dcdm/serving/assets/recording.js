@@ -1,4 +1,4 @@
-/** What one run of a decoder did: its positions and its forwards in the order in which they came. */
+/** What one run of a decoder did: its positions and its forward passes in the order in which they came. */
 
 export class Recording {
   /** `special` maps tokens that are not text, such as BOS, to their names. */
@@ -7,11 +7,11 @@ export class Recording {
     this.special = special;
     /** One per position: {text, token, given, step, chunk, lane, forward, window, p, share, seconds}; step 0 where given. */
     this.cells = [];
-    /** One per forward that committed something: {positions, forward, window, chunk, seconds}. */
+    /** One per forward pass that committed something: {positions, forward, window, chunk, seconds}. */
     this.steps = [];
     this.done = null;
     this.filled = 0;
-    this.before = 0; // forwards of earlier windows
+    this.before = 0; // forward passes of earlier windows
     this.window = 0;
     for (const { position, token, text, given, lane } of start.canvas) {
       this.cells[position] = { token, text, given, lane, step: given ? 0 : Infinity };

@@ -13,10 +13,10 @@ const number = (value) => value.toLocaleString("en");
 /** What a run cost: its name, how it reads from the "done" event, and what it means. */
 export const FIGURES = [
   ["tokens/s", (done) => done.tokens_per_second, figure, "new tokens per second, measured by the server"],
-  ["forwards", (done) => done.costs.forwards, number, "passes through the whole network"],
-  ["tokens/forward", (done) => done.tokens_per_forward, figure, "new tokens for each pass"],
-  ["computed", (done) => done.costs.computed, number, "positions that went through the network, summed over the forwards"],
-  ["reused", (done) => done.costs.reused, number, "positions read from the cache instead, summed over the forwards"],
+  ["forward passes", (done) => done.costs.forwards, number, "passes through the whole network"],
+  ["tokens/forward pass", (done) => done.tokens_per_forward, figure, "new tokens for each pass"],
+  ["computed", (done) => done.costs.computed, number, "positions that went through the network, summed over the forward passes"],
+  ["reused", (done) => done.costs.reused, number, "positions read from the cache instead, summed over the forward passes"],
   ["seconds", (done) => done.seconds, figure, "from the start to the last token, measured by the server"],
 ];
 
@@ -88,7 +88,7 @@ export class RunView {
     const { filled, blanks, done } = this.recording;
     if (!done) return `${filled} of ${many(blanks, "token")} filled`;
     const { costs, finish_reason: reason, seconds } = done;
-    return `${many(costs.new_tokens, "token")} in ${many(costs.forwards, "forward")} and ${figure(seconds)} s; ${ENDS[reason] ?? reason}.`;
+    return `${many(costs.new_tokens, "token")} in ${many(costs.forwards, "forward pass", "forward passes")} and ${figure(seconds)} s; ${ENDS[reason] ?? reason}.`;
   }
 
   /** The figures, with bars against `other` if there are two. */
@@ -115,7 +115,7 @@ export function verdict(first, second) {
   if (!a || !b) return "";
   const ratio = b.tokens_per_second / Math.max(a.tokens_per_second, 1e-9);
   const speed = Math.abs(ratio - 1) < 0.02 ? "equally fast" : ratio > 1 ? `${figure(ratio)} times as fast` : `${figure(1 / ratio)} times slower`;
-  const forwards = many(b.costs.forwards, "forward");
+  const forwards = many(b.costs.forwards, "forward pass", "forward passes");
   const took = a.costs.forwards === b.costs.forwards ? `${forwards}, as A did,` : `${forwards} where A took ${number(a.costs.forwards)}`;
   const text = a.text === b.text ? "Both wrote the same text." : "The texts differ.";
   return `B took ${took} and was ${speed}, in one run of each. ${text}`;

@@ -1,7 +1,7 @@
 import { make, many, stillness } from "./dom.js";
 
 /** Forwards per second; "live" goes as the model went. */
-const SPEEDS = { 1: "1 forward/s", 3: "3 forwards/s", 10: "10 forwards/s", 30: "30 forwards/s", live: "as it came" };
+const SPEEDS = { 1: "1 forward pass/s", 3: "3 forward passes/s", 10: "10 forward passes/s", 30: "30 forward passes/s", live: "as it came" };
 
 /**
  * Moves through the steps of recordings, live or later. `length()` is how many steps there are by now, `time(step)`
@@ -30,8 +30,8 @@ export class Player {
     this.speed = make("select", { ariaLabel: "Speed of the replay" }, ...options);
     this.speed.value = time && stillness.matches ? "live" : speed;
     this.speed.addEventListener("change", () => this.playing && this.play());
-    const back = button("One forward back", "‹", () => this.go(this.at - 1));
-    const on = button("One forward on", "›", () => this.go(this.at + 1));
+    const back = button("One forward pass back", "‹", () => this.go(this.at - 1));
+    const on = button("One forward pass on", "›", () => this.go(this.at + 1));
     const buttons = make("span", { className: "buttons" }, back, this.button, on);
     container.append(buttons, this.slider, this.count, this.speed);
     container.addEventListener("keydown", (event) => this.key(event, event.target !== this.speed));
@@ -131,7 +131,7 @@ export class Player {
     this.slider.max = length;
     this.slider.value = this.at;
     this.slider.disabled = !length && !this.live();
-    this.count.textContent = `${this.at} of ${many(length, "forward")}`;
+    this.count.textContent = `${this.at} of ${many(length, "forward pass", "forward passes")}`;
     this.slider.setAttribute("aria-valuetext", this.count.textContent);
     const title = this.playing ? "Pause" : "Play";
     if (this.button.title !== title) {

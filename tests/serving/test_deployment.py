@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be judged without Docker."""
+"""What ships beside the package for operators: the Dockerfile, judged without Docker, and the dashboard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from dcdm.commands.serve import serve
+from dcdm.serving.monitoring import Metrics, ModelMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
@@ -37,3 +38,20 @@ def test_the_server_is_started_with_flags_that_it_has_as_a_user_without_rights()
     health = json.loads(re.search(r"CMD (\[.*\])", instructions("HEALTHCHECK")[0])[1])
     assert f":{port}/healthz" in health[-1]
     compile(health[-1], "health check", "exec")
+
+
+def test_every_figure_of_the_dashboard_exists_and_every_figure_of_the_server_is_shown():
+    metrics = Metrics()
+    ModelMetrics(metrics, "m").ended("stop")
+    metrics.requests.labels("/v1/completions", "200").inc()
+    metrics.seconds.labels("/v1/completions").observe(1)
+    told = set(re.findall(r"^(dcdm_\w+?|process_\w+)(?:\{.*\})? ", metrics.text().decode(), re.MULTILINE))
+    board = json.loads((ROOT / "examples" / "monitoring" / "grafana.json").read_text())
+    asked = {name for panel in board["panels"] for target in panel["targets"]
+             for name in re.findall(r"\b(?:dcdm|process)_\w+", target["expr"])}  # fmt: skip
+    assert asked <= told
+    families = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in told if name.startswith("dcdm")}
+    shown = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in asked}
+    assert families - shown == {"dcdm_forwards"}, "tokens per second say it better"
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(set(places)) == len(places)
