@@ -181,11 +181,11 @@ async def waiting_callers(port: int, each: int, decoders: Decoders) -> tuple[lis
 def start_server(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
-    from dcdm.serving.settings import Settings
     from dcdm.serving.server import BackgroundServer
+    from dcdm.serving.settings import Settings
 
-    settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096)
-    return BackgroundServer(create_app(model, tokenizer, settings), drain_seconds=1).port
+    settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096, drain_seconds=1)
+    return BackgroundServer(create_app(model, tokenizer, settings)).port
 
 
 def measure(name: str, model: Model, tokenizer: Tokenizer, count: int) -> list[Load]:
