@@ -52,7 +52,7 @@ INSTEAD = [
 
 PROGRAMS = "dcdm|echo|cat|python|make|torchrun|pip|curl|tensorboard"
 
-UNFINISHED_PYTHON = {"training.md": "world = init_distributed(device)"}
+UNFINISHED_PYTHON = {"contributing.md": "world = init_distributed(device)"}
 """Python blocks that show the shape of a program and say so: page, first line."""
 
 OWN_TEST = {"data.md": "test_data_docs.py runs its shell blocks as they stand"}
