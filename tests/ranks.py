@@ -17,7 +17,7 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: PyTorch imports it at the first step otherwise, in every process anew
-_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "dcdm.training.checkpoint", "dcdm.training.loop"])
+_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "dcdm.training.checkpoint", "dcdm.training.trainer"])
 
 
 def free_port() -> int:

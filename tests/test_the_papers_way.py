@@ -84,7 +84,7 @@ def test_the_commands_that_train_and_sample_stay_on_the_paper_s_way_too(tmp_path
     train = ("train", "--preset", "dcdm-debug", "--run", run, "--steps", "2", "--data", str(text),
              "--validation", str(held_out))  # fmt: skip
     files = files_entered(lambda: command(*train, "--set", "evaluate_sequences=2", "tensorboard=false"))
-    assert {"training/loop.py", "diffusion/objectives.py", "likelihood/estimators.py"} <= files
+    assert {"training/trainer.py", "diffusion/objectives.py", "likelihood/estimators.py"} <= files
     assert apart(files) == []
     files = files_entered(lambda: command("sample", run, "--prompt", "It was", "--length", "8"))
     assert "decoding/session.py" in files

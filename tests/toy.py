@@ -17,8 +17,8 @@ from dcdm.distributed import World
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.loop import StepReport, TrainConfig, Trainer
 from dcdm.training.optimizers import make_optimizer
+from dcdm.training.trainer import StepReport, TrainConfig, Trainer
 
 ROWS, LENGTH = 6, 12
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64"}

@@ -216,7 +216,7 @@ def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, mon
     fast, counts = walked(model, clean, positions, Uncached(model), "steps:2", routing)
     reused = len(calls)
     denoise = model.denoise
-    monkeypatch.setattr(model, "denoise", lambda z, ids, stage_one=None: denoise(z, ids))
+    monkeypatch.setattr(model, "denoise", lambda z, ids, block_zero=None: denoise(z, ids))
     calls.clear()
     slow, _ = walked(model, clean, positions, Uncached(model), "steps:2", routing)
     assert reused < len(calls)

@@ -255,10 +255,10 @@ START = [
 ]
 LOOP = [
     Fault("published", RENAME, only=".partial", after=True),
-    Fault("step", "dcdm.training.loop:Trainer._gradients", after=True),
+    Fault("step", "dcdm.training.trainer:Trainer._gradients", after=True),
     Fault("step", "dcdm.training.optimizers:Muon.step", 2, after=True),
     Fault("save", "dcdm.training.checkpoint:collect", after=True),
-    Fault("step", "dcdm.training.loop:update_bias", 3),
+    Fault("step", "dcdm.training.trainer:update_bias", 3),
     Fault("save", TENSORS),
     Fault("evaluation", "dcdm.training.run:evaluate"),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),
@@ -279,7 +279,7 @@ LOOP = [
 def at_random(count: int, seed: int) -> list[Fault]:
     """Deaths at places of the loop drawn at random, after a random number of calls: the same on any machine."""
     draws = random.Random(seed)
-    places = ["dcdm.training.loop:Trainer._gradients", "dcdm.training.metrics:Recorder.on_step", TENSORS,
+    places = ["dcdm.training.trainer:Trainer._gradients", "dcdm.training.metrics:Recorder.on_step", TENSORS,
               "dcdm.training.checkpoint:file_digest"]  # fmt: skip
     return [Fault("random", draws.choice(places), draws.randint(1, 4), after=draws.random() < 0.5)
             for _ in range(count)]  # fmt: skip

@@ -11,9 +11,9 @@ from rich.console import Console
 import dcdm
 from dcdm.costs import BF16_PEAKS, bf16_peak, cost_estimate
 from dcdm.distributed import World
-from dcdm.training.loop import StepReport, TrainConfig
 from dcdm.training.metrics import Recorder
 from dcdm.training.settings import RunConfig
+from dcdm.training.trainer import StepReport, TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from dcdm.model import products
 from dcdm.model.chunking import update_bias
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
-from dcdm.training.loop import TrainConfig
 from dcdm.training.optimizers import adamw
+from dcdm.training.trainer import TrainConfig
 from ranks import free_port, on_ranks
 
 ROWS, LENGTH, STEPS = 4, 14, 20

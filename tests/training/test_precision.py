@@ -14,9 +14,9 @@ from dcdm.config import ConfigError
 from dcdm.data.loader import Loader
 from dcdm.distributed import ParallelError, Precision, World, choose_device, precision
 from dcdm.training.checkpoint_folder import load_weights, newest_whole
-from dcdm.training.loop import StepReport, Trainer
 from dcdm.training.run import run_training
 from dcdm.training.settings import TrainConfig, resolve
+from dcdm.training.trainer import StepReport, Trainer
 from ranks import on_ranks
 from toy import InMemory, train_windows
 

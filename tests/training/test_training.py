@@ -9,8 +9,8 @@ from dcdm.config import ConfigError
 from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.kinds import build
-from dcdm.training.loop import TrainConfig, learning_rate
 from dcdm.training.optimizers import adamw
+from dcdm.training.trainer import TrainConfig, learning_rate
 from toy import train_windows
 
 

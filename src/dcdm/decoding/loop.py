@@ -18,7 +18,7 @@ from dcdm.decoding.commits import Commit, Distributions, View
 from dcdm.decoding.predictors import Predictor
 from dcdm.decoding.routes import Route, Router, start
 from dcdm.model.layout import RaggedIndex, stack_rows
-from dcdm.model.transformer import PositionMasks, StageOne
+from dcdm.model.transformer import BlockZero, PositionMasks
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class DecodingState:
         if not bool(busy.any()):
             return None
         spent = ~(self.route.active & pending).any(dim=-1)
-        stage_one = self._route(closed, busy, spent)
+        block_zero = self._route(closed, busy, spent)
         canvas, asked = self._read(pending)
-        predicted = self.predict(canvas, self.revealed, Route(self.route.ids, asked, stage_one))
+        predicted = self.predict(canvas, self.revealed, Route(self.route.ids, asked, block_zero))
         where = RaggedIndex(asked)
         distributions = self.predict.distributions(where.valid, predicted.states)
         view = View(distributions, where.valid, where.index, self.steps, where.pick(self.order))
@@ -143,20 +143,20 @@ class DecodingState:
         self.reused = self.reused + torch.where(busy, predicted.reused, 0)
         return Committed(view.position, tokens, fill, distributions, self.chunk, self.forwards)
 
-    def _route(self, closed: Tensor, busy: Tensor, spent: Tensor) -> StageOne | None:
+    def _route(self, closed: Tensor, busy: Tensor, spent: Tensor) -> BlockZero | None:
         """The next chunk of the `busy` rows whose chunk is `spent`, or that ask after every forward pass.
 
         Returns block 0 of the canvas, where the router has computed it for all rows that the pass is about.
         """
-        asking, stage_one = busy & (spent | self.router.every_step), None
+        asking, block_zero = busy & (spent | self.router.every_step), None
         if bool(asking.any()):
             known = torch.where(asking[:, None], closed, self.revealed)
             found = self.router.next(self.z, known, self.route, asking)
             self.route = found.where(asking, self.route)
-            stage_one = found.stage_one if torch.equal(asking, busy) else None
+            block_zero = found.block_zero if torch.equal(asking, busy) else None
             self.rounds = self.rounds + (asking & self.router.counted)
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
-        return stage_one
+        return block_zero
 
     def _read(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """The canvas that the forward pass reads, and the positions (B, L) that it predicts."""

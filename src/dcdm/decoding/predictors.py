@@ -65,7 +65,7 @@ class Uncached(Predictor):
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         rows = route.active.any(dim=-1)
         route, active = without_hidden(route, revealed), route.active[rows]
-        states = self.model.denoise(z[rows], route.ids[rows], route.stage_one)
+        states = self.model.denoise(z[rows], route.ids[rows], route.block_zero)
         if self.model.config.kind == "ar":
             states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
         computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)

@@ -22,10 +22,8 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 class Prompts:
     rows: list[list[int]]
     """Token ids, BOS first, MASK where there is a blank."""
-    has_blanks: list[bool]
     new_tokens: list[int]
     """To write behind each row."""
-    window: int
     overlap: int
 
 
@@ -125,7 +123,7 @@ def read_prompts(
     overlap = window // 2 - 1 if overlap is None else overlap
     if not 0 <= overlap <= window - 2:
         raise ConfigError(f"overlap={overlap} must lie between 0 and window − 2 = {window - 2}")
-    return Prompts(rows, has_blanks, new_tokens, window, overlap)
+    return Prompts(rows, new_tokens, overlap)
 
 
 def _rows(

@@ -22,7 +22,7 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.commits import View
 from dcdm.model import routing
 from dcdm.model.layout import stack_rows
-from dcdm.model.transformer import Model, PositionMasks, StageOne
+from dcdm.model.transformer import BlockZero, Model, PositionMasks
 
 LATER = torch.iinfo(torch.long).max  # the id of what is not yet routed
 
@@ -35,7 +35,7 @@ class Route:
     """(B, L): a position sees those whose id is not larger than its own; −1 padding."""
     active: Tensor
     """(B, L) bool: the positions to fill next, masked when the route was made; none in a row that is full."""
-    stage_one: StageOne | None = None
+    block_zero: BlockZero | None = None
     """Block 0 of the canvas as it was for the rows that asked, which the next forward pass need not repeat."""
 
     def level(self) -> Tensor:
@@ -47,7 +47,7 @@ class Route:
         ids, active = (
             torch.where(rows[:, None], a, b) for a, b in ((self.ids, other.ids), (self.active, other.active))
         )
-        return Route(ids, active, self.stage_one)
+        return Route(ids, active, self.block_zero)
 
 
 class Router:
@@ -111,6 +111,7 @@ class AdaBlock:
 
 
 ROUTINGS = ("auto", "paper-chunk", "paper-step", "appendix-b", "blocks", "adablock")
+"""Their descriptions are in config.py, which imports this file."""
 
 
 def start(positions: PositionMasks) -> Route:
@@ -217,13 +218,14 @@ class FromNoise(Router):
         self.policy, self.hides_later, self.real = ("noise", name), name == "appendix-b", positions.real
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
-        stage_one = self.model.run_stage_one(z[asking], self.real[asking])
+        block_zero = self.model.run_block_zero(z[asking], self.real[asking])
         own = torch.zeros_like(z)
-        own[asking] = self.chunking.assign(stage_one.scores)
+        own[asking] = self.chunking.assign(block_zero.scores)
         active = lowest(own, self.real & ~revealed)
+        # later than every id, so that it sees all that is revealed
         now = own if self.hides_later else torch.full_like(own, self.last)
         unrevealed = torch.where(active, now, LATER)
-        return Route(torch.where(self.real, torch.where(revealed, own, unrevealed), -1), active, stage_one)
+        return Route(torch.where(self.real, torch.where(revealed, own, unrevealed), -1), active, block_zero)
 
     def state(self) -> tuple[str, ...]:
         return ("real",)
@@ -333,7 +335,7 @@ class MixedRouter(Router):
                 break
         else:
             self.parts.append(_Part(rows, other))
-        self._look()
+        self._refresh()
 
     def keep_rows(self, rows: Tensor, length: int) -> None:
         rows, kept = rows.cpu(), []
@@ -343,9 +345,9 @@ class MixedRouter(Router):
                 part.router.keep_rows(stays.nonzero().squeeze(-1), length)
                 kept.append(_Part(torch.searchsorted(rows, part.rows[stays]), part.router))
         self.parts, self.count = kept, len(rows)
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         self.narrows = any(part.router.narrows for part in self.parts)
         if len(self.parts) == 1:
             self.every_step, self.counted = self.parts[0].router.every_step, self.parts[0].router.counted

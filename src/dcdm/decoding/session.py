@@ -39,7 +39,7 @@ class Session:
         self.texts: list[Text] = []
         self.forwards = 0
         self._new: list[Text] = []
-        self._predict = cached_predictor(model, None, prefixes)
+        self._predict = cached_predictor(model, None, prefixes)  # rows that nobody adds to it are computed uncached
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
         self._state = DecodingState(nothing, PositionMasks(none, none, none), MixedRouter(), self._predict)
@@ -99,7 +99,7 @@ class Session:
                 for text, count in zip(own, known, strict=True):
                     text.costs["prefix"] += count
         self.texts += texts
-        self._look()
+        self._refresh()
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
         """Neighbours that agree on it join under one router."""
@@ -122,9 +122,9 @@ class Session:
         self._state.keep_rows(kept)
         self._predict.keep_rows(kept, self._state.z.shape[1])
         self.texts = [self.texts[row] for row in rows]
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """What depends on which rows there are, and not on how far they have come."""
         device = self._state.z.device
         if self.texts:

@@ -70,7 +70,8 @@ class Loss:
 
     total: Tensor
     nll: Tensor
-    """Weighted cross-entropy per free token: a NELBO estimate where no chunk was set to t = 1."""
+    """Cross-entropy per free token, weighted by 1/t. It estimates the NELBO (of the paper's routing the surrogate,
+    which is not a bound) where t is uniform up to 1 and no chunk was set to t = 1."""
     tokens: Tensor
     """Free tokens of this batch."""
     chunk_loss: Tensor | None = None
@@ -131,7 +132,7 @@ def objective(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, g
 def diffusion_loss(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
 ) -> Loss:
-    """The NELBO of MDLM, BDLM and DCDM, and what balances the chunks."""
+    """The NELBO of MDLM and BDLM, the paper's surrogate of it for DCDM, and what balances the chunks."""
     # noise: which positions of z hold MASK
     sample, tokens = draw(model, batch, key, settings), batch.tokens
     masked = sample.masked
@@ -139,7 +140,7 @@ def diffusion_loss(
     # route, mask, denoise: block 0 and μ give the ids, the other blocks see z ⊕ x under the mask of these chunks
     encoded = model.encode(tokens, masked, prompt=batch.prompt, chunk_ids=sample.ids)
 
-    # weigh: −log p of the masked tokens, each by 1/t
+    # weigh: −log p of the masked tokens, each by 1/t (`noise.corrupt` made the weights)
     summed = weighted_nll(encoded.states[masked], model.head_weight(), tokens[masked], sample.weight[masked])
 
     # balance: L_chunk, and N_k for the bias of the hard assignment

@@ -16,7 +16,7 @@ from dcdm.lanes import masks
 from dcdm.lanes.draft_head import DraftHead
 from dcdm.lanes.partition import lane_partition
 from dcdm.model.masks import Mask
-from dcdm.model.transformer import Encoded, Model, Output, Partition, StageOne, substitute
+from dcdm.model.transformer import BlockZero, Encoded, Model, Output, Partition, substitute
 
 
 class LaneModel(Model):
@@ -67,7 +67,7 @@ class LaneModel(Model):
         ids = self.partition(tokens, prompt, index, lanes).ids if chunk_ids is None else chunk_ids
         return self._encode(tokens, ids, ids >= 1, (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True)))
 
-    def denoise(self, z: Tensor, ids: Tensor, stage_one: StageOne | None = None) -> Tensor:
+    def denoise(self, z: Tensor, ids: Tensor, block_zero: BlockZero | None = None) -> Tensor:
         """As `Model.denoise`: `z` holds MASK where nothing is known, and those positions are predicted."""
         real, masked = ids >= 0, z == self.config.mask_id
         return self._encode(z, ids, real & masked, real & ~masked).states

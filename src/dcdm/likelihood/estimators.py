@@ -64,7 +64,8 @@ class Score:
         return LABELS[self.estimator]
 
     @property
-    def is_bound(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether it is exact or a bound."""
         return self.estimator != "surrogate"
 
     @property
@@ -133,7 +134,11 @@ def score(
     for at in range(0, len(tokens), batch_size):
         rows = slice(at, at + batch_size)
         given = None if prompt is None else prompt[rows]
-        parts.append(getattr(run, name)(tokens[rows], model.position_masks(tokens[rows], given), index[rows]))
+        parts.append(
+            getattr(run, name)(  # each estimator is a method of that name
+                tokens[rows], model.position_masks(tokens[rows], given), index[rows]
+            )
+        )
     by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
     return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
 
@@ -203,17 +208,21 @@ class Scorer:
     """The decoder whose likelihood `trajectory` is."""
 
     def exact(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        """AR: position ℓ predicts ℓ+1."""
         states = self.model.encode(tokens).states[:, :-1]
         nll = scattered(self.model, states, tokens[:, 1:], positions.free[:, 1:])
         return certain(F.pad(nll, (1, 0)), positions.free[:, 1:].sum(dim=-1), 1)
 
     def bound(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        """The NELBO where chunks do not depend on noise: mask sets of each chunk, given the clean earlier ones."""
         ids = self.model.partition(tokens, positions.visible, index).ids
         nll_of = self._dual_stream(tokens, positions, ids)
         cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
         return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), passes)
 
     def surrogate(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        """The paper's number. Not a bound: its chunks are formed with visible tokens of later chunks in view, and
+        those are in turn predicted given the earlier ones, so information is counted twice."""
         nll_of = self._dual_stream(tokens, positions, None)
         cost, variance, passes = self._expected(nll_of, positions.free.long(), 1, index)
         return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), passes)
@@ -249,6 +258,7 @@ class Scorer:
         return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), forwards)
 
     def trajectory(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
+        """The decoder's own loop over the true tokens: −log p of each when it is filled."""
         model, decoder = self.model, self.decoder
         by_mask = "bound" in estimators_of(model.config)
         if decoder.one_pass_per_chunk and by_mask:

@@ -96,7 +96,7 @@ noise = (not_padding & same_stream & (visible_key | masked_self)).named("noise")
 # M^chunk at inference: [c_m ≤ c_ℓ]
 chunk_causal = (not_padding & Mask("chunk not later", lambda q, k: k.chunk <= q.chunk)).named("chunk_causal")
 
-# M^chunk in training, over z ⊕ x
+# M^chunk in training, over z ⊕ x; what is not CLEAN counts as noisy, since lanes number streams of their own
 noisy_to_noisy = Mask(
     "noisy to noisy", lambda q, k: (q.stream != CLEAN) & (k.stream == q.stream) & (q.chunk == k.chunk)
 )

@@ -1,5 +1,7 @@
 """How free positions become chunks, where chunk ids do not depend on noise.
 
+The paper's routing does, and is not here: it is `ChunkingAttention.assign`, argmax(r + b) of the noisy stream.
+
 Fixed partitions (MDLM, BDLM and the controls) need positions only. The causal partition is formed in K
 rounds, each a function of already revealed tokens; its rule is `choose`, one replaceable function.
 

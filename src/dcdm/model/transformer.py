@@ -56,7 +56,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class StageOne:
+class BlockZero:
     """Block 0 of a canvas under M^noise: what the paper's routing looks at, and where the next forward starts."""
 
     chunking: ChunkingAttention
@@ -164,21 +164,21 @@ class Model(nn.Module):
     ) -> Encoded:
         """The paper's two stages; in the first the streams run apart, stacked in the batch."""
         streams = torch.cat([tokens.masked_fill(masked, self.config.mask_id), tokens])
-        stage_one = self.run_stage_one(streams, positions.real.repeat(2, 1), masked.repeat(2, 1))
-        h, r = self._routed(stage_one)
+        block_zero = self.run_block_zero(streams, positions.real.repeat(2, 1), masked.repeat(2, 1))
+        h, r = self._chunking_attention(block_zero)
         r_blk = r.chunk(2)[0]
         ids = self._assign(r_blk, positions.real) if chunk_ids is None else chunk_ids
         place = layout.dual_stream(ids, masked, compact=self._compact)
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
-        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, stage_one.gates + more)
+        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, block_zero.gates + more)
 
-    def denoise(self, z: Tensor, ids: Tensor, stage_one: StageOne | None = None) -> Tensor:
+    def denoise(self, z: Tensor, ids: Tensor, block_zero: BlockZero | None = None) -> Tensor:
         """One stream, as in decoding: final states (B, L, d) of `z`, which holds MASK where nothing is known.
 
         `ids` orders the positions: a position sees those whose id is not larger than its own. The states are
-        meaningful where everything in earlier chunks is revealed, and equal the training pass's there. `stage_one`
+        meaningful where everything in earlier chunks is revealed, and equal the training pass's there. `block_zero`
         is what the paper's routing has computed of the same `z` already.
         """
         real = ids >= 0
@@ -188,8 +188,8 @@ class Model(nn.Module):
         place = layout.chunk_sorted(ids, masked, compact=self._compact)
         plan = self._plan(masks.chunk_causal, place.slots)
         if self.config.routes_from_noise:
-            stage_one = self.run_stage_one(z, real, compact=self._compact) if stage_one is None else stage_one
-            h_bld, _ = self._routed(stage_one)
+            block_zero = self.run_block_zero(z, real, compact=self._compact) if block_zero is None else block_zero
+            h_bld, _ = self._chunking_attention(block_zero)
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
@@ -293,30 +293,30 @@ class Model(nn.Module):
         assert self.chunking is not None
         return IncrementalRouter(self.config, self.embed_tokens, self.layers[0], self.chunking, free)  # type: ignore[arg-type]
 
-    def run_stage_one(
+    def run_block_zero(
         self, z: Tensor, real: Tensor, masked: Tensor | None = None, compact: bool = False
-    ) -> StageOne:
+    ) -> BlockZero:
         """Block 0 of `z` (B, L) under M^noise, in which nobody sees what is `masked`: by default what is MASK."""
         assert self.chunking is not None
         masked = z == self.config.mask_id if masked is None else masked
         place = layout.visible_first(real, masked, compact)
         plan = self._plan(masks.noise, place.slots)
         h_bsd, gates = self._block_0(place.gather(z), plan)
-        return StageOne(self.chunking, place, plan, h_bsd, gates)
+        return BlockZero(self.chunking, place, plan, h_bsd, gates)
 
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
         """r (B, L, K) of `z`, in which MASK hides what is not revealed: block 0 under M^noise, then μ."""
-        return self.run_stage_one(z, real).scores
+        return self.run_block_zero(z, real).scores
 
     def _assign(self, r_blk: Tensor, real: Tensor) -> Tensor:
         assert self.chunking is not None
         return torch.where(real, self.chunking.assign(r_blk), -1)
 
-    def _routed(self, stage_one: StageOne) -> tuple[Tensor, Tensor]:
+    def _chunking_attention(self, block_zero: BlockZero) -> tuple[Tensor, Tensor]:
         """The end of stage 1, the chunking attention: states (B, L, d) and r (B, L, K) in original order."""
         assert self.chunking is not None
-        h_bsd, r_bsk = self.chunking(stage_one.states, stage_one.plan)
-        return stage_one.place.restore(h_bsd), stage_one.place.restore(r_bsk)
+        h_bsd, r_bsk = self.chunking(block_zero.states, block_zero.plan)
+        return block_zero.place.restore(h_bsd), block_zero.place.restore(r_bsk)
 
     def _run(
         self, h_bsd: Tensor, plan: AttentionPlan, first: int = 0, num_out: int | None = None

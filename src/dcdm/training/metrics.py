@@ -24,8 +24,8 @@ from dcdm.costs import bf16_peak, cost_estimate
 from dcdm.distributed import World
 from dcdm.files import write_whole
 from dcdm.likelihood.statistics import with_stderr
-from dcdm.training.loop import StepReport
 from dcdm.training.settings import RunConfig
+from dcdm.training.trainer import StepReport
 
 MAIN = "valid_nll"
 """The figure of an evaluation by which checkpoints are kept."""

@@ -42,7 +42,6 @@ from dcdm.training.fingerprints import (
     tokenizer_problems,
 )
 from dcdm.training.fsdp import unsharded
-from dcdm.training.loop import NotFinite, Trainer
 from dcdm.training.metrics import MAIN, Recorder
 from dcdm.training.settings import RunConfig
 from dcdm.training.start import (
@@ -55,6 +54,7 @@ from dcdm.training.start import (
     settle,
     stored_settings,
 )
+from dcdm.training.trainer import NotFinite, Trainer
 
 INTERRUPTED = 130
 

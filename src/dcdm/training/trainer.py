@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
 from dcdm.data.loader import Loader
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, objective, with_prompts
+from dcdm.diffusion import objectives
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, with_prompts
 from dcdm.distributed import World, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
@@ -38,6 +39,7 @@ class StepReport:
     """What one optimizer step measured, over all ranks."""
 
     step: int
+    """Steps that were done before it."""
     loss: float
     nll: float
     gradient_norm: float
@@ -66,11 +68,11 @@ class Trainer:
         model: Model,
         loader: Loader,
         settings: TrainConfig,
-        noise: ObjectiveConfig | None = None,
+        objective: ObjectiveConfig | None = None,
         world: World | None = None,
     ) -> None:
-        self.settings, self.noise, self.world = settings, noise or ObjectiveConfig(), world or World()
-        self.noise.check_fits(model.config)
+        self.settings, self.objective, self.world = settings, objective or ObjectiveConfig(), world or World()
+        self.objective.check_fits(model.config)
         self.types = precision(settings.dtype, self.world.device)
         self.model = shard(model, self.world, compute_dtype=self.types.compute)
         if settings.compile:
@@ -80,7 +82,7 @@ class Trainer:
         self.average = {name: p.detach().clone() for name, p in trainable(self.model)} if settings.ema_decay else {}
         self.loader, self.step = loader, 0
         """`step` counts the steps done."""
-        self._key, self._bias_rate = Key(settings.seed), self.noise.bias_rate_for(model.config)
+        self._key, self._bias_rate = Key(settings.seed), self.objective.bias_rate_for(model.config)
         self._batches: Iterator[list[Batch]] | None = None
 
     def resume(
@@ -125,7 +127,7 @@ class Trainer:
         def total(x: Tensor) -> Tensor:
             return sum_over_ranks(x, world)
 
-        micro = [with_prompts(model, batch, key, self.noise) for batch in micro]
+        micro = [with_prompts(model, batch, key, self.objective) for batch in micro]
         tokens = total(torch.stack([counted(model, batch) for batch in micro]).sum())
         global_batch = GlobalBatch(tokens, self.settings.batch_size, len(micro), total)
         model.zero_grad(set_to_none=True)
@@ -133,7 +135,7 @@ class Trainer:
         for number, batch in enumerate(micro):
             sync_gradients(model, number == len(micro) - 1)
             with self.types.autocast(world.device) if world.size == 1 else nullcontext():
-                part = run_gathered(model, objective, model, batch, key, self.noise, global_batch)
+                part = run_gathered(model, objectives.objective, model, batch, key, self.objective, global_batch)
             part.total.backward()
             parts.append(part)
         norm = clip_gradients(model, self.settings.clip)
