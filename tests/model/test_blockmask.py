@@ -25,25 +25,25 @@ def tile_kinds(block_mask):
 
 
 @given(
-    st.integers(0, 10_000), st.integers(1, 3), st.integers(3, 70), st.integers(1, 6), st.integers(1, 3),
+    st.integers(0, 10_000), st.integers(1, 3), st.integers(3, 70), st.integers(1, 6),
     st.sampled_from([1, 4, 16]), st.booleans(),
 )  # fmt: skip
-def test_tiles_are_full_partial_and_empty_as_pytorch_finds_them(seed, rows, length, chunks, draws, block, compact):
+def test_tiles_are_full_partial_and_empty_as_pytorch_finds_them(seed, rows, length, chunks, block, compact):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, chunks + 1, (rows, length), generator=generator)
     ids[:, length - seed % 3 :] = -1
     ids[:, 0] = 0
-    noise = torch.rand(rows, draws, length, generator=generator) < 0.5
+    noise = torch.rand(rows, length, generator=generator) < 0.5
     cases = [
-        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1)[:, None], compact).slots, draws),
-        (masks.dual_stream, dual_stream(ids.clamp(max=1), noise & (ids >= 1)[:, None], compact).slots, draws),
-        (masks.chunk_causal, chunk_sorted(ids, noise[:, 0]).slots, 1),
-        (masks.noise, visible_first(ids >= 0, noise[:, 0] & (ids >= 0)).slots, 1),
-        (masks.causal, masks.Slots.of(torch.where(ids >= 0, 0, -1)), 1),
+        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1), compact).slots),
+        (masks.dual_stream, dual_stream(ids.clamp(max=1), noise & (ids >= 1), compact).slots),
+        (masks.chunk_causal, chunk_sorted(ids, noise).slots),
+        (masks.noise, visible_first(ids >= 0, noise & (ids >= 0)).slots),
+        (masks.causal, masks.Slots.of(torch.where(ids >= 0, 0, -1))),
     ]
-    for mask, slots, streams in cases:
+    for mask, slots in cases:
         total = slots.chunk.shape[1]
-        ours = blockmask.from_slots(mask, slots, total, streams, block)
+        ours = blockmask.from_slots(mask, slots, total, block)
         theirs = create_block_mask(
             blockmask.mask_mod(mask, slots), rows, 1, total, total, device="cpu", BLOCK_SIZE=block
         )
@@ -67,7 +67,7 @@ def test_flex_attention_gives_the_same_outputs_as_the_tiled_path(kind):
 
 def test_fewer_queries_than_keys_take_the_first_rows_of_tiles():
     ids = torch.tensor([[0, *([1] * 20), *([2] * 20)]])
-    slots = dual_stream(ids, torch.ones(1, 1, 41, dtype=torch.bool)).slots
+    slots = dual_stream(ids, torch.ones(1, 41, dtype=torch.bool)).slots
     whole = blockmask.from_slots(masks.dual_stream, slots, slots.chunk.shape[1], block=8)
     part = blockmask.from_slots(masks.dual_stream, slots, 40, block=8)
     assert torch.equal(tile_kinds(part), tile_kinds(whole)[:, :5])

@@ -151,23 +151,23 @@ def test_a_prior_that_decides_alone_needs_no_rounds(monkeypatch):
     for kind in ("causal-contiguous", "causal-strided"):
         model = tiny.model(kind, num_chunks=4, prior_weight=float("inf"))
         expected = reference.partition(model, clean)
-        monkeypatch.setattr("dcdm.model.transformer.Rounds", None)
+        monkeypatch.setattr("dcdm.model.transformer.IncrementalRouter", None)
         assert torch.equal(model.partition(clean).ids, expected)
         monkeypatch.undo()
 
 
-@given(st.lists(st.integers(-1, 3), min_size=1, max_size=14), st.booleans(), st.integers(1, 3))
-def test_tiles_cover_exactly_the_live_pairs(ids, with_masks, draws):
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=14), st.booleans())
+def test_tiles_cover_exactly_the_live_pairs(ids, with_masks):
     """Every allowed pair lies in one tile, and a tile without a mask holds nothing else."""
     ids = torch.tensor([ids, ids[::-1]])
-    noise = torch.rand(2, draws, ids.shape[1], generator=torch.Generator().manual_seed(0)) < 0.5
+    noise = torch.rand(2, ids.shape[1], generator=torch.Generator().manual_seed(0)) < 0.5
     for mask, place in (
-        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1)[:, None])),
-        (masks.chunk_causal, chunk_sorted(ids, noise[:, 0])),
-        (masks.noise, visible_first(ids >= 0, noise[:, 0] & (ids >= 0))),
-        (masks.causal, chunk_sorted(torch.where(ids >= 0, 0, -1).sort(descending=True).values, noise[:, 0])),
+        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1))),
+        (masks.chunk_causal, chunk_sorted(ids, noise)),
+        (masks.noise, visible_first(ids >= 0, noise & (ids >= 0))),
+        (masks.causal, chunk_sorted(torch.where(ids >= 0, 0, -1).sort(descending=True).values, noise)),
     ):
-        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled", draws)
+        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled")
         expected = plan.dense
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiling, "CALL_COST", 0)
@@ -189,12 +189,12 @@ def test_tiles_cover_exactly_the_live_pairs(ids, with_masks, draws):
 
 def test_slots_that_nobody_reads_are_left_out():
     ids = torch.tensor([[0, 1, 1, 2, 2, 3, -1]])
-    place = dual_stream(ids, torch.zeros(1, 1, 7, dtype=torch.bool))
+    place = dual_stream(ids, torch.zeros(1, 7, dtype=torch.bool))
     streams = place.slots.stream[0].tolist()
     assert place.num_noisy == 5  # not BOS, not padding
     assert streams.count(masks.CLEAN) == 5  # chunks 0, 1 and 2
     one = torch.tensor([[0, 1, 1, 1]])  # MDLM: the clean stream is chunk 0 alone
-    assert dual_stream(one, torch.zeros(1, 1, 4, dtype=torch.bool)).slots.chunk.shape[1] == 4
+    assert dual_stream(one, torch.zeros(1, 4, dtype=torch.bool)).slots.chunk.shape[1] == 4
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -203,13 +203,13 @@ def test_the_operator_and_the_portable_tiles_equal_literal_attention_and_its_gra
     monkeypatch.setattr(tiling, "SMALLEST", 4)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (2, 24), generator=generator)
-    noise = torch.rand(2, 2, 24, generator=generator) < 0.5
+    noise = torch.rand(2, 24, generator=generator) < 0.5
     for mask, place in (
-        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1)[:, None])),
-        (masks.noise, visible_first(ids >= 0, noise[:, 0])),
-        (masks.noise, visible_first(ids >= 0, torch.ones_like(noise[:, 0]))),  # nothing visible
+        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1))),
+        (masks.noise, visible_first(ids >= 0, noise)),
+        (masks.noise, visible_first(ids >= 0, torch.ones_like(noise))),  # nothing visible
     ):
-        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled", 2)
+        plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled")
         size = place.slots.chunk.shape[1]
         q = torch.randn(2, 4, size, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         k, v = (torch.randn(2, kv_heads, size, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -229,7 +229,7 @@ def test_the_operator_and_the_portable_tiles_equal_literal_attention_and_its_gra
 
 def test_the_operator_passes_pytorchs_own_checks():
     plan = AttentionPlan.of(
-        masks.dual_stream, dual_stream(torch.tensor([[0, 1, 1, 2]]), torch.ones(1, 1, 4) > 0).slots, "sdpa-tiled"
+        masks.dual_stream, dual_stream(torch.tensor([[0, 1, 1, 2]]), torch.ones(1, 4) > 0).slots, "sdpa-tiled"
     )
     size = plan.num_queries
     q, k, v = (torch.randn(1, 2, size, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -244,7 +244,7 @@ def test_chunking_attention_in_blocks_equals_the_literal_one_at_any_memory_budge
     ids[:, 0] = 0
     noise = (torch.rand(2, 50, generator=generator) < 0.5) & (ids >= 0)
     for mask, place in (
-        (masks.dual_stream, dual_stream(ids, (noise & (ids >= 1))[:, None])),
+        (masks.dual_stream, dual_stream(ids, noise & (ids >= 1))),
         (masks.noise, visible_first(ids >= 0, noise)),
     ):
         fast = AttentionPlan.of(mask, place.slots, "sdpa-tiled")
