@@ -297,16 +297,6 @@ def test_a_card_tells_how_to_make_the_start_weights_and_what_drafts_save(made):
         ship_models.ship(run.parent / "further", "mine", "Mine.", into=run.parent / "third")
 
 
-def test_the_command_of_a_run_that_was_made_longer_has_its_earlier_ends():
-    rates = [0.1, 0.5, 1.0, 1.0, 0.5, 0.01, 1.0, 1.0, 0.5, 0.01]
-    rows = [{"step": step, "learning_rate": rate} for step, rate in enumerate(rates, 1)]
-    assert ship_models.earlier_ends([{"step": 3, "evaluation": {}}, *rows], warmup=3) == [6]
-    assert ship_models.earlier_ends(rows[:6], warmup=3) == []
-    first = f"dcdm train --config src/dcdm/shipped/mine/{TRAINING} --run runs/mine"
-    assert ship_models._command("mine", [10]) == first
-    assert ship_models._command("mine", [6, 10]) == f"{first} --steps 6 && dcdm train --run runs/mine --steps 10"
-
-
 def card_figures(card: Card) -> tuple:
     return tuple(asdict(figure) for figure in card.figures)
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_an_imported_diffusion_model_predicts_every_source_token_and_trains(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("vocab_size", "rows"), [(30, 27), (50, 47), (53, 50), (80, 50)])
+@pytest.mark.parametrize(("vocab_size", "rows"), [(30, 27), (80, 50)])
 def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
     saved: Callable[..., Path], tied: bool, vocab_size: int, rows: int
 ) -> None:
@@ -191,31 +190,17 @@ def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
         assert torch.equal(value[rows:], initial[ours][rows:])
 
 
-def test_an_untied_model_starts_its_head_from_the_embedding_of_a_tied_source(
-    saved: Callable[..., Path],
+def test_half_precision_sources_are_widened_without_rounding_and_an_untied_head_starts_from_the_embedding(
+    tmp_path: Path,
 ) -> None:
-    model = fresh_model(saved(), "ar", tie_embeddings=False)
-    load_transformers(model, saved())
-    tokens = some_tokens(model.config)
-    with torch.no_grad():
-        logits, expected = model(tokens).logits[..., :VOCAB], qwen3(True)(tokens).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-
-
-def test_a_tied_source_may_carry_its_head_a_second_time(copied: Callable[..., Path]) -> None:
-    folder = copied()
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    load_transformers(fresh_model(folder), folder)
-
-
-def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> None:
     source = qwen3(True).to(torch.bfloat16)
     source.save_pretrained(tmp_path)
-    model = fresh_model(tmp_path)
+    model = fresh_model(tmp_path, "ar", tie_embeddings=False)
     load_transformers(model, tmp_path)
     weight = model.get_parameter("layers.1.mlp.up_proj.weight")
     assert weight.dtype == torch.float32
     assert torch.equal(weight, source.model.layers[1].mlp.up_proj.weight.float())
+    assert torch.equal(model.lm_head.weight[:VOCAB], source.model.embed_tokens.weight.float())
 
 
 # Other architectures
@@ -334,7 +319,6 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another architecture": ({"model_type": "gpt2"}, ["model_type='gpt2'", "dense Llama, Qwen2 or Qwen3"]),
     "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Llama, Qwen2 or Qwen3"]),
     "another architecture of ours": ({"model_type": "llama"}, ["qk_norm=True", "where it is False"]),
-    "no architecture": ({"model_type": ...}, ["model_type=None"]),
     "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
     "MLP bias": ({"mlp_bias": True}, ["mlp_bias=True", "without"]),
     "other rope scaling": ({"rope_parameters": LLAMA_3}, ["rope_scaling=None", "factor=8.0"]),
@@ -342,30 +326,21 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}},
         ["low_freq_factor=None", "a number"],
     ),
-    "rope scaling": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4}},
-        ["rope_parameters", "yarn", "rope_type 'default'"],
-    ),
     "rope scaling before transformers 5": (
         {"rope_parameters": ..., "rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
         ["rope_scaling", "linear", "rope_type 'default'"],
     ),
-    "rope of another shape": ({"rope_parameters": ["default"]}, ["rope_parameters"]),
-    "sliding window": ({"use_sliding_window": True}, ["use_sliding_window=True", "full attention"]),
     "a windowed layer": (
         {"layer_types": ["full_attention", "sliding_attention"]},
         ["layer_types", "sliding_attention", "full attention"],
     ),
+    "sliding window": ({"use_sliding_window": True}, ["use_sliding_window=True", "full attention"]),
     "another activation": ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "unquantized"]),
     "no rope theta": ({"rope_parameters": ...}, ["rope_theta=None", "a number"]),
-    "no size": ({"head_dim": ...}, ["head_dim=None", "a whole number"]),
     "a size in words": ({"hidden_size": "24"}, ["hidden_size='24'", "a whole number"]),
-    "no vocabulary": ({"vocab_size": ...}, ["vocab_size=None"]),
     "no word on tying": ({"tie_word_embeddings": ...}, ["tie_word_embeddings=None", "true or false"]),
-    "no list of layers": ({"layer_types": 2}, ["layer_types=2", "must be a list"]),
     "other layers": ({"num_hidden_layers": 3, "layer_types": ...}, ["num_layers=2", "3"]),
-    "other rope theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rope_theta=50000"]),
     "other epsilon": ({"rms_norm_eps": 1e-6}, ["norm_eps=1e-05"]),
     "other vocabulary": ({"vocab_size": 51}, ["embed_tokens", "[50, 24]", "[51, 24]"]),
     "untied": ({"tie_word_embeddings": False}, ["tie_embeddings=True", "set tie_embeddings=False"]),
@@ -388,23 +363,14 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 TENSOR_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], list[str]]] = {
     "missing": (lambda t: t.pop(LAST), ["lacks", LAST, "Qwen3ForCausalLM"]),
     "many missing": (lambda t: [t.pop(n) for n in list(t) if "layers.1" in n], ["lacks", "and 8 more"]),
-    "a bias": (
-        lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}),
-        ["does not have", "self_attn.q_proj.bias"],
-    ),
     "a further layer": (
         lambda t: t.update({"model.layers.2.self_attn.q_norm.weight": torch.ones(8)}),
         ["does not have", "layers.2"],
-    ),
-    "no prefix": (
-        lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)],
-        ["lacks", "model.embed_tokens.weight"],
     ),
     "transposed": (
         lambda t: t.update({Q_PROJ: t[Q_PROJ].T.contiguous()}),
         [Q_PROJ, "[24, 32]", "[32, 24]", "config.json"],
     ),
-    "last shape": (lambda t: t.update({LAST: torch.ones(23)}), [LAST, "[23]", "[24]"]),
     "integers": (lambda t: t.update({LAST: torch.ones(24, dtype=torch.int8)}), [LAST, "I8", "BF16"]),
     "tied with another head": (
         lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
@@ -446,14 +412,6 @@ def last_shard(folder: Path) -> Path:
 
 INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a missing shard": (lambda f: last_shard(f).unlink(), ["model-0000", "cannot be read", "again"]),
-    "a truncated shard": (
-        lambda f: last_shard(f).write_bytes(last_shard(f).read_bytes()[:-8]),
-        ["model-0000", "damaged"],
-    ),
-    "an unlisted tensor": (
-        lambda f: edit_index(f, lambda index: index["weight_map"].pop(LAST)),
-        ["weight_map", "disagree", LAST],
-    ),
     "a tensor listed in the wrong shard": (
         lambda f: edit_index(f, lambda index: index["weight_map"].update({Q_PROJ: last_shard(f).name})),
         ["weight_map", "disagree", Q_PROJ],
@@ -465,10 +423,6 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a shard outside the folder": (
         lambda f: edit_index(f, lambda index: index["weight_map"].update({LAST: "../model.safetensors"})),
         ["weight_map", "files of this folder"],
-    ),
-    "no weight map": (
-        lambda f: edit_index(f, lambda index: index.pop("weight_map")),
-        ["weight_map", "index.json"],
     ),
     "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), ["index.json", "not JSON"]),
 }
@@ -483,36 +437,3 @@ def test_a_sharded_folder_whose_index_and_shards_disagree_is_refused(
     model = fresh_model(folder)
     damage(folder)
     assert_refused_without_a_trace(model, folder, str(folder), *words)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_size": 32}, ["hidden_size=32", "config_from_transformers"]),
-        ({"num_layers": 3}, ["num_layers=3"]),
-        ({"num_heads": 2, "head_dim": 16}, ["num_heads=2"]),
-        ({"num_kv_heads": 4}, ["num_kv_heads=4"]),
-        ({"intermediate_size": 41}, ["intermediate_size=41"]),
-        ({"rope_theta": 1e6}, ["rope_theta=1000000"]),
-        ({"intermediate_size": None, "moe": MOE}, ["moe=", "intermediate_size=40"]),
-    ],
-)
-def test_a_model_of_another_shape_is_refused(
-    saved: Callable[..., Path], changes: dict[str, Any], words: list[str]
-) -> None:
-    config = replace(config_from_transformers(saved(), **KINDS["causal"]), **changes)
-    assert_refused_without_a_trace(build(config, seed=3), saved(), "config.json", *words)
-
-
-def test_tying_a_model_to_an_untied_source_is_refused(saved: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="set tie_embeddings=False"):
-        config_from_transformers(saved(False), "ar", tie_embeddings=True)
-    config = replace(config_from_transformers(saved(False), "ar"), tie_embeddings=True)
-    assert_refused_without_a_trace(build(config, seed=3), saved(False), "set tie_embeddings=False")
-
-
-def test_a_model_without_storage_is_refused(saved: Callable[..., Path]) -> None:
-    with torch.device("meta"):
-        model = Model(config_from_transformers(saved(), "ar"))
-    with pytest.raises(ValueError, match=r"dcdm\.build"):
-        load_transformers(model, saved())

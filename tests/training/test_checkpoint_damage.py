@@ -171,7 +171,7 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("format", [1, 2, 4])
+@pytest.mark.parametrize("format", [1, 4])
 def test_another_format_is_refused_by_name_in_one_line_and_its_pickle_never_opened(format, run, tmp_path):
     folder, sprung = run / "step-00000002", tmp_path / "sprung"
     (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
@@ -251,15 +251,15 @@ def test_files_of_a_checkpoint_are_regular_files_and_no_pipe_is_waited_for(kind,
         assert name in problems[0]
 
 
-@pytest.mark.parametrize("missing", ["format", "files", "step", "versions"])
-def test_a_sealed_manifest_that_lacks_something_is_damaged(missing, run):
-    seal(run / "step-00000002", without=missing)
-    assert verify_checkpoint(run / "step-00000002") == ["manifest.json is damaged"]
-
-
-def test_deep_nesting_is_damage_like_any_other(run):
-    (run / "step-00000002" / "manifest.json").write_text("[" * 200_000)
-    assert verify_checkpoint(run / "step-00000002") == ["manifest.json is damaged"]
+def test_a_sealed_manifest_that_lacks_something_and_deep_nesting_are_damage_like_any_other(run):
+    folder = run / "step-00000002"
+    whole = (folder / "manifest.json").read_bytes()
+    for missing in ("format", "files", "step", "versions"):
+        (folder / "manifest.json").write_bytes(whole)
+        seal(folder, without=missing)
+        assert verify_checkpoint(folder) == ["manifest.json is damaged"]
+    (folder / "manifest.json").write_text("[" * 200_000)
+    assert verify_checkpoint(folder) == ["manifest.json is damaged"]
     (run / "step-00000001" / "state.json").write_text("[" * 200_000)
     seal(run / "step-00000001")
     with pytest.raises(UnusableCheckpoint, match="nested too deeply"):

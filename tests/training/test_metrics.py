@@ -16,19 +16,9 @@ from dcdm.training.settings import RunConfig
 from dcdm.training.trainer import StepReport, TrainConfig
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H800", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40", None),
-        ("A device of tomorrow", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", None),
+])  # fmt: skip
 def test_the_peak_is_that_of_the_device_by_its_name(name, peak):
     assert bf16_peak(name) == peak
 

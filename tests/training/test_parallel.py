@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +22,11 @@ from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.optimizers import adamw
 from dcdm.training.trainer import TrainConfig
-from ranks import free_port, on_ranks
+from ranks import on_ranks
 
-ROWS, LENGTH, STEPS = 4, 14, 20
+ROWS, LENGTH, STEPS = 4, 14, 10
 KINDS = ("bdlm", "paper", "causal", "paper-moe", "causal-moe")
+MICRO_KINDS = ("ar", "mdlm", "paper-moe", "causal-moe")
 DRAFTS = "lanes with drafts"  # of four rows the head sees the first, so that a rank has none for it
 TRAIN = TrainConfig(steps=STEPS, learning_rate=1e-2)
 # weights and rates large enough that a mistake in any part of the loss shows
@@ -99,7 +96,7 @@ def trained_on_two_ranks() -> list[dict[str, dict[str, np.ndarray]]]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, DRAFTS])
-def test_twenty_steps_on_two_ranks_equal_one_process_with_the_same_global_batch(kind, trained_on_two_ranks):
+def test_ten_steps_on_two_ranks_equal_one_process_with_the_same_global_batch(kind, trained_on_two_ranks):
     alone = train(kind, World(), sharded_loss=False)
     for rank in trained_on_two_ranks:
         assert rank[kind].keys() == alone.keys()
@@ -135,7 +132,7 @@ def backward_checks(world: World) -> dict[str, Any]:
     # ranks hold different numbers of masked tokens: let them compute their logits in different numbers of slices
     products.SLICE_BYTES = 3 * 4 * 23
     found: dict[str, Any] = {}
-    for kind in ("ar", "mdlm", *KINDS):
+    for kind in MICRO_KINDS:
         found[kind] = [backward_in_micro_batches(world, kind, sync_each) for sync_each in (True, False)]
     model = fsdp.shard(tiny.model("paper-moe"), world)
     found["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
@@ -148,7 +145,7 @@ def backward_on_two_ranks() -> list[dict[str, Any]]:
     return on_ranks(2, backward_checks)
 
 
-@pytest.mark.parametrize("kind", ["ar", "mdlm", *KINDS])
+@pytest.mark.parametrize("kind", MICRO_KINDS)
 def test_the_package_s_loss_and_backward_give_one_process_s_gradients_through_micro_batches_and_head_slices(
     kind, backward_on_two_ranks
 ):
@@ -288,13 +285,7 @@ def test_without_torchrun_the_world_is_one_process_and_nothing_is_sharded(monkey
     model = tiny.model("paper")
     assert fsdp.shard(model, world) is model
     assert type(next(model.parameters())) is torch.nn.Parameter
-    with fsdp.unsharded(model):
-        assert fsdp.run_gathered(model, lambda a, b: a + b, 1, b=2) == 3
-    fsdp.sync_gradients(model, False)
     assert distributed.gather_objects("x", world) == ["x"]
-    assert distributed.broadcast_object("x", world) == "x"
-    assert not distributed.any_true(False, world)
-    distributed.barrier(world)
     distributed.shutdown(world)
 
 
@@ -320,24 +311,3 @@ def test_clipping_in_one_process_scales_to_the_limit_and_reports_the_norm_before
     before = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert fsdp.clip_gradients(model, 0.5) == pytest.approx(before.item())
     assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() == pytest.approx(0.5, rel=1e-4)
-
-
-def test_torchrun_starts_a_world_of_two():
-    program = """
-        import os
-        import torch
-        from dcdm import distributed
-        world = distributed.init_distributed("cpu")
-        total = distributed.sum_over_ranks(torch.tensor(world.rank + 1), world).item()
-        os.write(1, f"{world.rank} of {world.size}: {total}\\n".encode())  # one write: two processes, one pipe
-        distributed.shutdown(world)
-        distributed.shutdown(world)
-    """
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-        f"--master-port={free_port()}", "--no-python", sys.executable, "-c", textwrap.dedent(program),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == ["0 of 2: 3", "1 of 2: 3"]
