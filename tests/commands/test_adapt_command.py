@@ -20,6 +20,7 @@ from dcdm.data.loader import pack
 from dcdm.io.load import load_model
 from dcdm.io.pretrained import import_model
 from dcdm.io.verify import verify_model
+from dcdm.serving.server import load_safetensors
 from dcdm.training import settings as run_settings
 
 TEXT = "The cat sat on the mat, and that was that. Then there were two of them.\n" * 60
@@ -78,7 +79,7 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
 
 def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:
     settings = ["model.lane_weights=[3,1,1,1]", "train.learning_rate=0.003"]
-    assert adapt("runs/longer", "--steps", "30", "--batch-size", "8", set=settings) == 0
+    assert adapt("runs/longer", "--steps", "20", "--batch-size", "8", set=settings) == 0
     assert dcdm.load("runs/longer")[0].config.lane_weights == (3, 1, 1, 1)
     before, *_, after = (row["evaluation"] for row in evaluations("runs/longer"))
     base, tokenizer = dcdm.load("base")
@@ -94,57 +95,41 @@ def test_figures_before_training_are_those_of_the_base_model_and_training_lowers
 
 def test_the_same_command_resumes_and_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flat = ["train.schedule=constant", "checkpoint_every=1"]
-    assert adapt("runs/short", "--steps", "3", set=flat) == 0
-    assert adapt("runs/short", "--steps", "5", set=flat) == 0
-    assert "resuming from step 3" in capsys.readouterr().err
-    assert [row["step"] for row in evaluations("runs/short")] == [0, 3, 5]
-    assert adapt("runs/short", "--steps", "5", "--lanes", "1,2", set=flat) == 2
+    assert adapt("runs/short", "--steps", "1", set=flat) == 0
+    assert adapt("runs/short", "--steps", "2", set=flat) == 0
+    assert "resuming from step 1" in capsys.readouterr().err
+    assert [row["step"] for row in evaluations("runs/short")] == [0, 1, 2]
+    assert adapt("runs/short", "--steps", "2", "--lanes", "1,2", set=flat) == 2
     assert "model.lanes" in capsys.readouterr().err
 
 
-def test_wrong_use_is_refused_by_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_refused_by_option(adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            main([*words])
+        assert left.value.code == 2
+        return capsys.readouterr().err
+
     for words, message in (
         (["--lanes", "1,x"], "--lanes 1,x"),
         (["--to", "bdlm", "--block-size", "0"], "block_size=0"),
         (["--lora", "0"], "--lora 0"),
-        (["--to", "bdlm", "--drafts", "2"], "--drafts 2 has no effect on --to bdlm"),
         (["--block-size", "8"], "--block-size 8 has no effect on --to lanes"),
         (["--steps", "0"], "--steps 0"),
+        (["--set", "data.window=999"], "data.window="),
     ):
-        assert adapt("runs/none", *words) == 2
-        assert message in capsys.readouterr().err
-    for window in ("1", "999", "many"):
-        assert adapt("runs/none", set=[f"data.window={window}"]) == 2
-        assert "data.window=" in capsys.readouterr().err
-    assert not Path("runs/none").exists()
-    with pytest.raises(SystemExit) as left:
-        main(["adapt", "smollm2", "--run", "runs/none"])
-    assert left.value.code == 2
-    assert "`dcdm import smollm2 FOLDER` makes one" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as left:
-        main(["adapt", "python-lanes", "--run", "runs/none", "--dry-run"])
-    assert left.value.code == 0, "the name of a shipped model"
-    assert not Path("runs/none").exists()
+        assert message in refused("adapt", "base", "--run", "none", *TEXTS, *words)
+    assert "`dcdm import smollm2 FOLDER` makes one" in refused("adapt", "smollm2", "--run", "none")
+    lanes = str(adapters["lanes"])
+    for words, message in (
+        (["base", "none", "--adapter", lanes, "--no-average"], "leave out --no-average"),
+        (["runs/for-lanes", "none", "--adapter-only", "--dtype", "bf16"], "no effect on --adapter-only"),
+        (["base", "none", "--adapter-only"], "has no adapter"),
+    ):
+        assert message in refused("export", *words)
     assert adapt("runs/blocks", "--to", "bdlm", "--steps", "1") == 0
-    with pytest.raises(SystemExit) as left:
-        main(["adapt", "runs/blocks", "--run", "runs/none", "--to", "lanes"])
-    assert left.value.code == 2
-    assert "starts from an AR model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("lora", [(), ("--lora", "2")])
-def test_lanes_get_a_draft_head_and_one_lane_writes_the_same_with_it(lora: tuple[str, ...], tmp_path: Path) -> None:
-    run = f"runs/drafts{len(lora)}"
-    assert adapt(run, "--drafts", "2", "--steps", "4", "--lanes", "1,2", *lora) == 0
-    main(["export", run, str(tmp_path / "exported")])
-    for folder in (run, tmp_path / "exported") if not lora else (run,):
-        model, _ = dcdm.load(folder)
-        assert model.config.drafts == 2
-        with_drafts, without = (
-            dcdm.generate(model, [[5, 6]], max_new_tokens=20, lanes=1, drafts=number, temperature=0.0).completions
-            for number in (2, 0)
-        )
-        assert with_drafts == without
+    assert "starts from an AR model" in refused("adapt", "runs/blocks", "--run", "none", "--to", "lanes")
+    assert not Path("none").exists()
 
 
 def test_passes_are_small_enough_for_two_gigabytes_and_recompute_where_one_window_is_too_much() -> None:
@@ -215,6 +200,7 @@ def test_base_and_adapter_are_the_model_that_was_trained(adapters: dict[str, Pat
         load_model("base", adapter=folder)[0],
         dcdm.load(folder)[0],  # its base stands where it stood
         dcdm.load(f"merged-{to}")[0],
+        load_safetensors(Path("base"), adapter=folder)[0],  # as the server does
     ):
         assert found.config == trained.config
         state = trained.state_dict()
@@ -268,55 +254,24 @@ def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
     assert "its weights have changed" in capsys.readouterr().err
     shutil.rmtree(place / "base")
     kept.rename(place / "base")
-    with pytest.raises(SystemExit) as left:
-        main(["export", "base", "none", "--adapter-only"])
-    assert left.value.code == 2
-    assert "has no adapter" in capsys.readouterr().err
 
 
-def test_an_adapter_on_weights_in_bf16_is_the_model_that_was_trained(place: Path) -> None:
-    main(["export", "base", "half", "--dtype", "bf16"])
-    assert adapt("runs/half", "--lora", "4", "--steps", "3", set=["train.learning_rate=0.01"], model="half") == 0
-    main(["export", "runs/half", "adapter-half", "--adapter-only"])
-    state = dcdm.load("runs/half")[0].state_dict()
-    for name, value in load_model("half", adapter="adapter-half")[0].state_dict().items():
-        torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
-
-
-def test_an_adapter_of_a_model_that_lost_its_draft_head_can_be_loaded() -> None:
-    assert adapt("runs/drafting", "--drafts", "2", "--steps", "1") == 0
-    main(["export", "runs/drafting", "drafting"])
-    assert adapt("runs/alone", "--drafts", "0", "--lora", "2", "--steps", "1", model="drafting") == 0
-    main(["export", "runs/alone", "adapter-alone", "--adapter-only"])
-    model = dcdm.load("adapter-alone")[0]
-    assert model.drafting is None
-    state = dcdm.load("runs/alone")[0].state_dict()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def test_an_adapter_folder_can_be_adapted_further(adapters: dict[str, Path]) -> None:
-    assert adapt("runs/further", "--steps", "1", model=str(adapters["lanes"])) == 0
-    assert dcdm.load("runs/further")[0].config == dcdm.load("runs/for-lanes")[0].config
-
-
-def test_a_shipped_model_can_be_the_base_of_an_adapter() -> None:
-    assert adapt("runs/shipped", "--lora", "2", "--steps", "1", model="python-lanes") == 0
-    main(["export", "runs/shipped", "adapter-shipped", "--adapter-only"])
-    assert dcdm.load("adapter-shipped")[0].config.drafts == 3
-
-
-def test_averaged_weights_belong_to_an_adapter(
-    adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, message in (
-        (["base", "none", "--adapter", str(adapters["lanes"]), "--no-average"], "leave out --no-average"),
-        (["runs/for-lanes", "none", "--adapter-only", "--no-average"], "no effect on --adapter-only"),
-        (["runs/for-lanes", "none", "--adapter-only", "--dtype", "bf16"], "no effect on --adapter-only"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["export", *words])
-        assert message in capsys.readouterr().err
-    assert not Path("none").exists()
+def test_an_adapter_on_weights_in_bf16_with_or_without_a_draft_head_is_the_model_that_was_trained() -> None:
+    assert adapt("runs/drafting", "--drafts", "2", "--steps", "4", "--lanes", "1,2") == 0
+    main(["export", "runs/drafting", "half", "--dtype", "bf16"])
+    model = dcdm.load("half")[0]
+    options = {"max_new_tokens": 20, "lanes": 1, "temperature": 0.0}
+    with_drafts, without = (dcdm.generate(model, [[5, 6]], drafts=number, **options) for number in (2, 0))
+    assert with_drafts.completions == without.completions
+    for base, drafts in (("half", "0"), ("python-lanes", "3")):
+        run = f"runs/{base}-{drafts}"
+        assert adapt(run, "--drafts", drafts, "--lora", "2", "--steps", "1", model=base) == 0
+        main(["export", run, f"adapter-{base}-{drafts}", "--adapter-only"])
+        model = dcdm.load(f"adapter-{base}-{drafts}")[0]
+        assert model.config.drafts == int(drafts)
+        state = dcdm.load(run)[0].state_dict()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
 
 
 def test_a_model_of_the_kind_keeps_what_is_not_given() -> None:
@@ -328,12 +283,14 @@ def test_a_model_of_the_kind_keeps_what_is_not_given() -> None:
     assert adapted(lanes, "lanes", lanes=(1, 2, 4)) == replace(lanes, lanes=(1, 2, 4), lane_weights=None)
 
 
-def test_text_prepared_with_the_tokenizer_is_taken_by_whatever_path(place: Path) -> None:
-    main(["data", "prepare", "text.txt", "--validation", "like.txt", "--tokenizer", str(place / "base"),
-          "--out", "prepared"])  # fmt: skip
-    prepared = ["--data", "prepared"]
-    assert adapt("runs/prepared", "--steps", "1", data=prepared) == 0
-    assert adapt("runs/second", "--steps", "1", model="runs/prepared", data=prepared) == 0
+def test_prepared_text_and_an_adapter_folder_are_taken_for_further_training(adapters: dict[str, Path]) -> None:
+    tokenizer = str(adapters["lanes"].parent / "base")
+    main(["data", "prepare", "text.txt", "--validation", "like.txt", "--tokenizer", tokenizer, "--out", "prepared"])
+    for model in ("base", str(adapters["lanes"])):
+        assert (
+            adapt(f"runs/further-{Path(model).name}", "--steps", "1", model=model, data=["--data", "prepared"]) == 0
+        )
+    assert dcdm.load("runs/further-adapter-lanes")[0].config == dcdm.load("runs/for-lanes")[0].config
 
 
 def test_sampling_and_scoring_take_a_base_with_its_adapter(
@@ -346,13 +303,3 @@ def test_sampling_and_scoring_take_a_base_with_its_adapter(
     assert shown[0] == shown[1] == shown[2]
     main(["eval", "ppl", str(adapters["lanes"]), "--data", "text.txt", "--limit", "2", "--length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)
-
-
-def test_the_server_loads_a_base_with_its_adapter(adapters: dict[str, Path]) -> None:
-    from dcdm.serving.server import load_safetensors
-
-    state = dcdm.load("runs/for-lanes")[0].state_dict()
-    model, _ = load_safetensors(Path("base"), adapter=adapters["lanes"])
-    assert model.config.kind == "lanes"
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)

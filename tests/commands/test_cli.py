@@ -19,13 +19,6 @@ def wrong_use(given, capsys):
     return capsys.readouterr().err
 
 
-def help_of(*command):
-    out = subprocess.run(
-        [sys.executable, "-m", "dcdm", *command, "--help"], capture_output=True, text=True, check=True
-    )
-    return out.stdout
-
-
 # --- help --------------------------------------------------------------------------------------------------------
 
 
@@ -48,8 +41,10 @@ def test_help_lists_every_command_and_every_command_of_a_group(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_has_examples_whose_flags_exist_and_shows_no_none(command):
-    shown = help_of(*command.split())
+def test_help_of_a_command_has_examples_whose_flags_exist_and_shows_no_none(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
     assert "None" not in shown
     assert COMMANDS[command].examples
     for example in COMMANDS[command].examples:
@@ -58,64 +53,24 @@ def test_help_of_a_command_has_examples_whose_flags_exist_and_shows_no_none(comm
         assert words[: len(command.split())] == command.split()
         for flag in (word for word in words if word.startswith("--")):
             assert flag in shown, f"{flag} of: {example}"
-    types = [line for line in shown.splitlines() if "--dtype" in line]
-    assert all("--dtype {auto,fp32,bf16,fp64}" in line for line in types)
-    assert types or command != "sample"
-
-
-def test_help_of_train_has_the_defaults_of_the_presets():
-    shown = " ".join(help_of("train").replace("│", " ").split())
-    assert "(default: 1000 for debug presets, 4000 for small presets, 500000 for others)" in shown
-    assert "(default: 16 for debug presets, 16 for small presets, 128 for 0.1B, 512 for others)" in shown
-    assert "(default: stdlib)" in shown
-
-
-def test_completion_of_the_shell_knows_commands_and_options(capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["--tyro-print-completion", "bash"])
-    assert not left.value.code
-    script = capsys.readouterr().out
-    assert all(name in script for name in ("report", "quality", "show-settings"))
-
-
-def test_the_version_is_told(capsys):
-    main(["--version"])
-    assert capsys.readouterr().out == f"dcdm {dcdm.__version__}\n"
 
 
 # --- wrong use ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ("trian --run x", "did you mean `dcdm train`?"),
-        ("eval pll x", "did you mean `dcdm eval ppl`?"),
-        ("fly", "unknown command 'fly'; `dcdm --help` lists them"),
-        ("eval", "`dcdm eval --help` lists them"),
-        ("", "`dcdm --help` lists them"),
-    ],
-)
-def test_an_unknown_command_is_one_line_with_the_nearest_command_or_the_list(given, hint, capsys):
+@pytest.mark.parametrize(("given", "hints"), [
+    ("trian --run x", ["did you mean `dcdm train`?"]),
+    ("eval pll x", ["did you mean `dcdm eval ppl`?"]),
+    ("fly", ["unknown command 'fly'; `dcdm --help` lists them"]),
+    ("eval", ["`dcdm eval --help` lists them"]),
+    ("train --stpes 3", ["--stpes", "dcdm train --help"]),
+    ("train --steps x", ["--steps", "dcdm train --help"]),
+    ("adapt base", ["--run", "dcdm adapt --help"]),
+    ("sample x --dtype float16", ["--dtype", "dcdm sample --help"]),
+])  # fmt: skip
+def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, hints, capsys):
     said = wrong_use(given.split(), capsys)
-    assert hint in said
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "option", "help"),
-    [
-        ("train --stpes 3", "--stpes", "dcdm train --help"),
-        ("train --steps x", "--steps", "dcdm train --help"),
-        ("adapt base", "--run", "dcdm adapt --help"),
-        ("eval tasks x --no-such 1", "--no-such", "dcdm eval tasks --help"),
-        ("sample x --dtype float16", "--dtype", "dcdm sample --help"),
-    ],
-)
-def test_a_wrong_option_is_named_with_the_help_of_its_command(given, option, help, capsys):
-    said = wrong_use(given.split(), capsys)
-    assert option in said
-    assert help in said
+    assert all(hint in said for hint in hints)
 
 
 @pytest.mark.parametrize(

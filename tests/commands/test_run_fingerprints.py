@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import yaml
 
 from dcdm.cli import main
 from dcdm.config import ConfigError, DataError
-from dcdm.data.store import PreparedData
+from dcdm.data.store import PreparedData, write_manifest
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest
 from dcdm.io.load import load_init, load_model
@@ -179,10 +180,6 @@ def test_other_data_under_the_name_of_the_old_are_refused(place):
     shard = next(folder.glob("train-*.bin"))
     (np.fromfile(shard, dtype="<u2") ^ 1).tofile(shard)
     manifest = json.loads((folder / "manifest.json").read_text())
-    import hashlib
-
-    from dcdm.data.store import write_manifest
-
     del manifest["sha256"]
     for entry in manifest["splits"]["train"]["files"]:
         entry["sha256"] = hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest()
@@ -241,6 +238,7 @@ def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_
     finally:
         holder.kill()
         holder.wait()
+    assert run(None, place) == 0, "a killed process holds nothing"
 
 
 def test_a_start_that_waited_for_another_s_end_leaves_the_other_s_settings_alone(place, monkeypatch):
@@ -295,14 +293,15 @@ def test_sample_names_the_damaged_file_of_a_run(place, capsys):
 # --- bad places and torn files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["file", "under a file", "/proc", "read-only"])
+@pytest.mark.parametrize("kind", ["file", "under a file", "/proc"])
 def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line_before_anything_starts(
     kind, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "file").write_text("mine")
-    folder = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "run", "/proc": Path("/proc/run"),
-              "read-only": Path("/sys/run")}[kind]  # fmt: skip
+    folder = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "run", "/proc": Path("/proc/run")}[
+        kind
+    ]
     with pytest.raises(SystemExit) as ending:
         main(["train", "--preset", "bdlm-debug", "--run", str(folder), "--steps", "1"])
     said = capsys.readouterr().err
@@ -332,13 +331,6 @@ def test_torn_lines_of_the_metrics_stop_neither_training_nor_export(finished, pl
     assert [row for row in again if row not in TORN] == whole
 
 
-def test_export_to_a_place_that_cannot_be_written_is_refused_in_one_line(place, capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(["export", str(place), "/proc/out"])
-    assert ending.value.code == 2
-    assert "cannot write to /proc/out" in capsys.readouterr().err
-
-
 def test_a_hangup_saves_and_leaves_like_a_request_to_stop(place, monkeypatch):
     from dcdm.training.metrics import Recorder
 
@@ -360,7 +352,7 @@ def test_a_hangup_saves_and_leaves_like_a_request_to_stop(place, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_fails_while_a_run_trains_is_told_in_one_line_and_the_run_goes_on_later(
+def test_a_disk_that_fails_while_a_run_trains_is_told_in_one_line_and_the_run_resumes_later(
     number, place, capsys, monkeypatch
 ):
     from dcdm.training import metrics

@@ -104,106 +104,42 @@ def test_prompts_come_from_a_pipe_or_json_lines(runs, tmp_path, capsys, monkeypa
     assert found[0]["tokens"] == piped["tokens"] != found[1]["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [("nonsense\n", "JSON"), ('{"text": "a"}\n', "prompt"), ("", "holds no prompt")]
-)
-def test_bad_prompt_files_are_named(runs, tmp_path, capsys, content, message):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(SystemExit) as left:
-        main(["sample", str(runs["ar"]), "--jsonl", str(path)])
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_prompt_behind_an_equals_sign_may_begin_like_an_option(runs, capsys):
-    for given in ("-x", "--num", "- item"):
-        main(["sample", str(runs["ar"]), "--length", "3", "--json", f"--prompt={given}"])
-        assert [record["prompt"] for record in records(capsys)] == [given]
-
-
-def test_the_line_end_behind_a_piped_prompt_is_left_out(runs, capsys, monkeypatch):
-    for piped in (b"a = \n", b"a = \r\n", b"a = "):
-        monkeypatch.setattr("sys.stdin", pipe(piped))
-        main(["sample", str(runs["ar"]), "--length", "2", "--json"])
-        assert records(capsys)[0]["prompt"] == "a = "
-    monkeypatch.setattr("sys.stdin", pipe(b"a\n\n"))
-    main(["sample", str(runs["ar"]), "--length", "2", "--json"])
-    assert records(capsys)[0]["prompt"] == "a\n"
-
-
-def test_bytes_that_are_not_text_are_replaced_wherever_they_come_from(runs, tmp_path, capsys, monkeypatch):
-    base = ["sample", str(runs["ar"]), "--length", "2", "--json"]
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x\xe9"}')
-    for arguments in (["--prompt", "x\udce9"], ["--jsonl", str(tmp_path / "a.jsonl")], []):
-        monkeypatch.setattr("sys.stdin", pipe(b"x\xe9"))
-        main([*base, *arguments])
-        assert records(capsys)[0]["prompt"] == "x\ufffd"
-    monkeypatch.setattr("sys.stdin", None)  # closed by whoever started the command
-    main(base)
-    assert records(capsys)[0]["prompt"] == ""
-
-
-def test_what_could_not_be_written_or_would_have_no_effect_is_refused_before_anything_is_computed(
-    runs, capsys, monkeypatch
+@pytest.mark.parametrize(("given", "piped", "prompt"), [
+    (["--prompt=--num"], b"", "--num"), ([], b"a = \n", "a = "), ([], b"a = \r\n", "a = "), ([], b"a\n\n", "a\n"),
+    (["--prompt", "x\udce9"], b"", "x\ufffd"), (["--jsonl", "a.jsonl"], b"", "x\ufffd"), ([], b"x\xe9", "x\ufffd"),
+    ([], None, ""),  # standard input was closed by whoever started the command
+])  # fmt: skip
+def test_a_prompt_is_taken_without_its_line_end_and_bytes_that_are_not_text_are_replaced(
+    given, piped, prompt, runs, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("dcdm.commands.options.load_for", lambda *_: pytest.fail("loaded"))
-    for arguments in (["--picture", "out.xyz"], ["--picture", "."], ["--set", "top-k=5"], ["--set", "top_k"]):
-        with pytest.raises(SystemExit) as left:
-            main(["sample", str(runs["ar"]), "--prompt", "x", *arguments])
-        assert left.value.code == 2
-        assert arguments[1].partition("=")[0] in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x\xe9"}')
+    monkeypatch.setattr("sys.stdin", None if piped is None else pipe(piped))
+    main(["sample", str(runs["ar"]), "--length", "2", "--json", *given])
+    assert [record["prompt"] for record in records(capsys)] == [prompt]
 
 
-def test_a_blank_of_no_tokens_is_refused(runs, capsys):
+@pytest.mark.parametrize(("given", "said"), [
+    ("--length 0", "--length 0"), ("--set window=1", "window=1"), ("--temperature -1", "temperature"),
+    ("--set top_k=0", "top_k=0"), ("--set delimiters=;", "delimiters has no effect"), ("--set top-k=5", "top-k"),
+    ("--picture out.xyz", "out.xyz"), ("--prompt a[[0]]b", "[[0]]"), ("--jsonl empty", "holds no prompt"),
+    ("--jsonl text", "JSON"), ("--jsonl other", "prompt"),
+])  # fmt: skip
+def test_wrong_settings_and_bad_prompts_are_refused_by_name(given, said, runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"empty": "", "text": "nonsense\n", "other": '{"text": "a"}\n'}.items():
+        (tmp_path / name).write_text(content)
+    prompt = [] if given.startswith(("--prompt", "--jsonl")) else ["--prompt", "x"]
     with pytest.raises(SystemExit) as left:
-        main(["sample", str(runs["causal"]), "--prompt", "a[[0]]b"])
+        main(["sample", str(runs["causal"]), *prompt, *given.split()])
     assert left.value.code == 2
-    assert "[[0]]" in capsys.readouterr().err
-    main(["sample", str(runs["causal"]), "--prompt", "a[[0]]b", "--set", "blanks=false", "--length", "2"])
-
-
-def test_messages_name_the_setting(runs, capsys):
-    wrong = {
-        ("--length", "0"): "--length 0", ("--set", "window=1"): "window=1", ("--temperature", "-1"): "temperature",
-        ("--set", "top_k=0"): "top_k=0", ("--set", "delimiters=;"): "delimiters has no effect",
-    }  # fmt: skip
-    for given, said in wrong.items():
-        with pytest.raises(SystemExit) as left:
-            main(["sample", str(runs["ar"]), "--prompt", "x", *given])
-        assert left.value.code == 2
-        assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_window_beyond_the_trained_context_is_warned_of(runs, capsys):
     for window, warned in (("32", False), ("48", True)):
         main(["sample", str(runs["ar"]), "--prompt", "x", "--length", "2", "--set", f"window={window}"])
         assert ("window=48 is beyond the 32 positions" in capsys.readouterr().err) == warned
-
-
-def test_costs_for_developers_stand_behind_debug(runs, capsys):
-    base = ["sample", str(runs["causal"]), "--prompt", "x", "--length", "2"]
-    main(base)
-    assert "routing rounds" not in capsys.readouterr().err
-    main([*base, "--debug"])
-    assert "routing rounds" in capsys.readouterr().err
-
-
-def test_without_blanks_a_prompt_is_taken_literally(runs, capsys):
-    main(
-        [
-            "sample",
-            str(runs["ar"]),
-            "--prompt",
-            "a[[2]]",
-            "--length",
-            "3",
-            "--set",
-            "blanks=false",
-            "stop_at_eos=false",
-        ]
-    )
-    assert capsys.readouterr().out.startswith("a[[2]]")
 
 
 def test_a_draft_is_revised_and_printed_once(runs, capsys):
