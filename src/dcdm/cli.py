@@ -26,7 +26,6 @@ from dcdm.commands import (
     options,
     presets,
     report,
-    reproduce,
     sample,
     serve,
     study,
@@ -77,8 +76,8 @@ COMMANDS: dict[str, Command] = {
     "eval ppl": Command(evaluate.ppl, evaluate.PPL_EXAMPLES),
     "eval tasks": Command(evaluate.tasks, evaluate.TASKS_EXAMPLES),
     "eval quality": Command(evaluate.quality, evaluate.QUALITY_EXAMPLES),
-    "study": Command(study.study, study.EXAMPLES),
-    "reproduce": Command(reproduce.reproduce, reproduce.EXAMPLES),
+    "study": Command(study.study, study.STUDY_EXAMPLES),
+    "reproduce": Command(study.reproduce, study.REPRODUCE_EXAMPLES),
 }
 """By the words that call them; those of two words are groups."""
 GROUPS = ("data", "eval")

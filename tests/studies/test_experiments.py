@@ -7,7 +7,7 @@ import yaml
 
 import corpora
 from dcdm.cli import main
-from dcdm.commands.reproduce import reproduce
+from dcdm.commands.study import reproduce
 from dcdm.studies.study import Study, read_study
 
 ROOT = Path(__file__).parents[2]

@@ -1,23 +1,29 @@
-"""`dcdm study`: variants with seeds, trained alike and compared with intervals."""
+"""`dcdm study`: variants with seeds, trained alike and compared with intervals; `dcdm reproduce`: the paper's."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import JsonOption, folders_exist, print_json
+from dcdm.commands.options import JsonOption, at_least_one, folders_exist, print_json
+from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.studies.results import Judged
-    from dcdm.studies.study import Study
+    from dcdm.studies.study import Experiment, Study
 
-EXAMPLES = (
+STUDY_EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --report",
+)
+REPRODUCE_EXAMPLES = (
+    "dcdm reproduce --list",
+    "dcdm reproduce loss-curves",
+    "dcdm reproduce scaling --scale paper",
 )
 
 
@@ -52,7 +58,6 @@ def study(
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
         verdicts: Draw the comparisons of the study's claims with their intervals into this PNG or SVG.
     """
-    from dcdm.config import ConfigError
     from dcdm.likelihood.estimators import LABELS
     from dcdm.studies.plots import draw_curves, draw_frontier, draw_verdicts
     from dcdm.studies.results import compare, judge, summary
@@ -103,18 +108,18 @@ def carry_on(
     start: bool = True,
 ) -> tuple[bool, dict[str, dict[str, Any]]]:  # fmt: skip
     """Make the runs that are missing; whether all are there now, and the figures of those that are."""
-    from dcdm.config import ConfigError
+    import json
+
     from dcdm.files import write_whole
     from dcdm.studies.results import summary
     from dcdm.studies.runner import carry_out, collected, stored_figures
 
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} must be at least 1")
+    at_least_one(jobs=jobs)
     known = () if out is None else stored_figures(asked, out)
     complete = not start or carry_out(asked, work, jobs, _say, only, seeds, known)
     figures = collected(asked, work, out)
     if out is not None:
-        write_whole(out, _as_text(summary(asked, figures)))
+        write_whole(out, (json.dumps(summary(asked, figures), indent=1, sort_keys=True) + "\n").encode())
     return complete, figures
 
 
@@ -137,7 +142,78 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _as_text(value: object) -> bytes:
-    import json
+# --- the paper's experiments --------------------------------------------------------------------------------------
 
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+def reproduce(
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")] = (),
+    scale: Literal["cpu", "paper"] = "cpu",
+    study: Path = Path("studies/claims.yaml"),
+    work: Path = Path("runs/claims"),
+    out: Path = Path("results/claims.json"),
+    jobs: int = 2,
+    seeds: tuple[int, ...] = (),
+    list: bool = False,
+) -> None:
+    """Run the paper's experiments by name, with verdicts.
+
+    At CPU scale an experiment is a part of one study (`dcdm study`), of which a run takes some minutes of a core. A
+    finished run is never repeated; Ctrl-C saves and stops, the same command resumes.
+
+    Names: loss-curves, downstream, adaptive, scaling, training-steps, k-ablation, point-vs-subspace, zero-shot,
+    moe, partitions, learning-rate, or all.
+
+    Args:
+        names: Experiments.
+        scale: cpu runs here; paper writes commands and costs without starting.
+        study: The study with the runs, the claims and the experiments (docs/reproduction.md says which texts it
+            needs).
+        work: Folder of the runs themselves: weights, metrics, logs.
+        out: The figures of all finished runs; those that the file has are not made again.
+        jobs: Runs at one time, each with one thread.
+        seeds: Seeds to run now; by default all that each model has.
+        list: Show what each experiment is about, and how many of its runs are done, without starting.
+    """
+    from dcdm.studies.results import judge
+    from dcdm.studies.runner import stored_figures
+    from dcdm.studies.study import paper_commands, read_study
+
+    if not names and not list:
+        raise ConfigError("name an experiment, or all; `dcdm reproduce --list` shows their names")
+    if not study.is_file():
+        raise ConfigError(f"--study {study}: there is no such file; run this in a checkout, or name the study")
+    asked = read_study(study)
+    chosen = asked.chosen_experiments(names or ("all",))
+    if list:
+        _show_list(asked, chosen, stored_figures(asked, out))
+        return
+    if scale == "paper":
+        print("\n\n".join(paper_commands(name, one) for name, one in chosen.items()))
+        return
+    only = asked.variants_in(chosen)
+    if not only:
+        raise ConfigError(f"{', '.join(names)}: nothing of it runs at CPU scale; --scale paper has its commands")
+    folders_exist(out=out)
+    complete, figures = carry_on(asked, work, jobs, only, seeds, out)
+    decided = [claim for one in chosen.values() for claim in one.claims]
+    print_verdicts([claim for claim in judge(asked, figures) if claim.name in decided])
+    if not complete:
+        sys.exit(1)
+
+
+def _show_list(study: Study, chosen: Mapping[str, Experiment], done: Collection[str]) -> None:
+    """The experiments, then the variants that they are made of."""
+    from dcdm.viewing.tables import Table
+
+    def runs(names: Collection[str]) -> tuple[int, int]:
+        wanted = [run.name for run in study.runs() if run.variant in names]
+        return len(wanted), sum(name in done for name in wanted)
+
+    texts = ("experiment", "paper", "shows")
+    lines = [(name, one.paper, one.shows, *runs(study.variants_in([name]))) for name, one in chosen.items()]
+    Table((*texts, "runs", "done"), lines, texts).print()
+    print("\nRuns are shared: each is done once and serves every experiment that names it.\n")
+    every = study.variants_in(chosen)
+    variant_lines = [(name, study.variants[name].label, *runs([name])) for name in every]
+    Table(("variant", "what", "runs", "done"), variant_lines, ("variant", "what")).print()
+    print(f"\n{runs(every)[0]} runs, {runs(every)[1]} done")

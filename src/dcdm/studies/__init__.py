@@ -2,5 +2,5 @@
 
 In order: study (the YAML file and its checks), measuring (the figures of one run), results (intervals, comparisons,
 verdicts), runner (training and measuring what is missing), plots. The paper's experiments are one such file,
-`studies/claims.yaml`; paper writes down what they take at the paper's scale.
+`studies/claims.yaml`, which also says what they take at the paper's scale.
 """
