@@ -13,7 +13,6 @@ from dcdm.data.prepare import prepare
 from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (
-    PAPER,
     CorpusWindows,
     Tokens,
     WindowSettings,
@@ -175,13 +174,7 @@ def test_what_is_not_there_is_refused(tmp_path):
     assert read_corpus(str(rows), field="body").texts == ("a",)
     with pytest.raises(ConfigError, match="two corpora"):
         read_corpora([str(rows), f"rows={rows}"], field="body")
-
-
-def test_names_come_from_the_prefix_or_the_file():
-    assert split_name("ptb=/data/x.jsonl.gz") == ("ptb", "/data/x.jsonl.gz")
-    assert split_name("/data/pubmed.jsonl.gz") == ("pubmed", "/data/pubmed.jsonl.gz")
     assert split_name("owner/name:test") == ("name:test", "owner/name:test")
-    assert list(PAPER) == ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
 
 
 def test_packed_shards_give_the_tokens_and_bytes_of_their_text(tmp_path):
@@ -195,6 +188,8 @@ def test_packed_shards_give_the_tokens_and_bytes_of_their_text(tmp_path):
     text = tokenise(read_corpus(str(rows)), BYTES)
     for name in ("ids", "document", "size"):
         np.testing.assert_allclose(getattr(packed, name), getattr(text, name))
+    with pytest.raises(DataError, match=r"another tokenizer \(260 ids.*300 ids"):
+        tokenise(read_corpus(str(tmp_path / "shards"), split="train"), train_bpe([prose(200)], 300))
 
 
 def test_of_the_standard_library_the_held_out_files_are_read_unless_others_are_asked_for(tmp_path, monkeypatch):
@@ -208,14 +203,6 @@ def test_of_the_standard_library_the_held_out_files_are_read_unless_others_are_a
     assert [set(corpus.texts) for corpus in corpora] == [held, seen]
     assert [corpus.split for corpus in corpora] == ["validation", "train"]
     assert corpora[0].fingerprint != corpora[1].fingerprint
-
-
-def test_shards_of_another_tokenizer_are_refused(tmp_path):
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": prose(9, n)} for n in range(30)])
-    prepare(str(rows), "bpe:300", tmp_path / "shards", workers=1)
-    corpus = read_corpus(str(tmp_path / "shards"), split="train")
-    with pytest.raises(DataError, match=r"another tokenizer \(300 ids.*260 ids"):
-        tokenise(corpus, BYTES)
 
 
 def test_shards_of_examples_show_their_prompts(tmp_path):

@@ -16,7 +16,6 @@ pytest.importorskip("lm_eval", reason="needs the extra [eval]")
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
@@ -209,14 +208,11 @@ def test_the_choices_of_a_question_share_their_noise_and_questions_do_not(monkey
     lm.loglikelihood(question("Before", " one or two", doc=1), True)
     lm.loglikelihood(question("A", " one or two", doc=2), True)
     assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
-
-
-def test_choices_without_a_document_share_noise_by_their_context_and_by_the_seed():
-    asked = [Instance("loglikelihood", {}, (context, " some words"), 0) for context in ("one", "one", "ten")]
-    a, b, c = (value for value, _ in adapter("mdlm").loglikelihood(asked, True))
+    bare = [Instance("loglikelihood", {}, (context, " some words"), 0) for context in ("one", "one", "ten")]
+    a, b, c = (value for value, _ in lm.loglikelihood(bare, True))  # without a document by their context
     assert a == b != c
     assert a.stderr > 0
-    assert adapter("mdlm", seed=1).loglikelihood(asked[:1], True)[0][0] != a
+    assert adapter("mdlm", seed=1).loglikelihood(bare[:1], True)[0][0] != a
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "bdlm", "paper", "causal"])
@@ -229,11 +225,6 @@ def test_neither_batch_size_nor_order_changes_a_score(kind):
 
 
 # --- the harness's services ---
-
-
-def test_the_harness_knows_the_model_by_name():
-    assert get_model("dcdm") is HarnessModel
-    assert get_model("hf") is HFLM
 
 
 @pytest.mark.slow
@@ -271,9 +262,11 @@ def test_the_harness_own_command_line_runs_the_model(tmp_path):
     assert config["requests"] == 4
 
 
-def test_cached_answers_keep_their_monte_carlo_error(tmp_path):
-    requests = question("who", " me", " nobody at all")
-    first = CachingLM(adapter(), str(tmp_path / "answers.db")).loglikelihood(requests)
+def test_cached_answers_keep_their_monte_carlo_error_and_the_harness_is_told_of_it(tmp_path):
+    requests, lm = question("who", " me", " nobody at all"), adapter()
+    first = CachingLM(lm, str(tmp_path / "answers.db")).loglikelihood(requests)
+    assert lm.get_model_info()["estimator_label"] == "upper bound (NELBO)"
+    assert lm.get_model_info()["monte_carlo_stderr_max"] == first[1][0].stderr
     again = adapter()
     again._score = None  # must not be asked
     second = CachingLM(again, str(tmp_path / "answers.db")).loglikelihood(requests)
@@ -281,14 +274,6 @@ def test_cached_answers_keep_their_monte_carlo_error(tmp_path):
     assert [value.stderr for value, _ in second] == [value.stderr for value, _ in first]
     assert isinstance(second[1][0], Estimate)
     assert second[1][0].stderr > 0
-
-
-def test_the_harness_is_told_how_figures_were_made():
-    lm = adapter()
-    (_, _), (sampled, _) = lm.loglikelihood(question("who", " I", " nobody at all"), True)
-    info = lm.get_model_info()
-    assert info["estimator_label"] == "upper bound (NELBO)"
-    assert info["monte_carlo_stderr_max"] == sampled.stderr > 0
 
 
 @pytest.mark.parametrize(

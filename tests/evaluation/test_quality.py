@@ -124,15 +124,8 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
             "eval",
             "quality",
             "run",
-            "--num",
-            "5",
-            "--lanes",
-            "2",
-            "--set",
-            "top_k=3",
-            "--scorer",
+            *["--num", "5", "--lanes", "2", "--set", "top_k=3", "--json", "--scorer"],
             str(folder),
-            "--json",
         ]
     )
     of_model = json.loads(capsys.readouterr().out)

@@ -25,6 +25,7 @@ PROGRAM = {"task_id": "t/0", "prompt": "def one():\n", "test": TEST, "entry_poin
 TWO = {"text": ["a", "b b"], "label": ["A", "B"]}
 HELLA = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": [*"abcd"], "label": "3"}
 WINO = {"sentence": "Ann met Eva and _ left.", "option1": "Ann", "option2": "Eva", "answer": "2"}
+EXECUTE = ("--allow-code-execution",)
 MC = {"choices": ["Yes.", "No, not at all.", "Never."], "labels": [1, 0, 0]}
 
 
@@ -117,19 +118,15 @@ def test_all_nine_run_end_to_end_from_local_files(monkeypatch, capsys, folder):
     assert "network cut by" in done["humaneval"]["notes"][0]
 
 
-def test_programs_are_not_executed_unasked(monkeypatch, capsys, folder):
-    answering(monkeypatch, "    return 1\n")
-    monkeypatch.setattr("dcdm.evaluation.execution.run_program", None)
-    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval")
-    assert [line["metric"] for line in done["humaneval"]["figures"]] == ["not executed"]
-    assert done["humaneval"]["notes"] == ["not executed"]
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_right_program_passes_and_a_wrong_one_fails(monkeypatch, capsys, folder, right):
-    answering(monkeypatch, f"    return {1 if right else 2}\n")
-    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", "--allow-code-execution")
-    assert [(line["metric"], line["value"]) for line in done["humaneval"]["figures"]] == [("pass@1", right)]
+@pytest.mark.parametrize(("right", "flags"), [(1, EXECUTE), (0, EXECUTE), (1, ())])
+def test_right_programs_pass_wrong_ones_fail_and_none_runs_unasked(monkeypatch, capsys, folder, right, flags):
+    answering(monkeypatch, f"    return {2 - right}\n")
+    if not flags:
+        monkeypatch.setattr("dcdm.evaluation.execution.run_program", None)
+    done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", *flags)["humaneval"]
+    wanted = ("pass@1", right) if flags else ("not executed", 1)
+    assert [(line["metric"], line["value"]) for line in done["figures"]] == [wanted]
+    assert flags or done["notes"] == ["not executed"]
 
 
 def test_right_answers_in_free_text_count(monkeypatch, capsys, folder):

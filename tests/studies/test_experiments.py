@@ -71,16 +71,14 @@ def test_mistakes_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = ["--study", str(ROOT / "studies/claims.yaml"), "--out", "claims.json"]
+    paper = ["--study", str(ROOT / "studies/claims.yaml")]
+    here = [*paper, "--out", "claims.json"]
     for words, message in (
         ([], "name an experiment"),
-        (["figures", "--study", str(ROOT / "studies/claims.yaml")], "no experiment is called figures"),
+        (["figures", *paper], "no experiment is called figures"),
         (["moe"], "studies/claims.yaml: there is no such file"),
-        (["downstream", "--study", str(ROOT / "studies/claims.yaml")], "nothing of it runs at CPU scale"),
-        (
-            ["moe", "--study", str(ROOT / "studies/claims.yaml")],
-            "--out results/claims.json: results is not a folder",
-        ),
+        (["downstream", *paper], "nothing of it runs at CPU scale"),
+        (["moe", *paper], "--out results/claims.json: results is not a folder"),
         (["moe", *here], "corpora: data/wikitext2/test.txt"),
         (["moe", "--jobs", "0", *here], "--jobs 0"),
     ):

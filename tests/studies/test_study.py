@@ -83,18 +83,13 @@ def test_a_study_trains_initial_weights_first_and_measures_every_run(finished):
 
 
 def test_lanes_can_be_what_others_are_compared_with(finished):
-    asked, work = finished
-    turned = replace(asked, against="lanes")
-    rows = {(row.variant, row.figure): row for row in compare(turned, collected(turned, work))}
-    base = rows["lanes", "4 lanes"]
+    turned, work = replace(finished[0], against="lanes"), finished[1]
+    rows = [row for row in compare(turned, collected(turned, work)) if "other" not in row.figure]
+    (base,) = (row for row in rows if (row.variant, row.figure) == ("lanes", "4 lanes"))
     assert base.difference is None
-    others = {key: row for key, row in rows.items() if key != ("lanes", "4 lanes") and "other" not in key[1]}
-    assert len(others) == 8
-    for row in others.values():
-        assert row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
-    few = Variant("lanes-debug", lanes=(2, 8))
-    without_default = Study("few", {"few": few}, settings=asked.settings)
-    assert without_default.main_figure("few") == "2 lanes"
+    for row in rows:
+        assert row is base or row.difference.mean == pytest.approx(row.mean.mean - base.mean.mean)
+    assert Study("few", {"few": Variant("lanes-debug", lanes=(2, 8))}).main_figure("few") == "2 lanes"
 
 
 def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys):
@@ -103,12 +98,9 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
     figures = {"ar": ["exact"], "paper": ["sequential", "surrogate"]}
     for run in (asked := read_study(path)).runs():
         (tmp_path / run.name).mkdir()
-        measured = {
-            "surrogate" if name == "surrogate" else "valid": {
-                "estimator": name, "nats_per_token": 2.0, "forwards": None
-            }
-            for name in figures[run.variant]
-        }  # fmt: skip
+        names = {"surrogate" if name == "surrogate" else "valid": name for name in figures[run.variant]}
+        found = {"nats_per_token": 2.0, "forwards": None}
+        measured = {figure: {"estimator": name, **found} for figure, name in names.items()}
         kept = {"measured_with": run.measured_with(), "figures": measured}
         (tmp_path / run.name / "figures.json").write_text(json.dumps(kept))
     assert [row.difference is None for row in compare(asked, collected(asked, tmp_path))] == [True, False, True]
@@ -118,26 +110,36 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
     assert "surrogate (not a bound)" in printed[3]
 
 
-def test_the_frontier_is_drawn(finished, tmp_path):
-    asked, work = finished
-    plots.draw_frontier(asked, compare(asked, collected(asked, work)), tmp_path / "frontier.svg")
-    drawn = (tmp_path / "frontier.svg").read_text()
-    # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
-    assert drawn.count('id="LineCollection') == 10
-
-
-def test_curves_run_over_steps_or_over_minutes_where_the_study_knows_them(finished, tmp_path):
+def test_curves_run_over_steps_or_over_minutes_where_the_study_knows_them(finished):
     asked, work = finished
     figures = summary(asked, collected(asked, work))["runs"]  # as a file of results has them
     ends = [json.loads(line) for line in (work / "ar-s0" / "metrics.jsonl").read_text().splitlines()]
     (end,) = (row["evaluation"]["valid_nll"] for row in ends if "evaluation" in row and row["step"] == 2)
-    for minutes, unit, points in ((6.0, "minutes", [3, 6]), (None, "steps", [1, 2])):
-        changed = replace(asked, minutes=minutes)
-        curve = plots.training_curve(changed, "ar", figures)
+    for minutes, points in ((6.0, [3, 6]), (None, [1, 2])):
+        curve = plots.training_curve(replace(asked, minutes=minutes), "ar", figures)
         assert [x for x, _ in curve] == points
         assert curve[-1][1] == pytest.approx(end, abs=1e-5)
-        plots.draw_curves(changed, figures, tmp_path / "curves.svg")
-        assert f"<!-- {unit} -->" in (tmp_path / "curves.svg").read_text()
+
+
+def test_pictures_are_drawn_and_verdicts_printed(finished, tmp_path, capsys):
+    asked, work = finished
+    claims = {"price": {"says": "lanes cost nothing", "below": ["lanes 1 lanes < ar", "mdlm < ar"]}}
+    path = write(tmp_path, definition(settings=dict(asked.settings), corpora=dict(asked.corpora), claims=claims))
+    pictures = {name: tmp_path / f"{name}.svg" for name in ("plot", "curves", "verdicts")}
+    wanted = [word for name, picture in pictures.items() for word in (f"--{name}", str(picture))]
+    main(["study", str(path), "--work", str(work), "--report", *wanted])
+    table = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert table[0].split() == ["claim", "holds", "if", "difference", "verdict"]
+    assert [line.split()[-1] for line in table[-4:-2]] == ["undecided", "undecided"]  # of one seed
+    assert table[-1] == "price (lanes cost nothing): undecided"
+    frontier, curves, verdicts = (picture.read_text() for picture in pictures.values())
+    # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
+    assert frontier.count('id="LineCollection') == 10
+    assert "<!-- minutes -->" in curves
+    assert "mdlm  −  ar" in verdicts
+    with pytest.raises(SystemExit):
+        main(["study", str(path), "--work", str(work), "--plot", str(tmp_path / "x.bmp")])
+    assert "a picture ends in .png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_a_stop_that_comes_while_a_run_starts_reaches_it(tmp_path, monkeypatch):
@@ -193,36 +195,42 @@ def test_parents_come_first_and_no_child_starts_without_their_weights(finished, 
     assert "lanes-s0: left out" in said[-1]
 
 
-def test_wrong_studies_are_refused_before_anything_starts(tmp_path):
-    variants = definition()["variants"]
-    for changes, message in (
+def alone(**variant) -> dict:
+    return {"variants": {"a": variant}, "against": "a"}
+
+
+def beside(**variants) -> dict:
+    return {"variants": {**definition()["variants"], **variants}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"against": "xx"}, "against='xx'"),
-        ({"variants": {**variants, "b": {"preset": "ar-debug", "init": "nobody"}}}, "variants.b.init"),
-        ({"variants": {"a": {"preset": "ar-debug", "seed": 3}}, "against": "a"}, "variants.a.seed"),
         ({"settings": {"train.stepps": 3}}, "train.stepps"),
-        ({"variants": {"a": {"preset": "nothing"}}, "against": "a"}, "nothing"),
-        ({"variants": {**variants, "ar": {"preset": "ar-debug", "init": "lanes"}}}, "in a circle"),
-        ({"variants": {"a": {"preset": "mdlm-debug", "commits": ["stepps:4"]}}, "against": "a"}, "stepps"),
-        (
-            {"variants": {"a": {"preset": "mdlm-debug", "commits": ["first-hitting"]}}, "against": "a"},
-            "random order",
-        ),
-        ({"variants": {"a": {"preset": "mdlm-debug", "commits": ["blocks steps:2"]}}, "against": "a"}, "blocks"),
-        ({"variants": {"a": {"preset": "dcdm-debug", "commits": ["adablock chunk"]}}, "against": "a"}, "adablock"),
         ({"variants": {}}, "variants"),
         ({"samples": 0}, "samples=0"),
         ({"seeds": [0, 0]}, r"seeds=\[0, 0\]"),
-        ({"variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [3]}}}, "variants.ar.seeds"),
+        (alone(preset="ar-debug", seed=3), "variants.a.seed"),
+        (alone(preset="nothing"), "nothing"),
+        (alone(preset="mdlm-debug", commits=["stepps:4"]), "stepps"),
+        (alone(preset="mdlm-debug", commits=["first-hitting"]), "random order"),
+        (alone(preset="mdlm-debug", commits=["blocks steps:2"]), "blocks"),
+        (alone(preset="dcdm-debug", commits=["adablock chunk"]), "adablock"),
+        (beside(b={"preset": "ar-debug", "init": "nobody"}), "variants.b.init"),
+        (beside(ar={"preset": "ar-debug", "init": "lanes"}), "in a circle"),
+        (beside(ar={"preset": "ar-debug", "seeds": [3]}), "variants.ar.seeds"),
         (
-            {"seeds": [0, 1], "variants": {**variants, "ar": {"preset": "ar-debug", "seeds": [0]}}},
+            {"seeds": [0, 1], **beside(ar={"preset": "ar-debug", "seeds": [0]})},
             "variants.lanes: its initial weights, ar, have no seeds",
         ),
-        ({"variants": {**variants, "l": {"preset": "lanes-debug", "lanes": [0]}}}, "variants.l: lanes=0"),
-        ({"variants": {**variants, "b": {"preset": "bdlm-debug", "lanes": [4]}}}, "variants.b: lanes=4"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            read_study(write(tmp_path, definition(**changes)))
-
+        (beside(l={"preset": "lanes-debug", "lanes": [0]}), "variants.l: lanes=0"),
+        (beside(b={"preset": "bdlm-debug", "lanes": [4]}), "variants.b: lanes=4"),
+    ],
+)
+def test_wrong_studies_are_refused_before_anything_starts(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_study(write(tmp_path, definition(**changes)))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_study(tmp_path / "nothing.yaml")
 
@@ -360,18 +368,6 @@ def test_nested_settings_are_those_by_dotted_names():
     assert nested == {"train": {"steps": 5}, "model.moe": None}
 
 
-def test_files_that_could_not_be_written_are_refused_first(tmp_path, capsys):
-    path = write(tmp_path, definition())
-    for words, message in (
-        (["--out", "nowhere/x.json"], "--out nowhere/x.json: nowhere is not a folder"),
-        (["--plot", str(tmp_path / "x.bmp")], "a picture ends in .png, .svg or .pdf"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["study", str(path), "--work", str(tmp_path / "work"), *words])
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
-
-
 def test_how_evenly_chunks_are_filled_stands_beside_their_figure(tmp_path, monkeypatch):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(corpora.prose(300))
@@ -447,16 +443,3 @@ def test_a_claim_is_as_good_as_its_weakest_comparison_and_one_seed_decides_nothi
 def test_a_comparison_that_cannot_be_read_is_refused_first(comparison, message):
     with pytest.raises(ConfigError, match=rf"claims\.order\.below: .*{message}"):
         claimed(comparison, one=LOW, two=HIGH)
-
-
-def test_verdicts_are_printed_and_drawn(finished, tmp_path, capsys):
-    asked, work = finished
-    claims = {"price": {"says": "lanes cost nothing", "below": ["lanes 1 lanes < ar", "mdlm < ar"]}}
-    path = write(tmp_path, definition(settings=dict(asked.settings), corpora=dict(asked.corpora), claims=claims))
-    picture = tmp_path / "results.svg"
-    main(["study", str(path), "--work", str(work), "--report", "--verdicts", str(picture)])
-    table = capsys.readouterr().out.partition("\n\n")[2].splitlines()
-    assert table[0].split() == ["claim", "holds", "if", "difference", "verdict"]
-    assert [line.split()[-1] for line in table[-4:-2]] == ["undecided", "undecided"]  # of one seed
-    assert table[-1] == "price (lanes cost nothing): undecided"
-    assert "mdlm  −  ar" in picture.read_text()

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -55,17 +55,6 @@ class Continuation:
     tokens: list[int]
     given: int
     index: int
-
-
-def padded(rows: Sequence[Continuation], pad_id: int, device: torch.device | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, L), the mask of given ones (B, L), and the rows' numbers (B,)."""
-    width = max(len(row.tokens) for row in rows)
-    tokens = torch.full((len(rows), width), pad_id)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row.tokens)] = torch.tensor(row.tokens)
-    given = torch.tensor([row.given for row in rows])
-    prompt = torch.arange(width) < given[:, None]
-    return tokens.to(device), prompt.to(device), torch.tensor([row.index for row in rows])
 
 
 def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor, lanes: int | None = None) -> Tensor:
@@ -351,7 +340,13 @@ class HarnessModel(TemplateLM):
         return estimate, all(greedy)
 
     def _score(self, rows: list[Continuation]) -> list[tuple[float, float, bool]]:
-        tokens, prompt, index = padded(rows, self.model.config.pad_id, self._device)
+        width = max(len(row.tokens) for row in rows)
+        tokens = torch.full((len(rows), width), self.model.config.pad_id)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row.tokens)] = torch.tensor(row.tokens)
+        prompt = torch.arange(width) < torch.tensor([row.given for row in rows])[:, None]
+        tokens, prompt = tokens.to(self._device), prompt.to(self._device)
+        index = torch.tensor([row.index for row in rows])
         score = likelihood.score(
             self.model, tokens, self.estimator, self.samples, self.seed,
             prompt=prompt, index=index, batch_size=len(rows), lanes=self.decoder.lanes,
@@ -373,9 +368,13 @@ class HarnessModel(TemplateLM):
         room = min(wanted, self.max_length // 2)  # what does not fit beside the prompt comes in further windows
         self.counts.windowed_generations += (room < wanted) * len(jobs)
         prompts = [self._row(job.tokens, [0] * room, 0).tokens[:-room] for job in jobs]
+
+        def stop(row: int, ids: list[int]) -> bool:
+            return any(term in self.text.decode(ids) for term in until)
+
         done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
-            index=[job.index for job in jobs], stop=_stops(self.text, until), batch_size=len(jobs),
+            index=[job.index for job in jobs], stop=stop if until else None, batch_size=len(jobs),
             window=self.max_length, decoding=replace(self.decoder, **sampling),
         )  # fmt: skip
         texts = [self.text.decode(completion) for completion in done.completions]
@@ -431,9 +430,3 @@ def _batches(items: list[Any], size: int) -> Iterable[list[Any]]:
 def _bar(total: int, what: str, quiet: bool) -> Any:
     """A progress bar on a terminal, also where the harness's own bars are sent away."""
     return tqdm(total=total, desc=what, disable=True if quiet else None, file=sys.__stderr__)
-
-
-def _stops(text: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:
-    if not until:
-        return None
-    return lambda row, ids: any(term in text.decode(ids) for term in until)

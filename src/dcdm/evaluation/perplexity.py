@@ -160,13 +160,17 @@ class Tally:
         nats = math.fsum(share[1] for share in shares)
         tokens, size = sum(share[2] for share in shares), math.fsum(share[3] for share in shares)
         drawn = estimator in DRAWN
-        mean, documents = nats / tokens, _by_document(shares)
+        documents: dict[int, tuple[float, int]] = {}  # nats and tokens of each
+        for number, cost, count, _ in shares:
+            before = documents.get(number, (0.0, 0))
+            documents[number] = (before[0] + cost, before[1] + count)
+        mean = nats / tokens
         left_out = {
             "empty documents": corpus.empty_documents,
             "tokens beyond the limit": windows.left_out,
         }
         return Figures(
-            model, corpus.name, estimator, LABELS[estimator], mean, _exp(mean),
+            model, corpus.name, estimator, LABELS[estimator], mean, math.exp(mean) if mean < 700 else math.inf,
             nats / math.log(2) / size if size else None,
             known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
             known(mean_and_stderr(documents.values())[1]),
@@ -179,19 +183,6 @@ def _shares(place: np.ndarray, nats: np.ndarray, corpus: Tokens) -> list[Share]:
     numbers, member = np.unique(corpus.document[place], return_inverse=True)
     sums = [np.bincount(member, weights) for weights in (nats, None, corpus.size[place])]
     return list(zip(numbers.tolist(), *(column.tolist() for column in sums), strict=True))
-
-
-def _by_document(shares: list[Share]) -> dict[int, tuple[float, int]]:
-    """Nats and tokens of each document."""
-    documents: dict[int, tuple[float, int]] = {}
-    for number, nats, tokens, _ in shares:
-        before = documents.get(number, (0.0, 0))
-        documents[number] = (before[0] + nats, before[1] + tokens)
-    return documents
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def as_dict(row: Figures | Unsupported) -> dict[str, Any]:
@@ -239,8 +230,13 @@ def evaluate_perplexity(
     sampling, window, world = sampling or EstimatorSettings(), window or WindowSettings(), world or World()
     sources = {name: find_model(path) for name, path in names_of(models).items()}
     _check(sources, corpora, estimators, window, sampling)
-    result = Evaluation(_settings(estimators, sampling, window, dtype))
-    result.corpora = {corpus.name: _described(corpus) for corpus in corpora}
+    how = {"estimators": list(estimators), "dtype": str(dtype).removeprefix("torch."), **sampling.__dict__}
+    result = Evaluation(how | {f"window_{name}": value for name, value in window.__dict__.items()})
+    for corpus in corpora:
+        result.corpora[corpus.name] = {
+            "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
+            "split": corpus.split,
+        }  # fmt: skip
     tokens: dict[tuple[str, str], Tokens] = {}
     for (name, source), path in zip(sources.items(), models, strict=True):
         say(f"{name}: loading")
@@ -329,23 +325,9 @@ def _check(
         )
 
 
-def _settings(
-    estimators: tuple[str, ...], sampling: EstimatorSettings, window: WindowSettings, dtype: torch.dtype
-) -> dict[str, Any]:
-    chosen = {"estimators": list(estimators), "dtype": str(dtype).removeprefix("torch.")}
-    return {**chosen, **sampling.__dict__, **{f"window_{k}": v for k, v in window.__dict__.items()}}
-
-
 def _model_described(source: ModelSource, path: str) -> dict[str, Any]:
     return {
         "path": str(path), "kind": source.config.kind,
         "routing": source.config.routing if source.config.kind == "dcdm" else None,
         "tokenizer": source.tokenizer.fingerprint, "vocab_size": source.config.vocab_size, **source.identity(),
-    }  # fmt: skip
-
-
-def _described(corpus: Corpus) -> dict[str, Any]:
-    return {
-        "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
-        "split": corpus.split,
     }  # fmt: skip

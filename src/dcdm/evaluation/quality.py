@@ -6,7 +6,6 @@ beside it for that reason.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
+from dcdm.evaluation.tasks import read_rows
 from dcdm.likelihood.statistics import known, mean_and_stderr
 
 DISTINCT = (1, 2, 3, 4)
@@ -170,18 +170,10 @@ def ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 def read_texts(path: Path) -> list[str]:
     """Texts of a file: the field `text` of a .jsonl file's rows, or what blank lines part in any other."""
+    if path.suffix == ".jsonl":
+        return [str(row["text"]) for row in read_rows(path, ("text",))]
     try:
         content = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--texts {path} cannot be read: {error}") from error
-    if path.suffix != ".jsonl":
-        return [part for part in content.split("\n\n") if part.strip()]
-    texts = []
-    for number, line in enumerate(content.split("\n"), 1):  # JSON may hold other ends of lines, such as U+2028
-        if not line.strip():
-            continue
-        try:
-            texts.append(str(json.loads(line)["text"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: no JSON object with a field 'text'") from error
-    return texts
+    return [part for part in content.split("\n\n") if part.strip()]
