@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from tyro.conf import Positional, arg
 
@@ -182,7 +182,7 @@ def tasks(
         from dcdm.evaluation.tasks import run_benchmark
 
         lm = harness.HarnessModel(
-            pretrained=model, samples=samples, seed=seed, estimator=estimator, batch_size=batch_size,
+            pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator), batch_size=batch_size,
             max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
             **{"commit": commit} | assignments(set),
         )  # fmt: skip

@@ -116,15 +116,20 @@ def unigram_baseline(data: PreparedData, text: WindowBatch) -> float:
 
 def _max_violation(model: Model, text: WindowBatch) -> float:
     """MaxVio of a DCDM's chunks over all windows; with the paper's routing, at half of the tokens masked."""
-    from dcdm.model.chunking import chunk_counts, max_violation
-    from dcdm.viewing.palette import chunk_ids
+    import torch
 
-    ids, free = (
-        chunk_ids(model, text.tokens, text.prompt, text.index),
-        model.position_masks(text.tokens, text.prompt).free,
-    )
-    assert ids is not None
+    from dcdm.keys import Key
+    from dcdm.model.chunking import chunk_counts, max_violation
+
     assert model.config.num_chunks is not None
+    free = model.position_masks(text.tokens, text.prompt).free
+    with torch.no_grad():
+        if model.config.routes_from_noise:
+            masked = (Key(0).uniform(*text.tokens.shape) < 0.5) & free
+            ids = model.encode(text.tokens, masked, prompt=text.prompt).chunk_ids
+            assert ids is not None
+        else:
+            ids = model.partition(text.tokens, text.prompt, text.index).ids
     return float(max_violation(chunk_counts(ids, free, model.config.num_chunks).sum(dim=0)))
 
 
