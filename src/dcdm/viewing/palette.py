@@ -59,7 +59,9 @@ def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
             ids = torch.zeros_like(tokens)
         elif model.config.routes_from_noise:
             masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.position_masks(tokens).free
-            ids = model.encode(tokens, masked).chunk_ids
+            routed = model.encode(tokens, masked).chunk_ids
+            assert routed is not None
+            ids = routed
         else:
             ids = model.partition(tokens).ids
     names = [colour(chunk) for chunk in range(-1, int(ids.max()) + 1)]
