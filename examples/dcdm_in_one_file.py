@@ -3,7 +3,7 @@
     python examples/dcdm_in_one_file.py [TEXT_FILE] [--steps 300]
 
 It trains a small DCDM on a text (by default the English manual that comes with Python), shows in colour which
-tokens form a chunk, and fills in a text chunk by chunk: about two minutes on a laptop. Sections follow the paper.
+tokens form a chunk, and fills in a text chunk by chunk, in minutes on a laptop. Sections follow the paper.
 
     B batch   L positions   d hidden size   K chunks   h dimension of a subspace   V vocabulary
     x clean tokens   z noisy tokens: x with MASK where ν = 1   c chunk of each position, 0…K−1   t noise level

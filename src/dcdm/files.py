@@ -57,7 +57,7 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_folder(aside: Path, final: Path) -> None:
-    """Give a folder whose files are on the disk its final name; what had that name goes once the new one is there.
+    """Give a folder whose files are on the disk its final name; the old one is removed once the new one is there.
 
     A process that dies in between leaves the old folder as `final` or as `final`.replaced.
     """
