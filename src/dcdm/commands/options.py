@@ -6,14 +6,12 @@ Importing this file costs little: PyTorch and rich load when a function needs th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
 
 from dcdm.config import ConfigError, Device, Dtype
 from dcdm.decoding.config import settings
@@ -24,30 +22,7 @@ if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
 
-DEBUG: ContextVar[bool] = ContextVar("DEBUG", default=False)
-"""Whether --debug was given: what developers want to know is shown then."""
-
 # --- options -----------------------------------------------------------------------------------------------------
-
-OTHER_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
-"""PyTorch's names of the types, which every --dtype takes as well."""
-
-
-def _read_dtype(words: list[str]) -> Any:
-    name = OTHER_SPELLINGS.get(words[0], words[0])
-    if name not in get_args(Dtype):
-        raise ValueError(f"invalid choice {words[0]!r}: choose one of {', '.join(get_args(Dtype))}")
-    return name
-
-
-NamesOfTypes: Any = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="{" + ",".join(get_args(Dtype)) + "}",
-    instance_from_str=_read_dtype,
-    is_instance=lambda value: value is None or value in get_args(Dtype),
-    str_from_instance=lambda value: [str(value)],
-)
-"""For --dtype, which has the same names in every command."""
 
 MODEL_HELP = "A run folder, a checkpoint in it, an exported folder, or a name that `dcdm models` lists."
 ModelArgument = Annotated[Path, Positional, arg(metavar="MODEL", help=MODEL_HELP)]
@@ -57,12 +32,8 @@ ModelIfAny = Annotated[
     arg(metavar="[MODEL]", help=f"{MODEL_HELP} By default a model that comes with dcdm.", help_behavior_hint=""),
 ]
 """For commands that take a shipped model where none is named."""
-DeviceOption = Annotated[
-    Device, arg(help="Where to compute; auto is cuda where there is a GPU, else cpu.")
-]  # fmt: skip
-DtypeOption = Annotated[
-    Dtype, NamesOfTypes, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")
-]  # fmt: skip
+DeviceOption = Annotated[Device, arg(help="Where to compute; auto is cuda where there is a GPU, else cpu.")]
+DtypeOption = Annotated[Dtype, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")]
 AdapterOption = Annotated[
     Path | None,
     arg(
@@ -134,8 +105,8 @@ def compute_on(device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]
     """What --device and --dtype say, in PyTorch's terms."""
     from dcdm.distributed import choose_device
 
-    place = choose_device(device)
-    return place, weights_dtype(dtype, place)
+    chosen = choose_device(device)
+    return chosen, weights_dtype(dtype, chosen)
 
 
 def load_for(
@@ -144,8 +115,8 @@ def load_for(
     """The model that a command was given, ready for evaluation, and its tokenizer."""
     from dcdm.io.load import load_model
 
-    place, kind = compute_on(device, dtype)
-    return load_model(model, device=place, dtype=kind, adapter=adapter)
+    on, weights = compute_on(device, dtype)
+    return load_model(model, device=on, dtype=weights, adapter=adapter)
 
 
 def at_least_one(**counts: int | None) -> None:
@@ -221,22 +192,3 @@ def harmless(text: str) -> str:
     """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
     symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
     return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))
-
-
-class Progress:
-    """A command's progress on standard error, of work that is named first and then counted in `unit`."""
-
-    def __init__(self, unit: str, shown: bool = True) -> None:
-        from dcdm.progress import ConsoleProgress
-
-        self._unit, self._console = unit, ConsoleProgress(shown)
-
-    def start(self, task: str) -> Callable[[int, int], None]:
-        """Name the next piece of work; what this returns takes how much is done, and how much there is in all."""
-        return lambda done, total: self._console.progress(task, done, total, self._unit)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._console.__exit__(*exception)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import (
-    DEBUG,
     NO_FLAGS,
     AdapterOption,
     DecoderOptions,
@@ -194,18 +193,11 @@ def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -
 
 def _costs(result: Generation) -> str:
     costs = result.statistics
-    total = costs.summary()
     tokens, forwards = int(costs.new_tokens.sum()), int(costs.forwards.sum())
-    text = (
+    return (
         f"{many(tokens, 'token')} in {many(forwards, 'forward pass', 'forward passes')} "
         f"({costs.tokens_per_forward:.2f} each), "
         f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s"
-    )
-    if not DEBUG.get():
-        return text
-    return (
-        f"{text}; {total['computed']} positions computed, {total['reused']} from the cache, "
-        f"{total['rounds']} routing rounds, {total['reencoded']} encoded again"
     )
 
 

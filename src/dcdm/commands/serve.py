@@ -77,12 +77,12 @@ def serve(
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    place, weights = compute_on(device, dtype)
+    on, weights = compute_on(device, dtype)
     if adapter is not None and len(model) > 1:
         raise ConfigError("--adapter belongs to one model; serve adapted models by their own folders")
     served = []
     for path, called in zip(model, names, strict=True):
-        loaded, tokenizer = load_safetensors(path, adapter=adapter, device=place, dtype=weights)
+        loaded, tokenizer = load_safetensors(path, adapter=adapter, device=on, dtype=weights)
         card = card_of(path)
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dcdm.commands.options import DeviceOption, NamesOfTypes, assignments
+from dcdm.commands.options import DeviceOption, assignments
 from dcdm.config import Device, Dtype
-from dcdm.training.settings import default_of, preset_defaults
 
 EXAMPLES = (
     "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
@@ -32,49 +31,29 @@ SETTING_OF = {
     "dtype": "train.dtype",
 }  # fmt: skip
 """The setting of each option."""
-FAMILIES = {
-    "debug presets": "mdlm-debug", "small presets": "lanes-small", "0.1B": "mdlm-0.1b", "others": "mdlm-1.7b"
-}  # fmt: skip
-"""Kinds of presets that have defaults of their own, with one of each."""
-
-
-def _default(option: str, metavar: str) -> Any:
-    """How the help shows an option whose default depends on the preset."""
-    setting = SETTING_OF[option]
-    values = {kind: preset_defaults(name).get(setting, default_of(setting)) for kind, name in FAMILIES.items()}
-    others = values.pop("others")
-    own = [f"{_shown(value)} for {kind}" for kind, value in values.items() if value != others]
-    text = ", ".join([*own, f"{_shown(others)} for others"]) if own else _shown(others)
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
 
 
 def train(
     preset: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(needed to start a run)")] = None,
     run: Annotated[Path, arg(aliases=["--run-folder"])] = Path("runs/default"),
-    data: Annotated[tuple[str, ...] | None, _default("data", "SOURCE...")] = None,
-    tokenizer: Annotated[str | None, _default("tokenizer", "NAME")] = None,
-    validation: Annotated[tuple[str, ...] | None, _default("validation", "SOURCE...")] = None,
-    field: Annotated[str | None, _default("field", "NAME")] = None,
-    prompt_field: Annotated[str | None, _default("prompt_field", "NAME")] = None,
-    response_field: Annotated[str | None, _default("response_field", "NAME")] = None,
-    steps: Annotated[int | None, _default("steps", "INT")] = None,
-    batch_size: Annotated[int | None, _default("batch_size", "INT")] = None,
+    data: Annotated[tuple[str, ...] | None, arg(metavar="SOURCE...", help_behavior_hint="")] = None,
+    tokenizer: str | None = None,
+    validation: Annotated[tuple[str, ...] | None, arg(metavar="SOURCE...", help_behavior_hint="")] = None,
+    field: str | None = None,
+    prompt_field: str | None = None,
+    response_field: str | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
     micro_batch: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all of its share)")] = None,
-    learning_rate: Annotated[float | None, _default("learning_rate", "FLOAT")] = None,
-    optimizer: Annotated[Literal["adamw", "muon"] | None, _default("optimizer", "{adamw,muon}")] = None,
-    seed: Annotated[int | None, _default("seed", "INT")] = None,
-    checkpoint_every: Annotated[int | None, _default("checkpoint_every", "INT")] = None,
-    init: Annotated[str | None, _default("init", "FOLDER")] = None,
-    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    learning_rate: float | None = None,
+    optimizer: Literal["adamw", "muon"] | None = None,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    init: str | None = None,
+    config: Path | None = None,
     set: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE...", help_behavior_hint="")] = (),
     device: DeviceOption = "auto",
-    dtype: Annotated[Dtype | None, NamesOfTypes, arg(help_behavior_hint="(default: auto)")] = None,
+    dtype: Dtype | None = None,
     show_settings: bool = False,
     dry_run: bool = False,
 ) -> None:
@@ -82,7 +61,8 @@ def train(
 
     Settings come from the preset, then the YAML file, then flags; the resolved ones are kept in the run folder
     and start the same run again. Under torchrun, the same command runs on many devices; there, write
-    --run-folder for --run, which torchrun would take for an option of its own.
+    --run-folder for --run, which torchrun would take for an option of its own. Defaults depend on the preset;
+    --show-settings lists them.
 
     Ten minutes of two cores are 1,300 steps of dcdm-debug-causal, or 3,500 of ar-debug.
 

@@ -198,14 +198,6 @@ def preset_noise(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     return {"objective.t_shape": "bell"}
 
 
-def default_of(name: str) -> Any:
-    """The default of a setting that no preset decides, by its dotted name."""
-    value: Any = RunConfig(ModelConfig("mdlm", 260, 128, 4, 4, 2, 32, 384))
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def resolve(
     preset_name: str | None, file: Path | str | None = None, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
