@@ -133,8 +133,11 @@ def _max_violation(model: Model, text: WindowBatch) -> float:
     return float(max_violation(chunk_counts(ids, free, model.config.num_chunks).sum(dim=0)))
 
 
+def write_figures(folder: str, measured_with: str, settings: str) -> None:
+    """Measure a run and keep its figures beside its weights."""
+    content = {"measured_with": measured_with, "figures": measure(Path(folder), **json.loads(settings))}
+    write_whole(Path(folder) / "figures.json", json.dumps(content).encode() + b"\n")
+
+
 if __name__ == "__main__":
-    place, measured_with, settings = sys.argv[1:]
-    found = measure(Path(place), **json.loads(settings))
-    content = {"measured_with": measured_with, "figures": found}
-    write_whole(Path(place) / "figures.json", json.dumps(content).encode() + b"\n")
+    write_figures(*sys.argv[1:])
