@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dcdm.bench.harness import environment
+from dcdm.bench.paths import environment
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.kinds import build

@@ -7,9 +7,9 @@ import torch
 
 import dcdm
 import tiny
-from dcdm.bench import harness, subjects
+from dcdm.bench import paths
 from dcdm.bench.generation import kind_of, network_of_transformers
-from dcdm.bench.harness import Case, measure_case, to_json
+from dcdm.bench.paths import Case, measure_case, to_json
 from dcdm.cli import main
 from dcdm.costs import activation_bytes, cost_estimate, state_bytes
 from dcdm.kinds import build
@@ -24,15 +24,15 @@ def tiny_shapes(monkeypatch):
     def small(length, layers, routing="paper"):
         return replace(TINY, num_layers=layers, context_length=length, routing=routing)
 
-    monkeypatch.setattr(subjects, "_config", small)
+    monkeypatch.setattr(paths, "_config", small)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        lambda: subjects.attention(64),
-        lambda: subjects.step(64, layers=2),
-        lambda: subjects.step(64, layers=2, routing="causal"),
+        lambda: paths.attention(64),
+        lambda: paths.step(64, layers=2),
+        lambda: paths.step(64, layers=2, routing="causal"),
     ],
 )
 def test_every_subject_runs_all_its_paths_and_compares_them(case, tiny_shapes):
@@ -50,9 +50,9 @@ def measured(monkeypatch):
 
     def measure(subject, case, repeats, memory, say):
         asked.append((case.name, repeats, memory))
-        return [harness.PathTiming(subject, case.name, "production", 1.0, 1.0, 1.0, None, None)]
+        return [paths.PathTiming(subject, case.name, "production", 1.0, 1.0, 1.0, None, None)]
 
-    monkeypatch.setattr(harness, "measure_case", measure)
+    monkeypatch.setattr(paths, "measure_case", measure)
     return asked
 
 
@@ -86,9 +86,9 @@ def test_wrong_use_is_refused_before_anything_is_measured(arguments, said, measu
 
 
 def test_peak_memory_is_left_out_where_there_is_no_proc(monkeypatch):
-    monkeypatch.setattr(harness.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(harness.subprocess, "run", lambda *_, **__: pytest.fail("measured"))
-    assert harness.peak_memory("step", "L=64", "production") is None
+    monkeypatch.setattr(paths.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(paths.subprocess, "run", lambda *_, **__: pytest.fail("measured"))
+    assert paths.peak_memory("step", "L=64", "production") is None
 
 
 def test_a_ratio_is_to_the_fastest_baseline():
@@ -106,9 +106,9 @@ def test_a_ratio_is_to_the_fastest_baseline():
 
 def test_both_paths_of_the_step_bench_compute_the_same_gradient(tiny_shapes):
     config = replace(TINY, context_length=64)
-    tokens = subjects._tokens(config, 64)
+    tokens = paths._tokens(config, 64)
     grads = []
-    for work in (subjects._production_step, subjects.literal_step, lambda m, t: subjects.literal_step(m, t, True)):
+    for work in (paths._production_step, paths.literal_step, lambda m, t: paths.literal_step(m, t, True)):
         model = build(config, seed=0)
         work(model, tokens)
         grads.append(model.layers[1].mlp.up_proj.weight.grad)
@@ -122,7 +122,7 @@ def test_arithmetic_counts_the_operations_that_pytorch_counts(tiny_shapes):
 
     config = replace(dcdm.preset("ar-debug"), context_length=64)
     model = build(config, seed=0, backend="reference")
-    tokens = subjects._tokens(config, 64)
+    tokens = paths._tokens(config, 64)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
     costs = cost_estimate(config)

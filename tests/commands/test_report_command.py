@@ -9,7 +9,7 @@ import pytest
 from dcdm.cli import main
 from dcdm.training.run import run_training
 from dcdm.viewing import palette
-from dcdm.viewing.plots import Curve, chart
+from dcdm.viewing.pages import Curve, chart
 from dcdm.viewing.report import read_runs
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dcdm.bench.harness import Case, Run, environment
+from dcdm.bench.paths import Case, Run, environment
 from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents

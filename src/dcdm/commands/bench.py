@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from dcdm.commands.options import JsonOption, at_least_one
 
 if TYPE_CHECKING:
-    from dcdm.bench.harness import Case
+    from dcdm.bench.paths import Case
 
 EXAMPLES = (
     "dcdm bench attention",
@@ -59,15 +59,15 @@ def bench(
         cases = beside_transformers(models[0] if models else None, 8 if quick else TOKENS)
         compare_paths(subject, cases, repeats, memory=False, json=json)
     else:
-        from dcdm.bench import subjects
+        from dcdm.bench import paths
 
-        cases = (subjects.QUICK if quick else subjects.SUBJECTS)[subject]()
-        compare_paths(subject, cases, repeats, memory=subject in subjects.MEMORY_MATTERS and not quick, json=json)
+        cases = (paths.QUICK if quick else paths.SUBJECTS)[subject]()
+        compare_paths(subject, cases, repeats, memory=subject in paths.MEMORY_MATTERS and not quick, json=json)
 
 
 def compare_paths(subject: str, cases: Sequence[Case], repeats: int, memory: bool, json: bool) -> None:
     """Time every path of these cases; a table, or one line of JSON."""
-    from dcdm.bench.harness import measure_case, print_table, to_json
+    from dcdm.bench.paths import measure_case, print_table, to_json
 
     rows = [row for case in cases for row in measure_case(subject, case, repeats, memory, _say)]
     if json:

@@ -297,8 +297,7 @@ def demo_page(
     from dcdm.kinds import parameter_counts
     from dcdm.presets import preset
     from dcdm.training.metrics import read_rows
-    from dcdm.viewing.pages import escape, items, page
-    from dcdm.viewing.plots import Curve, averaged, chart
+    from dcdm.viewing.pages import Curve, averaged, chart, escape, items, page
 
     replays = {f"written-{number}": texts for number, texts in enumerate(written.values(), start=1)}
     fillings = {name: [{**asdict(t.filling), "label": t.label} for t in texts] for name, texts in replays.items()}

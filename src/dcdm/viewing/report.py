@@ -16,8 +16,7 @@ from dcdm.likelihood.statistics import with_stderr
 from dcdm.training import settings as run_settings
 from dcdm.training.metrics import MAIN, read_rows
 from dcdm.training.settings import RunConfig
-from dcdm.viewing.pages import details, escape, page, paragraph, section
-from dcdm.viewing.plots import Curve, Points, averaged, chart
+from dcdm.viewing.pages import Curve, Points, averaged, chart, details, escape, page, paragraph, section
 from dcdm.viewing.tables import Table
 
 LAST = 50  # steps that the training loss of the table is a mean over

@@ -1,24 +1,30 @@
-"""What `dcdm bench` measures of the network. Shapes are those of `dcdm-0.1b-k8` with batch 1.
+"""Paths that do the same work, timed against each other: attention and the training step.
 
-Literal means `model/reference.py`: explicit softmax over dense masks, K softmax matrices, all logits. Its
-attention alone swapped for SDPA with the dense mask is a second baseline, and the only one where the
-explicit softmax no longer fits into memory.
+Timing takes a warm-up and interleaved repetitions; shown are median, spread and the ratio to the fastest baseline.
+Shapes are those of `dcdm-0.1b-k8` with batch 1. Literal means `model/reference.py`: explicit softmax over dense
+masks, K softmax matrices, all logits. Its attention alone swapped for SDPA with the dense mask is a second
+baseline, and the only one where the explicit softmax no longer fits into memory.
 
-`python -m dcdm.bench.subjects SUBJECT CASE PATH THREADS` prints the peak memory of one path in a fresh process.
+`python -m dcdm.bench.paths SUBJECT CASE PATH THREADS` prints the peak memory of one path in a fresh process.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.bench.harness import Case, Run, forget_peak, peak_megabytes
 from dcdm.config import ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, draw, loss
 from dcdm.keys import Key
@@ -27,6 +33,100 @@ from dcdm.model import layout, masks, reference
 from dcdm.model.attention import AttentionPlan, Backend, attend
 from dcdm.model.transformer import Model
 from dcdm.presets import preset
+from dcdm.viewing.tables import Table
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Paths that do the same work. `paths` maps a name to a maker of the run, so that memory is taken late."""
+
+    name: str
+    paths: dict[str, Callable[[], Run]]
+    baselines: tuple[str, ...]
+    """The ratio of a path is to the fastest of these."""
+    target: float | None = None
+    """The least ratio that the first path is meant to reach."""
+
+
+@dataclass(frozen=True)
+class PathTiming:
+    subject: str
+    case: str
+    path: str
+    median: float
+    low: float
+    high: float
+    ratio: float | None
+    """Time of the fastest baseline over this path's; None for the baselines themselves."""
+    target: float | None
+    megabytes: float | None = None
+
+
+def measure_case(
+    subject: str, case: Case, repeats: int, memory: bool, say: Callable[[str], None]
+) -> list[PathTiming]:
+    """Time every path of a case, taking turns so that a busy moment hits all of them."""
+    runs = {}
+    for name, make in case.paths.items():
+        say(f"{subject} {case.name}: warming up {name}")
+        runs[name] = make()
+        runs[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        say(f"{subject} {case.name}: {turn + 1} of {repeats}")
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    median = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
+    best = min((median[name] for name in case.baselines if name in median), default=None)
+    first = next(iter(case.paths))
+    rows = []
+    for name, times in seconds.items():
+        ratio = None if best is None or name in case.baselines else best / median[name]
+        megabytes = peak_memory(subject, case.name, name) if memory else None
+        target = case.target if name == first else None
+        rows.append(
+            PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio, target, megabytes)
+        )
+    return rows
+
+
+def environment() -> dict[str, object]:
+    """What a figure depends on beside the code."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def to_json(rows: list[PathTiming]) -> str:
+    return json.dumps({"environment": environment(), "rows": [row.__dict__ for row in rows]})
+
+
+def print_table(rows: list[PathTiming]) -> None:
+    """A table for people."""
+    memory = any(row.megabytes is not None for row in rows)
+    columns = ["subject", "case", "path", "median s", "spread", "ratio", "target", *(["peak MB"] if memory else [])]
+    lines = []
+    for row in rows:
+        cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
+        cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
+        cells.append("" if row.target is None else f"≥ {row.target:.2f}×")
+        if memory:
+            cells.append("" if row.megabytes is None else f"{row.megabytes:.0f}")
+        lines.append(cells)
+    Table(columns, lines, text=("subject", "case", "path")).print()
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
 
 LITERAL_FITS = 2048  # beyond this length explicit softmax over z ⊕ x needs more memory than a laptop has
 PLAIN = ObjectiveConfig(prompt_share=0.0)
@@ -142,14 +242,32 @@ QUICK: dict[str, Callable[[], list[Case]]] = {
 MEMORY_MATTERS = ("step",)
 
 
+# --- peak memory of one path in a fresh process -------------------------------------------------------------------
+
+
+def peak_memory(subject: str, case: str, path: str) -> float | None:
+    """Megabytes that one run adds to a fresh process's resident memory, at its peak; None without Linux."""
+    if platform.system() != "Linux":
+        return None
+    command = [sys.executable, "-m", "dcdm.bench.paths", subject, case, path, str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])
+
+
 def print_peak(subject: str, case: str, path: str, threads: str) -> None:
-    """Megabytes that one run of a path adds to this process, which must be fresh."""
+    """Megabytes that one run of a path adds to this process, which must be fresh. Linux only."""
     torch.set_num_threads(int(threads))
     paths = next(one.paths for one in SUBJECTS[subject]() if one.name == case)
     run = paths[path]()
-    before = forget_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel measures the peak from here on
+    before = _megabytes("VmRSS")
     run()
-    print(peak_megabytes() - before)
+    print(_megabytes("VmHWM") - before)
+
+
+def _megabytes(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**10
 
 
 if __name__ == "__main__":
