@@ -9,7 +9,8 @@ import pytest
 
 from dcdm.config import DataConfig
 from dcdm.data import chats
-from dcdm.data.chats import BadRow, ChatError, ChatTemplate, ExampleMaker
+from dcdm.data.chats import ChatError, ChatTemplate, ExampleMaker
+from dcdm.data.sources import BadRow
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 
 BYTES = byte_tokenizer()

@@ -17,8 +17,20 @@ from dcdm.config import ConfigError, DataConfig, DataError
 from dcdm.data.chats import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
-from dcdm.data.reading import PART_BYTES, BadRows, cut_into_parts, read_texts
-from dcdm.data.sources import STDLIB_SHARE, examine, held_out, hub_answers, resolve, stdlib_documents, stdlib_files
+from dcdm.data.sources import (
+    HUB_COPIES,
+    PART_BYTES,
+    STDLIB_SHARE,
+    BadRows,
+    cut_into_parts,
+    examine,
+    held_out,
+    hub_answers,
+    read_texts,
+    resolve,
+    stdlib_documents,
+    stdlib_files,
+)
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from dcdm.files import canonical
 from dcdm.training import settings as run_settings
@@ -160,9 +172,9 @@ def test_a_validation_source_is_taken_whole_and_its_files_and_copies_are_left_ou
     held = [str(folder / "valid.txt"), str(folder / "empty.txt")]
     prepared = prepare(str(folder), out=tmp_path / "out", validation=held, reporter=heard)
     assert (stored(prepared), stored(prepared, "validation")) == (["text of a"], ["held out"])
-    left_out = "left out of training: 3 (link.txt; sub/copy.txt; valid.txt)"
-    assert any(left_out in said for said in heard.said)
-    assert prepared.manifest["skipped"]["in_validation"] == ["link.txt", "sub/copy.txt", "valid.txt"]
+    copies = ["link.txt", "sub/copy.txt", "valid.txt"]
+    assert any(f"(--validation) holds too: 3 ({'; '.join(copies)})" in said for said in heard.said)
+    assert copies in prepared.manifest["skipped"]["first"].values()
     apart = prepare(str(folder / "a.txt"), out=tmp_path / "apart", validation=held[0])
     assert [entry["split"] for entry in apart.manifest["plan"]["source"]] == ["train", "validation"]
     with pytest.raises(DataError, match=r"none is left to train on; name other files for validation"):
@@ -171,18 +183,14 @@ def test_a_validation_source_is_taken_whole_and_its_files_and_copies_are_left_ou
 
 
 def test_data_sets_saved_by_datasets_are_read_split_by_split(tmp_path):
-    both = datasets.DatasetDict(
-        {
-            name: datasets.Dataset.from_dict({"text": [f"{name} {i}" for i in range(5)]})
-            for name in ("train", "test")
-        }
-    )
+    splits = {name: [f"{name} {i}" for i in range(5)] for name in ("train", "test")}
+    both = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": t}) for name, t in splits.items()})
     both.save_to_disk(tmp_path / "both")
-    both["test"].save_to_disk(tmp_path / "one")
-    assert texts_of(tmp_path / "both") == [f"train {i}" for i in range(5)]
-    assert texts_of(f"{tmp_path}/both:test") == texts_of(tmp_path / "one") == [f"test {i}" for i in range(5)]
-    with pytest.raises(DataError, match="saved here: test, train"):
-        texts_of(f"{tmp_path}/both:validation")
+    datasets.load_from_disk(tmp_path / "both")["test"].map(lambda row: {"text": row["text"] * 2})  # leaves a cache
+    for name, texts in splits.items():
+        assert texts_of(tmp_path / "both" / name) == texts
+    with pytest.raises(DataError, match=r"several splits; name one: .*both/test, .*both/train"):
+        texts_of(tmp_path / "both")
 
 
 def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
@@ -195,17 +203,30 @@ def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     local = datasets.load_dataset
     asked = []
 
-    def load(*names, split):
-        asked.append((*names, split))
+    def load(*names, split, revision):
+        asked.append((*names, split, *([revision] if revision else [])))
         if names == ("org/name",):
             raise datasets.exceptions.DatasetNotFoundError("not on the hub")
         return local(str(tmp_path / "set"), split=split)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    for name in ("name", "org/name:test", "org/name/config"):
+    for name in ("name", "org/name:test", "org/name/config", "openwebtext"):
         assert texts_of(name)
     expected = [("name", "train"), ("org/name", "test"), ("org", "name", "test"), ("org/name", "config", "train")]
-    assert asked == expected
+    copy = ("Skylion007/openwebtext", "train", "79d93d786212f7344586290adb811d4ae6a1762c")
+    assert asked == [*expected, copy]
+
+
+def test_openwebtext_is_read_from_parquet_files_without_a_script(tmp_path, monkeypatch):
+    """As its repository has them: a folder of the configuration's name, numbered files of one split."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    copy, texts = tmp_path / "copy", documents(20)
+    (copy / "plain_text").mkdir(parents=True)
+    for number in range(2):
+        table = pa.table({"text": texts[10 * number : 10 * number + 10]})
+        pq.write_table(table, copy / "plain_text" / f"train-{number:05d}-of-00002.parquet")
+    monkeypatch.setitem(HUB_COPIES, "openwebtext", (str(copy), None))
+    assert texts_of("openwebtext") == texts_of("openwebtext:train") == texts
 
 
 def test_without_a_network_a_misspelt_name_fails_at_once_with_what_may_be_meant(tmp_path, monkeypatch):
@@ -326,7 +347,7 @@ def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
         assert texts_of(tmp_path / "a.jsonl", DataConfig(validation_share=0), part_bytes, bad) == ["good", "fine"]
         assert [(name, line) for name, line, _ in bad.first] == [("a.jsonl", n) for n in (2, 4, 5, 6, 7, 8)]
         for (_, _, reason), word in zip(
-            bad.first, ("JSON", "UTF-8", "list", "null", "other", "surrogate"), strict=True
+            bad.first, ("JSON", "utf-8", "[1]", "null", "other", "surrogate"), strict=True
         ):
             assert word in reason
     (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n" + "vier".encode("utf-16"))
@@ -462,12 +483,11 @@ def test_unreadable_folders_are_reported_and_skipped_files_counted(tmp_path, mon
     lock_away(monkeypatch, "private")
     prepared = prepare(str(folder), out=tmp_path / "out", settings=DataConfig(validation_share=0), reporter=heard)
     assert any("cannot be read" in said and "corpus/private: Permission denied" in said for said in heard.said)
-    assert "skipped files of other kinds: 4 (2 .md, 1 .csv, 1 without ending)" in heard.said
-    assert {"skipped hidden files and folders: 1", "skipped empty files: 1"} <= {*heard.said}
+    assert "skipped files of other kinds: 4 (README; notes.md; table.csv; sub/more.md)" in heard.said
+    assert {"skipped hidden files and folders: 1 (.git)", "skipped empty files: 1 (sub/empty.txt)"} <= {*heard.said}
     names = [entry["name"] for entry in prepared.manifest["plan"]["source"]]
     assert names == ["a.txt", "sub/b.txt", "sub/empty.txt"]
-    kept = prepared.manifest["skipped"]
-    assert (kept["other_kinds"], kept["hidden"], len(kept["unreadable"])) == ({".md": 2, ".csv": 1, "": 1}, 1, 1)
+    assert sorted(prepared.manifest["skipped"]["counts"].values()) == [1, 1, 1, 4]
     assert "missing: 1 folders that cannot be read" in prepared.summary()
 
 

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 import dcdm
 from corpora import gpt2_style_folder, metaspace_tokenizer, prose
 from dcdm.config import DataError
-from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from dcdm.data.sources import BETWEEN_WORDS
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 SAMPLE = "naïve 東京\n<b> 12  \t x\r\n 👩‍🚀 don't  \n\n end"
 BPE = train_bpe([prose(400)], 310)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dcdm.config import DataConfig, DataError
-from dcdm.data.reading import BadRows, Part, is_unicode, read_rows
+from dcdm.data.sources import BadRow, BadRows, Part, read_rows, text_of
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 
@@ -125,10 +125,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 # --- rows to examples --------------------------------------------------------------------------------------------
 
 
-class BadRow(Exception):
-    """A row that gives no example; the message says why."""
-
-
 @dataclass(frozen=True)
 class Example:
     """What stays visible and what is learned, as text."""
@@ -147,11 +143,7 @@ class ExampleMaker:
 
     def read(self, part: Part, bad: BadRows) -> Iterator[tuple[bytes, list[Example]]]:
         """The examples of every row of a part, and the name by which the row's split is chosen."""
-        for line, row in read_rows(part, self.settings.columns, bad):
-            try:
-                yield self.examples_of(row)
-            except BadRow as error:
-                bad.add(part, line, str(error))
+        return read_rows(part, self.settings.columns, self.examples_of, bad)
 
     def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
         """The examples of a row, and the name by which its split is chosen (one prompt, one split).
@@ -165,7 +157,7 @@ class ExampleMaker:
             answers = _answers(messages)
             turns = answers[-1:] if settings.turns == "last" else answers
             return canonical(messages[: answers[0]]), [self._answer(messages[:at], messages[at]) for at in turns]
-        prompt, response = (_text(row[column], column) for column in settings.columns)
+        prompt, response = (text_of(row, column) for column in settings.columns)
         if not response:
             raise BadRow(f"{settings.response_field} is empty")
         return prompt.encode(), [Example(prompt + settings.separator, response)]
@@ -231,12 +223,4 @@ def _answers(messages: list[dict[str, str]]) -> list[int]:
 def _messages(value: Any, name: str) -> list[dict[str, str]]:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRow(f'{name} is not a list of messages {{"role": …, "content": …}}')
-    return [{key: _text(message.get(key), f"{name}.{key}") for key in ("role", "content")} for message in value]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"{name} is missing or not text")
-    if not is_unicode(value):
-        raise BadRow(f"{name} holds half a surrogate pair, which no encoding can hold")
-    return value
+    return [{key: text_of(message, key) for key in ("role", "content")} for message in value]

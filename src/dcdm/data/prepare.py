@@ -25,10 +25,21 @@ import numpy as np
 
 from dcdm.config import SPLITS, DataConfig, DataError, Split
 from dcdm.data.chats import ExampleMaker
-from dcdm.data.reading import BadRows, Part, cut_into_parts, read_texts
-from dcdm.data.sources import NAMED, Skipped, SourceFile, examine, held_out, resolve
+from dcdm.data.sources import (
+    BETWEEN_WORDS,
+    NAMED,
+    BadRows,
+    Part,
+    Skipped,
+    SourceFile,
+    cut_into_parts,
+    examine,
+    held_out,
+    read_texts,
+    resolve,
+)
 from dcdm.data.store import MANIFEST, PreparedData, Shard, read_manifest, write_manifest
-from dcdm.data.tokenizers import BETWEEN_WORDS, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
+from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
 from dcdm.files import digest, file_digest, read_json_object, replace_folder, write_whole
 from dcdm.progress import Reporter
 
@@ -75,7 +86,9 @@ def prepare(
     files = examine(found)
     if validation:
         files = _without_validation(files, skipped)
-    skipped.empty = sum(not file.size for file in files)
+    for file in files:
+        if not file.size:
+            skipped.add("empty files", file.name)
     for sentence in skipped.sentences():
         reporter.say(sentence)
 
@@ -132,9 +145,13 @@ def _without_validation(files: list[SourceFile], skipped: Skipped) -> list[Sourc
     """The files without those for training that hold the same bytes as one for validation: they are that file, a
     link to it or a copy of it."""
     held = {file.sha256 for file in files if file.split == "validation" and file.size}
-    kept = [file for file in files if file.split == "validation" or file.sha256 not in held]
-    skipped.in_validation = [file.name for file in files if file.split != "validation" and file.sha256 in held]
-    if skipped.in_validation and not any(file.size for file in kept if file.split != "validation"):
+    kept = []
+    for file in files:
+        if file.split == "validation" or file.sha256 not in held:
+            kept.append(file)
+        else:
+            skipped.add("files of training that validation (--validation) holds too", file.name)
+    if len(kept) < len(files) and not any(file.size for file in kept if file.split != "validation"):
         raise DataError(
             "every file to train on is also a validation file (--validation), so that none is left to train on; "
             "name other files for validation, or leave it out to hold out a share (--validation-share)"

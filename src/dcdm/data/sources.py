@@ -1,25 +1,40 @@
-"""Where text comes from: the standard library, local files, data sets of the hub. All of them become files."""
+"""Text, from its names to its documents: sources to files, files cut into parts, parts read document by document.
+
+A source is the standard library, local files or a data set of the hub; all of them become files. What cannot be
+read is counted, and the first of it named by file and line.
+"""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import gzip
 import hashlib
+import json
+import mmap
 import os
 import re
 import sysconfig
 import urllib.error
 import urllib.request
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcdm.config import DataConfig, DataError, Split
-from dcdm.files import file_digest, listed_file, read_json_object
+from dcdm.files import file_digest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+T = TypeVar("T")
 
 Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -33,8 +48,22 @@ STDLIB: dict[str, frozenset[str]] = {
 }
 """Names of the standard library's source → folders left out: its tests, its tables and help texts, or both."""
 STDLIB_SHARE = 0.05
-NAMED = 10  # folders, files and bad places that a report names
+HUB_COPIES = {
+    # 80 parquet files, 8,013,769 documents; the name alone leads to a loading script, which `datasets` 4 and later
+    # refuse to run, and refs/convert/parquet has been a part of the corpus only
+    "openwebtext": ("Skylion007/openwebtext", "79d93d786212f7344586290adb811d4ae6a1762c"),
+}
+"""Known corpora of the hub → the repository and commit that `datasets` loads without running a script."""
+NAMED = 10  # files, folders and bad places that a report names
 PATIENCE = 3.0  # seconds in which the hub must answer
+PART_BYTES = 64 << 20  # of a part where nobody asks for another size
+TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
+FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
+LINE = re.compile(r"(?<=\n)")
+BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
+BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # long text may be cut where a match ends
+BOM = b"\xef\xbb\xbf"
+UNREADABLE = "folders that cannot be read"  # a reason to skip
 
 
 @dataclass(frozen=True)
@@ -59,36 +88,25 @@ class SourceFile:
 
 @dataclass
 class Skipped:
-    """What was found where text was looked for, and is not read."""
+    """What was found where text was looked for, and is not read: by reason, how many, and the first of them."""
 
-    other_kinds: Counter[str] = field(default_factory=Counter)
-    """Files by the ending of their names, "" for none."""
-    hidden: int = 0
-    """Files and folders whose names begin with a dot."""
-    empty: int = 0
-    """Files of known kinds without a byte."""
-    unreadable: list[str] = field(default_factory=list)
-    """Folders that could not be looked into, with the reason."""
-    in_validation: list[str] = field(default_factory=list)
-    """Files named for training whose text the validation sources hold too."""
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, reason: str, name: str) -> None:
+        self.counts[reason] += 1
+        if len(self.first[reason]) < NAMED:
+            self.first[reason].append(name)
 
     def sentences(self) -> list[str]:
         """What a user should hear; nothing where nothing was skipped."""
-        kinds = ", ".join(f"{n} {ending or 'without ending'}" for ending, n in self.other_kinds.most_common(NAMED))
-        said = {
-            "folders that cannot be read, so that their files are missing": _counted(self.unreadable),
-            "files of validation (--validation) left out of training": _counted(self.in_validation),
-            "skipped files of other kinds": f"{self.other_kinds.total()} ({kinds})" if kinds else "",
-            "skipped empty files": self.empty,
-            "skipped hidden files and folders": self.hidden,
-        }
-        return [f"{what}: {count}" for what, count in said.items() if count]
+        return [
+            f"skipped {reason}: {count} ({'; '.join(self.first[reason])}{', …' if count > NAMED else ''})"
+            for reason, count in self.counts.items()
+        ]
 
 
-def _counted(names: list[str]) -> str:
-    """How many there are, and the first of them."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{len(names)} ({'; '.join(names[:NAMED])}{more})" if names else ""
+# --- names to files ----------------------------------------------------------------------------------------------
 
 
 def resolve(
@@ -130,9 +148,6 @@ def held_out(name: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < share * 2**64
 
 
-# --- the standard library ----------------------------------------------------------------------------------------
-
-
 def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
     """The standard library's source files of a split, `train` or `validation` (one file in twenty), in order.
 
@@ -163,9 +178,6 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     return files
 
 
-# --- local files -------------------------------------------------------------------------------------------------
-
-
 def _local(spec: str, skipped: Skipped) -> list[SourceFile] | None:
     """Files of a path or pattern; None where `spec` can only be a name on the hub."""
     path = Path(spec).expanduser()
@@ -174,10 +186,10 @@ def _local(spec: str, skipped: Skipped) -> list[SourceFile] | None:
     if path.is_dir():
         return _folder(path, skipped)
     if glob.has_magic(spec):
-        return _matches(path)
-    folder, colon, split = spec.rpartition(":")
-    if colon and (saved := Path(folder).expanduser()).is_dir():
-        return _saved_dict(saved, split)
+        files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        if not files:
+            raise DataError(f"{path}: no file matches this pattern")
+        return _named(files, next(parent for parent in path.parents if not glob.has_magic(str(parent))))
     if spec.startswith((".", "/", "~")) or _format(path) is not None:
         raise DataError(f"{spec}: there is no such file or folder")
     return None
@@ -197,61 +209,33 @@ def _format(path: Path) -> Format | None:
     return next((kind for suffix, kind in FORMATS.items() if path.name.endswith(suffix)), None)
 
 
-def _matches(pattern: Path) -> list[SourceFile]:
-    files = [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if path.is_file()]
-    if not files:
-        raise DataError(f"{pattern}: no file matches this pattern")
-    root = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
-    return _named(files, root)
-
-
 def _folder(folder: Path, skipped: Skipped) -> list[SourceFile]:
-    """Every file of a known kind below `folder`, or a data set that `datasets` saved there."""
+    """Every file of a known kind below `folder`."""
     if (folder / "dataset_dict.json").is_file():
-        return _saved_dict(folder, "train")
-    if (folder / "state.json").is_file():
-        return _saved(folder)
+        saved = ", ".join(sorted(str(state.parent) for state in folder.glob("*/state.json")))
+        raise DataError(f"{folder} holds a data set of several splits; name one: {saved or 'there is none'}")
 
     def unreadable(error: OSError) -> None:
-        skipped.unreadable.append(f"{error.filename}: {error.strerror}")
+        skipped.add(UNREADABLE, f"{error.filename}: {error.strerror}")
 
     paths = []
     for here, folders, names in os.walk(folder, onerror=unreadable):
-        skipped.hidden += sum(name.startswith(".") for name in (*folders, *names))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(here, name) for name in names if not name.startswith(".")):
-            if _format(path) is not None and path.is_file():
-                paths.append(path)
+        folders.sort()
+        for name in sorted((*folders, *names)):
+            path = Path(here, name)
+            if name.startswith("."):
+                skipped.add("hidden files and folders", path.relative_to(folder).as_posix())
+            elif name in folders:
+                continue
+            elif _format(path) is None or not path.is_file() or ("state.json" in names and name[:5] != "data-"):
+                skipped.add("files of other kinds", path.relative_to(folder).as_posix())
             else:
-                skipped.other_kinds[path.suffix] += 1
+                paths.append(path)
+        folders[:] = [name for name in folders if not name.startswith(".")]
     if not paths:
         said = "".join(f"; {sentence}" for sentence in skipped.sentences())
         raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}{said}")
     return _named(paths, folder)
-
-
-def _saved_dict(folder: Path, split: str) -> list[SourceFile]:
-    saved = sorted(p.parent.name for p in folder.glob("*/state.json"))
-    if split not in saved:
-        raise DataError(f"{folder}: there is no split {split!r}; saved here: {', '.join(saved) or 'none'}")
-    return _saved(folder / split)
-
-
-def _saved(folder: Path) -> list[SourceFile]:
-    try:
-        state = read_json_object(folder / "state.json")
-        names = [listed_file(folder, entry["filename"]).name for entry in state["_data_files"]]
-        indexed = bool(state.get("_indices_data_files"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}/state.json is not what datasets saves: {error!r}") from error
-    if indexed:
-        raise DataError(
-            f"{folder}: the saved data set selects rows by index; save it again after flatten_indices()"
-        )
-    return [SourceFile(folder / name, name, "arrow") for name in names]
-
-
-# --- the hub -----------------------------------------------------------------------------------------------------
 
 
 def _hub(spec: str) -> list[SourceFile]:
@@ -262,10 +246,11 @@ def _hub(spec: str) -> list[SourceFile]:
     import datasets
 
     name, split = match["name"], match["split"] or "train"
+    name, revision = HUB_COPIES.get(name, (name, None))
     answers, failures = hub_answers(), []
     for arguments in _readings(name):
         try:
-            data = datasets.load_dataset(*arguments, split=split)
+            data = datasets.load_dataset(*arguments, split=split, revision=revision)
         except Exception as error:  # network, cache, script and split errors have no common base
             failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
             continue
@@ -314,3 +299,309 @@ def _readings(name: str) -> list[tuple[str, ...]]:
     if len(parts) == 2:
         return [(name,), (parts[0], parts[1])]
     return [("/".join(parts[:2]), "/".join(parts[2:]))]
+
+
+# --- files to parts ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file: bytes of text and JSONL, rows of Arrow, row groups of Parquet; `stop` is beyond it."""
+
+    file: SourceFile
+    start: int
+    stop: int
+    weight: int
+    """Bytes on the disk, about."""
+    split: Split | None = None
+    """None: each document's hash decides."""
+    ends: bool = True
+    """Whether a document that is the whole file ends here."""
+
+
+def cut_into_parts(
+    files: Sequence[SourceFile], settings: DataConfig, part_bytes: int = PART_BYTES, cut_documents: bool = False
+) -> Iterator[Part]:
+    """The files in parts of about `part_bytes` each, in order.
+
+    Where they are cut depends on the files and on `part_bytes` alone. Documents stay whole, but with
+    `cut_documents` a text file that is one long document is cut between words.
+    """
+    undecided = [file for file in files if file.format == "text" and file.split is None]
+    few = len(undecided) * settings.validation_share < FEW
+    for file in files:
+        whole = Part(file, 0, file.size, file.size, file.split)
+        if file.format == "jsonl.gz":  # cannot be read from the middle
+            yield whole
+        elif file.format == "parquet":
+            with _arrow_errors(file.path):
+                groups = _parquet(file.path).metadata
+            for number in range(groups.num_row_groups):
+                weight = groups.row_group(number).total_byte_size
+                yield replace(whole, start=number, stop=number + 1, weight=weight)
+        elif file.format == "arrow":
+            rows = _open_arrow(file.path).num_rows
+            step = max(1, rows * part_bytes // max(1, file.size))
+            for start in range(0, rows, step):
+                stop = min(rows, start + step)
+                yield replace(whole, start=start, stop=stop, weight=file.size * (stop - start) // rows)
+        elif file.size == 0:
+            continue
+        elif file.format == "text" and settings.documents == "file":
+            for document in _file_documents(whole, settings.validation_share, few):
+                step = part_bytes if cut_documents else file.size
+                yield from _cut(document, step, BETWEEN_WORDS, keep_open=True)
+        else:
+            by_paragraph = file.format == "text" and settings.documents == "blank-lines"
+            yield from _cut(whole, part_bytes, BLANK if by_paragraph else LINE)
+
+
+def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
+    """A text file as one document of one split, or, where files are few, its end as a document of validation."""
+    if part.split is not None or share == 0:
+        yield replace(part, split=part.split or "train")
+    elif not few:
+        yield replace(part, split="validation" if held_out(part.file.sha256.encode(), share) else "train")
+    else:
+        with _mapped(part) as data:
+            border = _border(data, LINE, max(1, part.stop - int(part.stop * share)), part.stop)
+        yield replace(part, stop=border, weight=border, split="train")
+        if border < part.stop:
+            yield replace(part, start=border, weight=part.stop - border, split="validation")
+
+
+def _cut(part: Part, step: int, border: re.Pattern[str], keep_open: bool = False) -> Iterator[Part]:
+    """`part` in stretches of at least `step` bytes, each ending where `border` does."""
+    if part.stop - part.start <= step:
+        yield part
+        return
+    with _mapped(part) as data:
+        start = part.start
+        while start < part.stop:
+            stop = _border(data, border, start + step, part.stop) if start + step < part.stop else part.stop
+            ends = stop == part.stop or not keep_open
+            yield replace(part, start=start, stop=stop, weight=stop - start, ends=ends)
+            start = stop
+
+
+@contextmanager
+def _mapped(part: Part) -> Iterator[mmap.mmap]:
+    with open(part.file.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _border(data: mmap.mmap, border: re.Pattern[str], at: int, stop: int) -> int:
+    """Where the first `border` from `at` on ends, or `stop`."""
+    match = re.compile(border.pattern.encode()).search(data, at, stop)
+    return stop if match is None else match.end()
+
+
+# --- parts to documents and rows ---------------------------------------------------------------------------------
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the message says why."""
+
+
+@dataclass
+class BadRows:
+    """Lines and rows that could not be used: how many, the first of them, and how many may be."""
+
+    limit: int
+    count: int = 0
+    first: list[tuple[str, int, str]] = field(default_factory=list)
+    empty: int = 0
+    """Documents without any text: no fault, but skipped."""
+
+    def add(self, part: Part, line: int, reason: str) -> None:
+        """Count what is in `line` of a part (in text and JSONL, counted from the part's first)."""
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append((part.file.name, _lines_before(part) + line, reason))
+        self.check()
+
+    def check(self) -> None:
+        if self.count > self.limit:
+            places = "; ".join(f"{name}:{line}: {reason}" for name, line, reason in self.first)
+            raise DataError(
+                f"{places}. Bad lines or rows: {self.count}, allowed by max_bad: {self.limit}. "
+                "Repair the file, or raise max_bad (--max-bad) to leave them out"
+            )
+
+
+def read_texts(part: Part, settings: DataConfig, bad: BadRows) -> Iterator[tuple[str, bool]]:
+    """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
+    if part.file.format != "text":
+        for value in read_rows(part, (settings.field,), lambda row: text_of(row, settings.field), bad):
+            bad.empty += not value
+            if value:
+                yield value, True
+        return
+    text = _text(part, bad)
+    if settings.documents == "file":
+        if text or part.start:  # a later part may end the document with no text of its own
+            yield text, part.ends
+    elif settings.documents == "lines":
+        lines = text.removesuffix("\n").split("\n")
+        bad.empty += sum(not line.strip() for line in lines)
+        yield from ((line.rstrip("\r"), True) for line in lines if line.strip())
+    else:
+        yield from ((piece.strip("\r\n"), True) for piece in BLANK.split(text) if piece.strip())
+
+
+def read_rows(
+    part: Part, columns: tuple[str, ...], use: Callable[[dict[str, Any]], T], bad: BadRows
+) -> Iterator[T]:
+    """What `use` makes of every row of a part that holds `columns`; it raises BadRow where a row cannot be used."""
+    is_table = part.file.format in ("parquet", "arrow")
+    with _reading(part):
+        for number, row in _table_rows(part, columns) if is_table else _lines(part):
+            try:
+                yield use(row if is_table else _parsed(row, columns))
+            except BadRow as error:
+                bad.add(part, number, str(error))
+
+
+def text_of(row: dict[str, Any], name: str) -> str:
+    """The text in a row's field `name`."""
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is {json.dumps(value, default=str)[:40]}, not text")
+    if not is_unicode(value):
+        raise BadRow(f"{name} holds half a surrogate pair, which no encoding can hold")
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text can be encoded: half a surrogate pair cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _reading(part: Part) -> Iterator[None]:
+    """Name the file that cannot be read, or that changes while it is read."""
+    try:
+        yield
+        now = os.stat(part.file.path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {part.file.path}: {error}") from error
+    if (now.st_size, now.st_mtime_ns) != (part.file.size, part.file.modified):
+        raise DataError(f"{part.file.path} changed while it was being read; start the preparation again")
+
+
+def _text(part: Part, bad: BadRows) -> str:
+    """The text of a part, without the lines that are not UTF-8."""
+    with _reading(part), open(part.file.path, "rb") as file:
+        file.seek(part.start)
+        raw = file.read(part.stop - part.start)
+    raw = raw.removeprefix(BOM) if part.start == 0 else raw
+    try:
+        return raw.decode("utf-8", errors="replace" if part.file.lenient else "strict")
+    except UnicodeDecodeError:
+        kept = []
+        for number, line in enumerate(raw.split(b"\n"), start=1):
+            try:
+                kept.append(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+        return "\n".join(kept)
+
+
+def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
+    """The lines of a part that hold something, numbered from 1."""
+    packed, at = part.file.format == "jsonl.gz", part.start
+    with gzip.open(part.file.path, "rb") if packed else open(part.file.path, "rb") as lines:
+        lines.seek(part.start)
+        for number, raw in enumerate(lines, start=1):
+            if at >= part.stop and not packed:
+                break
+            if raw.strip():
+                yield number, raw.removeprefix(BOM) if at == 0 else raw
+            at += len(raw)
+
+
+def _parsed(line: bytes, columns: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"not JSON in UTF-8 ({error})") from error
+    if not isinstance(row, dict):
+        raise BadRow(f"not a JSON object but {json.dumps(row)[:40]}")
+    if missing := _missing(columns, list(row)):
+        raise BadRow(missing)
+    return row
+
+
+def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    path = part.file.path
+    with _arrow_errors(path):
+        if part.file.format == "parquet":
+            file = _parquet(path)
+            names = file.schema_arrow.names
+            number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+            batches = file.iter_batches(TABLE_ROWS, list(range(part.start, part.stop)), list(columns))
+        else:
+            table = _open_arrow(path)
+            names, number = table.schema.names, part.start
+            rows = table.slice(part.start, part.stop - part.start).select([c for c in columns if c in names])
+            batches = iter(rows.to_batches(max_chunksize=TABLE_ROWS))
+        if missing := _missing(columns, names):
+            raise DataError(f"{path}: {missing}")
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _open_arrow(path: Path) -> pa.Table:
+    """An Arrow file or stream as a table that lies on the disk, not in memory."""
+    import pyarrow as pa
+
+    with _arrow_errors(path), pa.memory_map(str(path), "r") as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        return (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
+
+
+def _parquet(path: Path) -> pq.ParquetFile:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path)
+
+
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    if not is_unicode(str(path)):
+        raise DataError(f"cannot read {path}: pyarrow opens paths in UTF-8 only; rename it")
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+def _missing(columns: Sequence[str], present: list[str]) -> str | None:
+    """What to say where a row lacks one of `columns`."""
+    missing = [repr(column) for column in columns if column not in present]
+    if not missing:
+        return None
+    return (
+        f"no field {' and no field '.join(missing)}; fields there: {', '.join(present) or 'none'} (choose one with "
+        "field, --field, two with prompt_field and response_field, or messages_field)"
+    )
+
+
+def _lines_before(part: Part) -> int:
+    """Lines of the file that precede a part; tables number their rows themselves."""
+    if part.file.format not in ("text", "jsonl"):
+        return 0
+    count, left = 0, part.start
+    with open(part.file.path, "rb") as file:
+        while left > 0 and (raw := file.read(min(left, 1 << 24))):
+            count, left = count + raw.count(b"\n"), left - len(raw)
+    return count

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from dcdm.config import NUM_SPECIALS, SPLITS, DataError, Split
+from dcdm.data.sources import UNREADABLE
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, digest, file_digest, listed_file, read_json_object, write_whole
 
@@ -255,8 +256,9 @@ class PreparedData:
         if bad["count"]:
             name, line, reason = bad["first"][0]
             lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
-        if unreadable := self.manifest.get("skipped", {}).get("unreadable"):
-            lines.append(f"missing: {len(unreadable)} folders that cannot be read, the first {unreadable[0]}")
+        if missing := self.manifest.get("skipped", {}).get("counts", {}).get(UNREADABLE):
+            first = self.manifest["skipped"]["first"][UNREADABLE][0]
+            lines.append(f"missing: {missing} {UNREADABLE}, the first {first}")
         return "\n".join(lines)
 
     def _split(self, split: Split) -> dict[str, Any]:

@@ -26,16 +26,9 @@ BOS_FOR = "bos_stands_for"
 MOST_HOLES = 1 << 16  # ids without a token; published tokenizers have a few thousand at most
 TEMPLATE_LIMIT = 1 << 20
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
-BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # text may be cut where a match ends
 PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
-    ("one", " two"),
-    ("I", " A"),
-    ("word.\n", "Next"),
-    ("a\n", "b"),
-    ("1\n", "2"),
-    (")\n", "("),
-    ("x,\n", '"y"'),
-)
+    ("one", " two"), ("I", " A"), ("word.\n", "Next"), ("a\n", "b"), ("1\n", "2"), (")\n", "("), ("x,\n", '"y"'),
+)  # fmt: skip
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback call a byte
 
 

@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
-from dcdm.data.reading import BadRows, cut_into_parts, read_texts
-from dcdm.data.sources import STDLIB, STDLIB_SHARE, Skipped, examine, resolve
+from dcdm.data.sources import (
+    STDLIB,
+    STDLIB_SHARE,
+    UNREADABLE,
+    BadRows,
+    Skipped,
+    cut_into_parts,
+    examine,
+    read_texts,
+    resolve,
+)
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import digest
@@ -186,8 +195,8 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
     skipped = Skipped()
     files = resolve(source, wanted, skipped=skipped)
     planned = examine([file for file in files if part in (None, file.split)])
-    if skipped.unreadable:
-        raise DataError(f"{source}: {skipped.sentences()[0]}; make them readable, or name the files")
+    if skipped.counts[UNREADABLE]:
+        raise DataError(f"{source}: {'; '.join(skipped.sentences())}; make them readable, or name the files")
     bad = BadRows(0)
     texts = [text for cut in cut_into_parts(planned, wanted) for text, _ in read_texts(cut, wanted, bad)]
     if recipe.cut is not None:
