@@ -14,8 +14,8 @@ import torch
 
 from dcdm.config import ModelConfig
 from dcdm.kinds import parameter_counts
-from dcdm.lanes.draft_head import SHARE
 from dcdm.lanes.masks import led_positions
+from dcdm.lanes.model import SHARE
 from dcdm.model.routing import fixed_partition
 
 BF16_PEAKS = {

@@ -15,7 +15,7 @@ import dcdm
 from browser import CHROMIUM, Page, artefacts, chromium, dumped
 from dcdm.cli import main
 from dcdm.commands.demo import FIGURES, MODELS, ComparedEstimate, compare, held_out, with_error, write
-from dcdm.decoding.prompts import with_blanks
+from dcdm.decoding.engine import with_blanks
 from dcdm.kinds import parameter_counts
 from dcdm.shipped import CHUNKS, LANES
 from dcdm.training.settings import resolve

@@ -184,7 +184,7 @@ def test_control_characters_of_a_sample_do_not_reach_a_terminal():
 
 
 def test_a_prompt_and_its_completion_are_shown_as_one_text():
-    from dcdm.decoding.prompts import whole_text
+    from dcdm.decoding.engine import whole_text
 
     assert whole_text("ab", "cd", blanks=True) == "abcd"
     assert whole_text("a[[2]]b", "axyb", blanks=True) == "axyb"

@@ -17,9 +17,8 @@ import tiny
 from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, compile_expression
+from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, blank_runs, compile_expression
 from dcdm.decoding.json_schemas import check_schema
-from dcdm.decoding.prompts import blank_runs
 from expressions import compile_here, expression, schema
 
 KINDS = ["lanes", "ar", "causal", "bdlm", "mdlm", "strided", "paper"]

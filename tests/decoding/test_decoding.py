@@ -10,9 +10,9 @@ import torch
 import dcdm
 import tiny
 from dcdm.decoding import routes
+from dcdm.decoding.caching import Cached
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import Cached, Uncached, predictable
+from dcdm.decoding.loop import Uncached, fill_canvas, predictable
 from dcdm.decoding.routes import AdaBlock
 from dcdm.model.cache import KVCache, LayerCache
 from walks import EXACT, ORDERED, RANDOM, canvases, model_of, walked
@@ -200,7 +200,7 @@ def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monke
         return predictable(model, states)
 
     monkeypatch.setattr("dcdm.decoding.commits.SLICE_BYTES", 2 * 4 * model.config.vocab_size)
-    monkeypatch.setattr("dcdm.decoding.predictors.predictable", counted)
+    monkeypatch.setattr("dcdm.decoding.loop.predictable", counted)
     assert dcdm.generate(model, [[1, 2], [3]], **settings).completions == plain.completions
     assert max(sizes) <= 2
     sliced = dcdm.score(model, clean, "trajectory", commit="entropy:0.9", prompt=positions.visible)

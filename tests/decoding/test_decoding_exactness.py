@@ -12,9 +12,9 @@ import torch
 import dcdm
 import tiny
 from dcdm.decoding import routes
-from dcdm.decoding.predictors import predictable
+from dcdm.decoding.commits import Sampling
+from dcdm.decoding.loop import predictable
 from dcdm.decoding.routes import AdaBlock
-from dcdm.decoding.sampling import Sampling
 from walks import ORDERED
 
 FREE = 3

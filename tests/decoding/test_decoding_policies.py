@@ -7,8 +7,7 @@ import torch
 
 from dcdm.config import ConfigError
 from dcdm.decoding import commits
-from dcdm.decoding.commits import Distributions, View, commit_policy
-from dcdm.decoding.sampling import Sampling
+from dcdm.decoding.commits import Distributions, Sampling, View, commit_policy
 
 
 def view_of(probabilities, step=0, candidates=None):

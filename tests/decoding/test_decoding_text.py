@@ -10,10 +10,8 @@ import tiny
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding import routes
-from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import Uncached
-from dcdm.decoding.sampling import Sampling
+from dcdm.decoding.commits import Sampling, commit_policy
+from dcdm.decoding.loop import Uncached, fill_canvas
 from dcdm.keys import Key
 from walks import model_of, whole
 

@@ -9,9 +9,8 @@ import torch
 
 import dcdm
 import tiny
+from dcdm.decoding.caching import PIECE, PrefixCache, PromptPrefix, shared_prefix, sharing
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.predictors import sharing
-from dcdm.decoding.prefixes import PIECE, PrefixCache, PromptPrefix, shared_prefix
 from dcdm.decoding.session import session_of
 from dcdm.decoding.text import Text
 from walks import model_of

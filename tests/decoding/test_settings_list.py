@@ -44,7 +44,7 @@ def test_every_setting_has_a_docstring_and_reaches_flags_schema_harness_and_page
 
 
 def test_keywords_may_be_written_as_people_write_them():
-    from dcdm.decoding.sampling import Sampling
+    from dcdm.decoding.commits import Sampling
 
     one = DecodingConfig.of(revise=0.2, delimiters=[".", "\n"], sampling=Sampling(0.5, top_k=3))
     assert (one.revise, one.delimiters, one.temperature, one.top_k) == (Revise(share=0.2), (".", "\n"), 0.5, 3)

@@ -16,8 +16,8 @@ from dcdm.io.export import export
 from dcdm.io.load import load_init
 from dcdm.io.verify import cache_errors
 from dcdm.keys import Key
-from dcdm.lanes.draft_head import SHARE
 from dcdm.lanes.masks import led_positions
+from dcdm.lanes.model import SHARE
 from dcdm.lanes.objective import DRAFT_WEIGHT, draw_lanes
 from dcdm.model.transformer import Model
 

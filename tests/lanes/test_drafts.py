@@ -14,12 +14,10 @@ from torch import Tensor
 import dcdm
 import tiny
 from dcdm.config import ConfigError
-from dcdm.decoding import predictors
-from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding import caching
+from dcdm.decoding.caching import PrefixCache, predictor_of
+from dcdm.decoding.commits import Sampling, View, commit_policy
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.predictors import predictor_of
-from dcdm.decoding.prefixes import PrefixCache
-from dcdm.decoding.sampling import Sampling
 from dcdm.decoding.session import Session, session_of
 from dcdm.decoding.text import Text
 from dcdm.keys import Key
@@ -27,7 +25,7 @@ from dcdm.lanes import masks as lane_masks
 from dcdm.lanes import reference
 from dcdm.lanes.decoding import DraftedLanes, LaneState
 from dcdm.lanes.drafts import accept_or_replace
-from dcdm.lanes.partition import lane_partition
+from dcdm.lanes.masks import lane_partition
 from dcdm.likelihood.estimators import score
 from dcdm.model import masks
 from dcdm.model.transformer import Model
@@ -248,7 +246,7 @@ def test_the_most_probable_text_of_one_lane_is_the_same_with_and_without_drafts(
 
 @pytest.mark.parametrize("fillers", [0, 64])
 def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictors, "FILLERS", fillers)  # 0: rows of different sizes share no pass
+    monkeypatch.setattr(caching, "FILLERS", fillers)  # 0: rows of different sizes share no pass
     model = model_with_drafts(6, num_chunks=2, chunk_dim=4)
     mask, bos = model.config.mask_id, model.config.bos_id
     draw = random.Random(0)

@@ -8,14 +8,13 @@ import torch
 import dcdm
 import tiny
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.decoding.caching import predictor_of
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.lanes import masks as lane_masks
-from dcdm.lanes import partition
 from dcdm.lanes.masks import from_left
 from dcdm.lanes.objective import draw_lanes
 from dcdm.model import masks, reference, routing
@@ -48,7 +47,9 @@ def spans(rows: int, length: int) -> torch.Tensor:
 def test_lanes_are_runs_of_equal_length_and_chunk_k_holds_the_kth_position_of_each():
     free = torch.ones(1, 11, dtype=torch.bool)
     free[0, 0] = False
-    ids = partition.lane_ids(free, torch.ones_like(free), partition.even_starts(free.sum(-1), torch.tensor([3]), 3))
+    ids = lane_masks.lane_ids(
+        free, torch.ones_like(free), lane_masks.even_starts(free.sum(-1), torch.tensor([3]), 3)
+    )
     assert ids.tolist() == [[0, 1, 2, 3, 4, 1, 2, 3, 1, 2, 3]]  # longer lanes first
 
 
@@ -57,7 +58,7 @@ def test_chunks_of_lanes_never_grow_and_cover_every_free_position_once(lanes):
     config = tiny.config("mdlm", **LANES["lanes"])
     tokens = tiny.tokens(3, 14, padding=(3, 1))
     positions = dcdm.build(config).position_masks(tokens, spans(3, 14))
-    ids = partition.lane_partition(config, positions.free, positions.real, lanes)[0]
+    ids = lane_masks.lane_partition(config, positions.free, positions.real, lanes)[0]
     assert torch.equal(ids >= 1, positions.free)
     assert torch.equal(ids < 0, ~positions.real)
     for row in ids:
@@ -73,7 +74,7 @@ def test_strided_chunks_are_lanes_of_as_many_positions_as_there_are_chunks():
     free[0, 0] = False
     real = torch.ones_like(free)
     expected = routing.fixed_partition(strided, free, real)
-    assert torch.equal(partition.lane_partition(lanes, free, real, 3)[0], expected)
+    assert torch.equal(lane_masks.lane_partition(lanes, free, real, 3)[0], expected)
 
 
 def test_the_number_of_lanes_is_drawn_per_row_and_leaves_them_long_enough():

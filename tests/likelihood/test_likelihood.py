@@ -12,8 +12,7 @@ import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import Uncached, predictable
+from dcdm.decoding.loop import Uncached, fill_canvas, predictable
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.likelihood.subsets import rank_in_group, sampled_subsets

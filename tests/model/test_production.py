@@ -10,7 +10,7 @@ from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.decoding import routes
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
-from dcdm.model import masks, reference, tiling
+from dcdm.model import layout, masks, reference
 from dcdm.model.attention import AttentionPlan, choose_backend, tiled_attention, tiles_by_autograd
 from dcdm.model.chunking import subspace_mixture
 from dcdm.model.layout import chunk_sorted, dual_stream, visible_first
@@ -56,9 +56,9 @@ def assert_same_gradients(one, other):
 def many_tiles(request, monkeypatch):
     """Small tensors would always take one dense tile: make tiles cheap, and chunks large enough for their own."""
     if request.param:
-        monkeypatch.setattr(tiling, "CALL_COST", 0)
-        monkeypatch.setattr(tiling, "SMALLEST", 3)
-        monkeypatch.setattr(tiling, "ROW_BLOCK", 4)
+        monkeypatch.setattr(layout, "CALL_COST", 0)
+        monkeypatch.setattr(layout, "SMALLEST", 3)
+        monkeypatch.setattr(layout, "ROW_BLOCK", 4)
     return request.param
 
 
@@ -69,8 +69,8 @@ def test_outputs_and_gradients_equal_the_literal_path(tiles, canvas):
     kind, num_chunks, clean, prompt, masked = canvas
     with pytest.MonkeyPatch.context() as patch:
         if tiles:
-            patch.setattr(tiling, "CALL_COST", 0)
-            patch.setattr(tiling, "SMALLEST", 3)
+            patch.setattr(layout, "CALL_COST", 0)
+            patch.setattr(layout, "SMALLEST", 3)
         model = make(kind, num_chunks)
         masked = masked & model.position_masks(clean, prompt).free
         fast, slow = model(clean, masked, prompt=prompt), reference.forward(model, clean, masked, prompt=prompt)
@@ -170,9 +170,9 @@ def test_tiles_cover_exactly_the_live_pairs(ids, with_masks):
         plan = AttentionPlan.of(mask, place.slots, "sdpa-tiled")
         expected = plan.dense
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiling, "CALL_COST", 0)
-            patch.setattr(tiling, "SMALLEST", 3 if with_masks else 1)
-            patch.setattr(tiling, "ROW_BLOCK", 4)
+            patch.setattr(layout, "CALL_COST", 0)
+            patch.setattr(layout, "SMALLEST", 3 if with_masks else 1)
+            patch.setattr(layout, "ROW_BLOCK", 4)
             tiles = plan.tiles
         seen = torch.zeros_like(expected, dtype=torch.int)
         for tile in tiles:
@@ -199,8 +199,8 @@ def test_slots_that_nobody_reads_are_left_out():
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_operator_and_the_portable_tiles_equal_literal_attention_and_its_gradients(kv_heads, monkeypatch):
-    monkeypatch.setattr(tiling, "CALL_COST", 0)
-    monkeypatch.setattr(tiling, "SMALLEST", 4)
+    monkeypatch.setattr(layout, "CALL_COST", 0)
+    monkeypatch.setattr(layout, "SMALLEST", 4)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (2, 24), generator=generator)
     noise = torch.rand(2, 24, generator=generator) < 0.5

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.decoding.prompts import with_blanks
+from dcdm.decoding.engine import with_blanks
 from dcdm.viewing import terminal
 from dcdm.viewing.filling import EXERCISES, Filling, Written, exercises_for
 from dcdm.viewing.terminal import filling_text, show_written

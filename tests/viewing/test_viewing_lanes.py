@@ -17,7 +17,7 @@ from dcdm.commands.sample import _Stream
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.lanes.likelihood import forwards_along
-from dcdm.lanes.partition import lane_partition
+from dcdm.lanes.masks import lane_partition
 from dcdm.viewing.chunks import TokenWindows, view, window_of
 from dcdm.viewing.filling import Filling, filling_of
 from dcdm.viewing.pages import chunks_page, replay_page

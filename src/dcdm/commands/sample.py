@@ -167,7 +167,7 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
 
 def _print(prompts: list[str], result: Generation, blanks: bool, whole: bool) -> None:
     """`whole` if the texts are drafts that were revised, and not what follows the prompts."""
-    from dcdm.decoding.prompts import whole_text
+    from dcdm.decoding.engine import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
@@ -214,7 +214,7 @@ class _Stream:
         self.colour: dict[int, int] = {}
         self.heads: set[int] = set()
         if on:
-            from dcdm.decoding.prompts import with_blanks
+            from dcdm.decoding.engine import with_blanks
 
             given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
             self.known = dict(enumerate(given, start=1))

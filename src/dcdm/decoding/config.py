@@ -22,8 +22,8 @@ from dcdm.config import ConfigError, ModelConfig, whole_number
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
+    from dcdm.decoding.commits import Sampling
     from dcdm.decoding.routes import AdaBlock
-    from dcdm.decoding.sampling import Sampling
 
 ROUTINGS = {
     "auto": "As this kind of model was trained.",
@@ -146,7 +146,7 @@ class DecodingConfig:
     @cached_property
     def sampling(self) -> Sampling:
         """The distribution that tokens are drawn from."""
-        from dcdm.decoding.sampling import Sampling
+        from dcdm.decoding.commits import Sampling
 
         return Sampling(self.temperature, self.top_k, self.top_p)
 

@@ -30,10 +30,8 @@ from torch import Tensor
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.commits import View
+from dcdm.decoding.commits import Sampling, View
 from dcdm.decoding.json_schemas import check_schema
-from dcdm.decoding.prompts import blank_runs
-from dcdm.decoding.sampling import Sampling
 
 COMPILER = Path(__file__).with_name("expression_compiler.py")
 SECONDS, MEMORY, STATES = 5, 1 << 30, 20_000
@@ -319,3 +317,13 @@ def constrained_spans(
     for span in spans:
         span.check(name)
     return spans
+
+
+def blank_runs(row: Sequence[int], mask_id: int) -> list[tuple[int, int]]:
+    """Where the blanks of a row begin, and how long each is."""
+    runs: list[tuple[int, int]] = []
+    for at, token in enumerate(row):
+        if token == mask_id:
+            start, length = runs[-1] if runs and sum(runs[-1]) == at else (at, 0)
+            runs[len(runs) - bool(length) :] = [(start, length + 1)]
+    return runs

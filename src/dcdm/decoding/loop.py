@@ -2,11 +2,12 @@
 
 Likelihoods run it with the true tokens, generation with drawn ones.
 
-    B batch   L positions   A asked positions
+    B batch   L positions   A asked positions   N those of all rows   V the tokens that can be predicted
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -14,11 +15,61 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from dcdm.config import NUM_SPECIALS
 from dcdm.decoding.commits import Commit, Distributions, View
-from dcdm.decoding.predictors import Predictor
-from dcdm.decoding.routes import Route, Router, start
+from dcdm.decoding.routes import Route, Router, start, without_hidden
 from dcdm.model.layout import RaggedIndex, stack_rows
-from dcdm.model.transformer import BlockZero, PositionMasks
+from dcdm.model.products import at_least_fp32
+from dcdm.model.transformer import BlockZero, Model, PositionMasks
+
+
+@dataclass(frozen=True)
+class Predicted:
+    states: Tensor
+    """(N, d): final states from which the N active positions of all rows are predicted, row by row."""
+    computed: Tensor
+    """(B,): positions that went through all blocks."""
+    reused: Tensor
+    """(B,): positions whose keys and values were remembered instead."""
+
+
+class Predictor(ABC):
+    """Makes predictions for the rows that have active positions; the others cost nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @abstractmethod
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        """Predictions for the active positions of `route`."""
+
+    def distributions(self, valid: Tensor, states: Tensor) -> Distributions:
+        """Those of `Predicted.states`, at the True places of `valid` (B, A)."""
+        return Distributions(valid, states, self.log_p_of, self.model.config.vocab_size)
+
+    def log_p_of(self, states: Tensor) -> Tensor:
+        """Log-probabilities (…, V) of the tokens that can be predicted."""
+        logits = predictable(self.model, states)
+        return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
+
+
+class Uncached(Predictor):
+    """Every forward pass computes all that the active chunk can see."""
+
+    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
+        rows = route.active.any(dim=-1)
+        route, active = without_hidden(route, revealed), route.active[rows]
+        states = self.model.denoise(z[rows], route.ids[rows], route.block_zero)
+        if self.model.config.kind == "ar":
+            states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
+        computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)
+        return Predicted(states[active], computed, torch.zeros_like(computed))
+
+
+def predictable(model: Model, states: Tensor) -> Tensor:
+    """Logits (…, V−3) of the tokens that can be predicted; specials are excluded for AR too."""
+    logits = model.token_logits(states)
+    return logits[..., :-NUM_SPECIALS] if model.config.predicts_specials else logits
 
 
 @dataclass(frozen=True)

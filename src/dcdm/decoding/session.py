@@ -17,12 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dcdm.decoding.commits import View, commit_policy, mixed_commit
-from dcdm.decoding.loop import Committed, DecodingState
-from dcdm.decoding.predictors import cached_predictor
-from dcdm.decoding.prefixes import PrefixCache, shared_prefix
+from dcdm.decoding.caching import Cached, PrefixCache, cached_predictor, shared_prefix
+from dcdm.decoding.commits import Sampling, View, commit_policy, mixed_commit
+from dcdm.decoding.loop import Committed, DecodingState, Uncached
 from dcdm.decoding.routes import MixedRouter, router_of
-from dcdm.decoding.sampling import Sampling
 from dcdm.decoding.text import Event, Text
 from dcdm.model.transformer import Model, PositionMasks
 
@@ -39,10 +37,11 @@ class Session:
         self.texts: list[Text] = []
         self.forwards = 0
         self._new: list[Text] = []
-        self._predict = cached_predictor(model, None, prefixes)  # rows that nobody adds to it are computed uncached
+        self._prefixes = prefixes
+        self._cached: Cached | None = None
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
-        self._state = DecodingState(nothing, PositionMasks(none, none, none), MixedRouter(), self._predict)
+        self._state = DecodingState(nothing, PositionMasks(none, none, none), MixedRouter(), Uncached(model))
 
     def add(self, text: Text) -> None:
         """A text that takes part from the next step on."""
@@ -56,7 +55,7 @@ class Session:
     @property
     def positions(self) -> int:
         """Positions that there is memory for in the cache."""
-        return self._predict.cache.positions
+        return 0 if self._cached is None else self._cached.cache.positions
 
     @torch.no_grad()
     def step(self) -> int:
@@ -95,11 +94,17 @@ class Session:
                     shared_prefix(config, line) if text.decoding.cache == "exact" and not text.number else None
                     for text, line in zip(own, lines[part], strict=True)
                 ]
-                known = self._predict.add_rows(places.real, first + numbers[0], prefixes)
+                known = self._cache().add_rows(places.real, first + numbers[0], prefixes)
                 for text, count in zip(own, known, strict=True):
                     text.costs["prefix"] += count
         self.texts += texts
         self._refresh()
+
+    def _cache(self) -> Cached:
+        """Made for the first text that wants one; rows that nobody adds to it are computed uncached."""
+        if self._cached is None:
+            self._cached = self._state.predict = cached_predictor(self.model, None, self._prefixes)
+        return self._cached
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
         """Neighbours that agree on it join under one router."""
@@ -109,7 +114,7 @@ class Session:
         """Canvases of texts with one policy."""
         index, decoding = torch.tensor([text.index for text in texts]), texts[0].decoding
         router = router_of(self.model, positions, index, decoding.routing, decoding.adablock)
-        return DecodingState(z, positions, router, self._predict, *self._noise(texts, z.shape[1]))
+        return DecodingState(z, positions, router, self._state.predict, *self._noise(texts, z.shape[1]))
 
     def _noise(self, texts: list[Text], length: int) -> tuple[Tensor, Tensor]:
         """(B, L) of random commit policies, and (B, L, U) for draws: the first number draws a position's token."""
@@ -120,7 +125,8 @@ class Session:
         """All texts leave but these."""
         kept = torch.tensor(rows, dtype=torch.long, device=self._state.z.device)
         self._state.keep_rows(kept)
-        self._predict.keep_rows(kept, self._state.z.shape[1])
+        if self._cached is not None:
+            self._cached.keep_rows(kept, self._state.z.shape[1])
         self.texts = [self.texts[row] for row in rows]
         self._refresh()
 

@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from dcdm.config import ConfigError, Dtype
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.caching import predictor_of
 from dcdm.decoding.commits import View, commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.engine import generate
 from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
 from dcdm.distributed import choose_device, precision
 from dcdm.files import digest

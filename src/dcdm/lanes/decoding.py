@@ -13,17 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dcdm.decoding.caching import Cached, Needed, Part, PrefixCache, cached_predictor
 from dcdm.decoding.commits import Commit, View
-from dcdm.decoding.loop import Committed, DecodingState, Reveal
-from dcdm.decoding.predictors import Cached, Needed, Part, Predicted, Predictor, cached_predictor
-from dcdm.decoding.prefixes import PrefixCache
+from dcdm.decoding.loop import Committed, DecodingState, Predicted, Predictor, Reveal
 from dcdm.decoding.routes import LATER, AdaBlock, Fixed, Route, Router, check_routing, router_of
 from dcdm.decoding.session import Session, session_of
 from dcdm.decoding.text import Text
 from dcdm.lanes.drafts import Drafter, Drafts, accept_or_replace, propose, shifted, verify
-from dcdm.lanes.masks import DRAFTS, led_positions
+from dcdm.lanes.masks import DRAFTS, lane_partition, led_positions
 from dcdm.lanes.model import LaneModel
-from dcdm.lanes.partition import lane_partition
 from dcdm.model.layout import RaggedIndex
 from dcdm.model.masks import CLEAN
 from dcdm.model.transformer import Model, PositionMasks
@@ -211,7 +209,7 @@ class LaneSession(Session):
         none, no_lane = self._state.real, self._state.z
         uniform = self._state.uniform.expand(-1, -1, len(self.DRAWS))
         self._state = LaneState(
-            no_lane, PositionMasks(none, none, none), self._state.router, self._predict, None, uniform,
+            no_lane, PositionMasks(none, none, none), self._state.router, self._cache(), None, uniform,
             lane=no_lane, ahead=no_lane[:, 0], drafter=self,
         )  # fmt: skip
 
@@ -226,7 +224,7 @@ class LaneSession(Session):
         ahead = torch.tensor([_drafts(text) for text in texts])
         router = DraftedLanes(positions, lane) if bool(ahead.any()) else Fixed(positions, ids, ids)
         noise = self._noise(texts, z.shape[1])
-        return LaneState(z, positions, router, self._predict, *noise, lane=lane, ahead=ahead, drafter=self)
+        return LaneState(z, positions, router, self._cache(), *noise, lane=lane, ahead=ahead, drafter=self)
 
     def _closed(self) -> Tensor | None:
         """Chunks of lanes do not depend on what is written: positions after an EOS can stay masked."""

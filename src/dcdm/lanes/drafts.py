@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.decoding.commits import View
+from dcdm.decoding.commits import Sampling, View
 from dcdm.decoding.loop import Committed
-from dcdm.decoding.sampling import Sampling
 from dcdm.lanes.model import LaneModel
 from dcdm.model.layout import RaggedIndex
 from dcdm.model.products import SLICE_BYTES

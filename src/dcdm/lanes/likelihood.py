@@ -10,14 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.caching import predictor_of
+from dcdm.decoding.commits import Sampling, commit_policy
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.predictors import predictor_of
-from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.lanes.decoding import DraftedLanes, LaneState
+from dcdm.lanes.masks import lane_partition
 from dcdm.lanes.model import LaneModel
-from dcdm.lanes.partition import lane_partition
 from dcdm.likelihood.estimators import AlongText, Part, Scorer, certain, scattered, scorer_of
 from dcdm.model.transformer import Model, PositionMasks
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, balanced, objective
 from dcdm.keys import Key
-from dcdm.lanes.draft_head import SHARE, draft_states
-from dcdm.lanes.model import LaneModel
+from dcdm.lanes.model import SHARE, LaneModel, draft_states
 from dcdm.model.products import weighted_nll
 from dcdm.model.transformer import Encoded
 

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcdm.lanes.masks import led_positions, left
+from dcdm.lanes.masks import lane_partition, led_positions, left
 from dcdm.lanes.model import LaneModel
-from dcdm.lanes.partition import lane_partition
 from dcdm.model.masks import dual_stream_slots
 from dcdm.model.reference import Pass, encode, partition
 from dcdm.model.transformer import Encoded, Model

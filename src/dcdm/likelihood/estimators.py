@@ -16,12 +16,11 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding import routes
-from dcdm.decoding.commits import View, commit_policy
+from dcdm.decoding.caching import predictor_of
+from dcdm.decoding.commits import Sampling, View, commit_policy
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.loop import fill_canvas
-from dcdm.decoding.predictors import predictor_of
 from dcdm.decoding.routes import router_of
-from dcdm.decoding.sampling import Sampling
 from dcdm.keys import Key
 from dcdm.likelihood import subsets
 from dcdm.model.products import token_nll

@@ -2,6 +2,6 @@
 
 Read masks (who may attend to whom), then reference (the whole network, literally), chunking (the paper's layer: its
 soft path, and `assign`, the hard routing argmax(r + b)), routing (partitions that do not depend on noise: blocks,
-controls, the causal routing), then transformer (the network as it runs) with what makes it fast: layout, tiling,
-attention, blockmask, products, incremental_router, cache.
+controls, the causal routing), then transformer (the network as it runs) with what makes it fast: layout,
+attention, blockmask, products, cache.
 """

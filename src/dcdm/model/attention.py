@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig, RopeScaling
 from dcdm.model import blockmask, explicit
+from dcdm.model.layout import Tile, rows_alike, tiles_of
 from dcdm.model.masks import Mask, Slots
 from dcdm.model.products import at_least_fp32
-from dcdm.model.tiling import Tile, rows_alike, tiles_of
 
 Backend = Literal["reference", "sdpa", "sdpa-tiled", "flex"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dcdm.config import ModelConfig
 from dcdm.model import explicit
 from dcdm.model.attention import AttentionPlan, KeysAndValues
+from dcdm.model.layout import Tile
 from dcdm.model.products import Linear, at_least_fp32
-from dcdm.model.tiling import Tile
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
 

@@ -18,9 +18,9 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
-from dcdm.model.incremental_router import IncrementalRouter
 from dcdm.model.masks import Slots
 from dcdm.model.products import product
+from dcdm.model.routing import IncrementalRouter
 
 
 @dataclass(frozen=True)

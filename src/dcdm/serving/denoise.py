@@ -10,9 +10,9 @@ import torch
 
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.prompts import blank_tokens, read_prompts, whole_text
+from dcdm.decoding.engine import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.text import Ended, Event
-from dcdm.lanes.partition import lane_partition
+from dcdm.lanes.masks import lane_partition
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
 from dcdm.serving.schemas import APIError, DenoiseRequest, bad_request, encode
 from dcdm.serving.served import Served

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from dcdm.decoding.caching import PrefixCache
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import ConstrainedSpan
-from dcdm.decoding.prefixes import PrefixCache
 from dcdm.decoding.revision import Revision
 from dcdm.decoding.session import session_of
 from dcdm.decoding.text import Ended, Event, Text

@@ -29,7 +29,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import resolve_drafts, resolve_lanes
 from dcdm.keys import Key
 from dcdm.lanes.likelihood import forwards_along
-from dcdm.lanes.partition import lane_partition
+from dcdm.lanes.masks import lane_partition
 from dcdm.model.transformer import Model, Partition
 from dcdm.viewing.palette import colour, ink
 

@@ -1,11 +1,17 @@
-"""How the distributions of the asked positions are computed: with or without a KV cache.
+"""Predictors with a KV cache: what is finished is computed once; and prompt prefixes that later texts begin with.
 
-B batch   L positions   A asked positions   N those of all rows   V the tokens that can be predicted
+Where given tokens see only what stands before them (AR, and models that predict from the left), a text takes over
+whatever its prompt has in common with an earlier one, piece by piece. Elsewhere given tokens see each other, even
+behind a blank: there a text takes over all of them or none. Both are exact: what is remembered is what the text
+would compute itself. The prefix cache is bounded by a number of tokens; what has not been used for longest goes
+first.
+
+    B batch   R rows with a cache   L positions
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
@@ -13,63 +19,17 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from dcdm.config import NUM_SPECIALS
-from dcdm.decoding.commits import Distributions
+from dcdm.config import ConfigError, ModelConfig
 from dcdm.decoding.config import resolve_cache
-from dcdm.decoding.prefixes import PrefixCache, PromptPrefix
-from dcdm.decoding.routes import Route, without_hidden
+from dcdm.decoding.loop import Predicted, Predictor, Uncached
+from dcdm.decoding.routes import Route
+from dcdm.model.cache import KVCache, Prefix
 from dcdm.model.layout import RaggedIndex, stack_rows, widen
 from dcdm.model.masks import NOISY, Slots
-from dcdm.model.products import at_least_fp32
 from dcdm.model.transformer import Model, PositionMasks
 
-
-@dataclass(frozen=True)
-class Predicted:
-    states: Tensor
-    """(N, d): final states from which the N active positions of all rows are predicted, row by row."""
-    computed: Tensor
-    """(B,): positions that went through all blocks."""
-    reused: Tensor
-    """(B,): positions whose keys and values were remembered instead."""
-
-
-def predictor_of(model: Model, positions: PositionMasks, cache: str) -> Predictor:
-    """For the rows of `positions`, with the cache that is asked for."""
-    return Uncached(model) if resolve_cache(model.config, cache) == "none" else cached_predictor(model, positions)
-
-
-class Predictor(ABC):
-    """Makes predictions for the rows that have active positions; the others cost nothing."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    @abstractmethod
-    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
-        """Predictions for the active positions of `route`."""
-
-    def distributions(self, valid: Tensor, states: Tensor) -> Distributions:
-        """Those of `Predicted.states`, at the True places of `valid` (B, A)."""
-        return Distributions(valid, states, self.log_p_of, self.model.config.vocab_size)
-
-    def log_p_of(self, states: Tensor) -> Tensor:
-        """Log-probabilities (…, V) of the tokens that can be predicted."""
-        logits = predictable(self.model, states)
-        return logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
-
-
-class Uncached(Predictor):
-    """Every forward pass computes all that the active chunk can see."""
-
-    def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
-        rows = route.active.any(dim=-1)
-        route, active = without_hidden(route, revealed), route.active[rows]
-        states = self.model.denoise(z[rows], route.ids[rows], route.block_zero)
-        if self.model.config.kind == "ar":
-            states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
-        computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)
-        return Predicted(states[active], computed, torch.zeros_like(computed))
+PIECE = 16
+"""Tokens that are remembered or forgotten together, where prefixes can be shared in part."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +208,11 @@ def cached_predictor(
     return Cached(model, positions, prefixes)
 
 
+def predictor_of(model: Model, positions: PositionMasks, cache: str) -> Predictor:
+    """For the rows of `positions`, with the cache that is asked for."""
+    return Uncached(model) if resolve_cache(model.config, cache) == "none" else cached_predictor(model, positions)
+
+
 FILLERS = 64
 """Slots that a pass may compute for nothing so that rows of different sizes share it."""
 
@@ -273,7 +238,97 @@ def sharing(sizes: Sequence[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def predictable(model: Model, states: Tensor) -> Tensor:
-    """Logits (…, V−3) of the tokens that can be predicted; specials are excluded for AR too."""
-    logits = model.token_logits(states)
-    return logits[..., :-NUM_SPECIALS] if model.config.predicts_specials else logits
+# --- prompt prefixes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptPrefix:
+    """The given tokens of a canvas, as far as others may share their keys and values."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    whole: bool
+    """Take over all of them or none."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def shared_prefix(config: ModelConfig, canvas: list[int]) -> PromptPrefix | None:
+    """What of a canvas (BOS first, MASK where something is free) others may share; None if nothing."""
+    if config.routes_from_noise:
+        return None
+    if config.kind == "ar" or config.predicts_from_left:
+        end = canvas.index(config.mask_id) if config.mask_id in canvas else len(canvas)
+        end = (end - 1) // PIECE * PIECE  # the last of them predicts what follows, so it is computed
+        return PromptPrefix(tuple(canvas[:end]), tuple(range(end)), whole=False) if end else None
+    given = [(at, token) for at, token in enumerate(canvas) if token != config.mask_id]
+    if len(given) < PIECE:
+        return None
+    return PromptPrefix(tuple(token for _, token in given), tuple(at for at, _ in given), whole=True)
+
+
+class PrefixCache:
+    """Keys and values of prompt prefixes, up to `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < 0:
+            raise ConfigError(f"prefix_tokens={limit} must be at least 0; 0 remembers nothing")
+        self.limit = limit
+        self.tokens = self.looked_up = self.found = 0
+        self._pieces: OrderedDict[tuple[int, object], tuple[int, Prefix]] = OrderedDict()
+        self._number = 0
+
+    def find(self, prefix: PromptPrefix) -> Prefix | None:
+        """What is remembered of a prefix, if anything."""
+        self.looked_up += len(prefix)
+        pieces, keys = [], []
+        parent = 0
+        for key, _ in self._keys(prefix):
+            held = self._pieces.get((parent, key))
+            if held is None:
+                break
+            keys.append((parent, key))
+            parent = held[0]
+            pieces.append(held[1])
+        for used in reversed(keys):  # a piece is never forgotten before those that build on it
+            self._pieces.move_to_end(used)
+        if not pieces:
+            return None
+        self.found += sum(map(len, pieces))
+        return pieces[0] if len(pieces) == 1 else Prefix.joined(pieces)
+
+    def add(self, prefix: PromptPrefix, cache: KVCache, row: int) -> None:
+        """Remember a prefix that a row of a cache has written."""
+        if len(prefix) > self.limit:
+            return
+        whole: Prefix | None = None
+        parent, keys = 0, []
+        for key, (start, end) in self._keys(prefix):
+            held = self._pieces.get((parent, key))
+            if held is None:
+                if whole is None:
+                    whole = cache.prefix(row, torch.tensor(prefix.positions))
+                self._number += 1
+                held = (self._number, whole.cut(start, end))
+                self._pieces[parent, key] = held
+                self.tokens += end - start
+            keys.append((parent, key))
+            parent = held[0]
+        for used in reversed(keys):
+            self._pieces.move_to_end(used)
+        self.shrink(self.limit)
+
+    def shrink(self, limit: int) -> None:
+        """Forget until no more than `limit` tokens are remembered."""
+        while self.tokens > limit:
+            _, (_, prefix) = self._pieces.popitem(last=False)
+            self.tokens -= len(prefix)
+
+    @staticmethod
+    def _keys(prefix: PromptPrefix) -> list[tuple[object, tuple[int, int]]]:
+        """What names each piece, given the piece before it, and where it lies among the tokens."""
+        if prefix.whole:
+            return [((prefix.tokens, prefix.positions), (0, len(prefix)))]
+        starts = range(0, len(prefix), PIECE)
+        return [(prefix.tokens[start : start + PIECE], (start, start + PIECE)) for start in starts]
