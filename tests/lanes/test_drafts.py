@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -45,9 +45,11 @@ class Decided:
     """Walks along a text; which draft tokens are accepted is told beforehand, and the odds of that are kept."""
 
     tokens: Tensor
-    told: list[bool] | Tensor
-    """In the order in which draft tokens are verified, of one row; or for every position (B, L)."""
-    odds: list[float] = field(default_factory=list)
+    told: list[list[bool]] | Tensor
+    """Of each row, in the order in which draft tokens are verified; or for every position (B, L)."""
+
+    def __post_init__(self) -> None:
+        self.odds: list[list[float]] = [[] for _ in self.told]
 
     def draft(self, log_q: Tensor, row: Tensor, position: Tensor) -> Tensor:
         return self.tokens[row, position]
@@ -59,17 +61,17 @@ class Decided:
             return self.told[row, position], token
         right = []
         chance = (log_q - log_p).gather(-1, token[:, None]).squeeze(-1).exp().clamp(max=1)
-        before, rejected = -2, False
-        for at, one in zip(position.tolist(), chance.tolist(), strict=True):
-            if rejected and at == before + 1:  # nobody asks behind a rejected one
+        before, rejected = (-1, -1), False
+        for own, at, one in zip(row.tolist(), position.tolist(), chance.tolist(), strict=True):
+            if rejected and (own, at) == before:  # nobody asks behind a rejected one
                 right.append(False)
-                before = at
+                before = (own, at + 1)
                 continue
-            number = len(self.odds)
-            accepted = self.told[number] if number < len(self.told) else True
-            self.odds.append(one if accepted else 1 - one)
+            number, told = len(self.odds[own]), self.told[own]
+            accepted = told[number] if number < len(told) else True
+            self.odds[own].append(one if accepted else 1 - one)
             right.append(accepted)
-            before, rejected = at, not accepted
+            before, rejected = (own, at + 1), not accepted
         return torch.tensor(right), token
 
 
@@ -138,7 +140,7 @@ def test_lanes_whose_drafts_are_all_rejected_wait_for_each_other() -> None:
     model = model_with_drafts()
     tokens, prompt = texts(model, 3, 19)
     for lanes in (1, 2, 4):
-        log_p, _, _ = walk(model, tokens, lanes, 0, Decided(tokens, []), prompt)
+        log_p, _, _ = walk(model, tokens, lanes, 0, Decided(tokens, [[]] * len(tokens)), prompt)
         exact = score(model, tokens, "exact", prompt=prompt, lanes=lanes)
         torch.testing.assert_close(-log_p.sum(dim=-1), exact.nats, atol=1e-9, rtol=0)
         never = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -186,11 +188,12 @@ def probability(model: Model, tokens: Tensor, lanes: int, ahead: int = 3) -> flo
     total = 0.0
     open_ends: list[list[bool]] = [[]]
     while open_ends:
-        told = open_ends.pop()
-        by = Decided(tokens, told)
-        log_p, _, _ = walk(model, tokens, lanes, ahead, by)
-        total += math.exp(float(log_p.sum()) + sum(math.log(max(one, 1e-300)) for one in by.odds))
-        open_ends += [[*told, *[True] * more, False] for more in range(len(by.odds) - len(told))]
+        by = Decided(tokens.expand(len(open_ends), -1), open_ends)
+        log_p, _, _ = walk(model, by.tokens, lanes, ahead, by)
+        open_ends = []
+        for told, odds, own in zip(by.told, by.odds, log_p.sum(dim=-1).tolist(), strict=True):
+            total += math.exp(own + sum(math.log(max(one, 1e-300)) for one in odds))
+            open_ends += [[*told, *[True] * more, False] for more in range(len(odds) - len(told))]
     return total
 
 
