@@ -25,6 +25,7 @@ from typing import Any
 from dcdm.bench.paths import environment
 from dcdm.config import ModelConfig
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
+from dcdm.io.load import load_model
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
 from dcdm.presets import preset
@@ -244,9 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     rows: list[Load] = []
     if given.model is not None:
-        from dcdm.serving.server import load_safetensors
-
-        rows += measure(given.model.name, *load_safetensors(given.model), given.requests)
+        rows += measure(given.model.name, *load_model(given.model), given.requests)
     else:
         for name in PRESETS:
             rows += measure(name, build(preset(name), seed=0).eval(), byte_tokenizer(), given.requests)

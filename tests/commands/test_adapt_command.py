@@ -20,7 +20,6 @@ from dcdm.data.loader import pack
 from dcdm.io.load import load_model
 from dcdm.io.pretrained import import_model
 from dcdm.io.verify import verify_model
-from dcdm.serving.server import load_safetensors
 from dcdm.training import settings as run_settings
 
 TEXT = "The cat sat on the mat, and that was that. Then there were two of them.\n" * 60
@@ -200,7 +199,6 @@ def test_base_and_adapter_are_the_model_that_was_trained(adapters: dict[str, Pat
         load_model("base", adapter=folder)[0],
         dcdm.load(folder)[0],  # its base stands where it stood
         dcdm.load(f"merged-{to}")[0],
-        load_safetensors(Path("base"), adapter=folder)[0],  # as the server does
     ):
         assert found.config == trained.config
         state = trained.state_dict()

@@ -19,7 +19,7 @@ from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.engine import generate
-from dcdm.serving import denoise
+from dcdm.serving import answers
 from dcdm.serving.schemas import queue_full
 from live import live, slow_down, until
 
@@ -369,7 +369,7 @@ def cut_short(whole):
 
 
 def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch):
-    monkeypatch.setattr(denoise, "stream", cut_short(denoise.stream))
+    monkeypatch.setattr(answers, "stream_denoising", cut_short(answers.stream_denoising))
     page.open(address, prompt=PROMPT, a_commit="position")
     page.generate()
     assert "stopped in the middle" in page.text("problem")

@@ -6,18 +6,25 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import httpx
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 import dcdm
+import tiny
 from browser import Page, artefacts, chromium
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
 from dcdm.shipped import CHUNKS, LANES, card_of
 from dcdm.viewing.filling import exercises_for
 from live import live, tiny_model
+
+DNA = {letter: number for number, letter in enumerate("ACGT")}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +61,35 @@ def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
     one = served(LANES)
     tokenizer = one.tokenizer
     blanks, function = exercises_for(tokenizer, one.window)
-    fill, complete, compare = one.examples()
+    fill, complete, compare = one.examples
     assert fill == {"name": "Fill blanks", "prompt": blanks.prompt(tokenizer), "length": None, "compare": False}
     (given, none), (rest, length) = function.segments(tokenizer)
     assert (given + rest, none) == (function.text, 0)
     assert (complete["prompt"], complete["length"]) == (given, length)
     assert compare == {**complete, "name": "Compare AR’s order and lanes", "compare": True}
-    assert [each["name"] for each in served(CHUNKS).examples()] == ["Fill blanks", "Complete"], "it has one order"
-    assert [each["name"] for each in served("causal", context_length=256).examples()][-1] == "Compare two orders"
-    assert [each["name"] for each in served("ar", context_length=128).examples()] == ["Complete"]
-    assert served("causal").examples() == [], "they do not fit into 64 tokens"
+    assert [each["name"] for each in served(CHUNKS).examples] == ["Fill blanks", "Complete"], "it has one order"
+    assert [each["name"] for each in served("causal", context_length=256).examples][-1] == "Compare two orders"
+    assert [each["name"] for each in served("ar", context_length=128).examples] == ["Complete"]
+    assert served("causal").examples == [], "they do not fit into 64 tokens"
+
+
+@pytest.mark.parametrize("model", [models.BPE(DNA, []), models.WordLevel(DNA, unk_token="none")])
+def test_examples_that_a_tokenizer_cannot_spell_are_left_out_and_none_is_encoded_on_the_event_loop(
+    model, monkeypatch
+):
+    tokenizer, encode, threads = Tokenizer.over(Backend(model)), Tokenizer.encode, []
+    monkeypatch.setattr(
+        Tokenizer,
+        "encode",
+        lambda self, text: threads.append(threading.current_thread().name) or encode(self, text),
+    )
+    with live(model=(tiny.model("causal", tokenizer.vocab_size - 3, context_length=256), tokenizer)) as server:
+        for path in ("/v1/models", "/v1/models/tiny"):
+            answer = server.get(path)
+            assert answer.status_code == 200
+            assert '"examples":[]' in answer.text
+    assert threads
+    assert "server" not in threads
 
 
 # --- in a browser ------------------------------------------------------------------------------------------------

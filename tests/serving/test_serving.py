@@ -201,10 +201,11 @@ def test_models_say_what_fits_them(server, client):
     assert model.id == NAME
     assert client.models.retrieve(NAME).id == NAME
     told = model.dcdm
-    assert told["routings"] == ["auto"]
+    choices = {each["name"]: each["choices"] for each in told["settings"]}
+    assert [routing["name"] for routing in choices["routing"]] == ["auto"]
     assert told["described"] == "DCDM with causal routing"
-    assert all(commit["about"].endswith(".") for commit in told["commits"])
-    for commit in told["commits"]:
+    assert all(commit["about"].endswith(".") for commit in choices["commit"])
+    for commit in choices["commit"]:
         number = "" if commit["number"] is None else f":{commit['number']}"
         body = {"prompt": "a", "max_tokens": 4, "commit": commit["name"] + number}
         assert server.post("/v1/completions", body).status_code == 200
@@ -213,9 +214,10 @@ def test_models_say_what_fits_them(server, client):
 @pytest.mark.parametrize("kind", ["ar", "mdlm", "bdlm", "paper"])
 def test_every_kind_is_served_with_every_routing_and_cache_that_it_names(kind):
     with live(kind) as server:
-        told = server.get("/v1/models").json()["data"][0]["dcdm"]
-        pairs = [(routing, "auto") for routing in told["routings"]]
-        pairs += [("auto", cache) for cache in told["caches"][1:]]
+        dials = server.get("/v1/models").json()["data"][0]["dcdm"]["settings"]
+        names = {each["name"]: [one["name"] for one in each["choices"] or ()] for each in dials}
+        pairs = [(routing, "auto") for routing in names["routing"]]
+        pairs += [("auto", cache) for cache in names["cache"][1:]]
         for routing, cache in pairs:
             chosen = {"routing": "blocks:3" if routing == "blocks" else routing, "cache": cache, "seed": 1}
             answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 6, **chosen})

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dcdm.serving import app, denoise
+from dcdm.serving import answers, app
 from dcdm.serving import server as serving_process
 from dcdm.serving.access import names_loopback
 from live import live, slow_down, until
@@ -72,7 +72,7 @@ def test_a_caller_who_does_not_read_is_disconnected(monkeypatch):
             while True:
                 yield "x" * (1 << 20)
 
-    monkeypatch.setattr(denoise, "stream", endless)
+    monkeypatch.setattr(answers, "stream_denoising", endless)
     monkeypatch.setattr(app, "GRACE_SECONDS", 0.3)
     body = b'{"prompt": "a"}'
     head = POST.replace(b"completions", b"denoise") + b"Content-Length: %d\r\n\r\n" % len(body)

@@ -54,8 +54,9 @@ def streamed(server, path, body):
 @pytest.mark.parametrize("lanes", [1, 2, None])
 def test_completions_are_the_librarys_for_every_number_of_lanes_that_the_card_names(server, lanes):
     card = server.get("/v1/models").json()["data"][0]["dcdm"]
-    assert (card["lanes"], card["default_lanes"]) == ([1, 2, 4], 4)
-    assert [commit["name"] for commit in card["commits"]] == ["chunk"]
+    dials = {each["name"]: each for each in card["settings"]}
+    assert (card["lanes"], dials["lanes"]["means"]) == ([1, 2, 4], 4)
+    assert [commit["name"] for commit in dials["commit"]["choices"]] == ["chunk"]
     body = {"model": NAME, "prompt": "ab", "max_tokens": 12, "seed": 0, "stop_at_eos": False, "lanes": lanes}
     text = expected(server, "ab", max_new_tokens=12, lanes=lanes, eos_id=-1).texts[0]
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == text
@@ -85,21 +86,13 @@ def test_a_stream_tells_ahead_what_it_is_asked_to_and_its_text_stays_the_same(se
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "provisional")
 
 
-def test_fillings_name_the_lane_of_every_position_and_if_asked_how_far_they_can_be_read(server, other):
+def test_fillings_name_the_lane_of_every_position(server, other):
     body = {"prompt": "a[[2]]b", "max_tokens": 7, "lanes": 3, "stop_at_eos": False}
-    plain = events(server.post("/v1/denoise", body).text)
-    asked = events(server.post("/v1/denoise", body | {"provisional": True}).text)
-    start = plain[0][1]
+    (_, start), *commits, _ = events(server.post("/v1/denoise", body).text)
     lane = [place["lane"] for place in start["canvas"]]
     assert (start["lanes"], lane) == (3, [None, None, 1, 1, None, 1, 2, 2, 2, 3, 3, 3])
-    free, filled = {2, 3, *range(5, 12)}, set()
-    for (_, data), (_, without) in zip(asked[1:-1], plain[1:-1], strict=True):
-        filled |= set(data["positions"])
-        assert data["reading"] == min(free - filled, default=12)
-        assert data["provisional"] == [position > data["reading"] for position in data["positions"]]
-        assert not {"reading", "provisional"} & set(without)
-        assert without["tokens"] == data["tokens"]
-        assert without["lanes"] == [lane[at] for at in data["positions"]]
+    for _, data in commits:
+        assert data["lanes"] == [lane[at] for at in data["positions"]]
     sent = events(other.post("/v1/denoise", {"prompt": "a[[4]]"}).text)
     assert not any("lanes" in data for _, data in sent)
 

@@ -20,14 +20,12 @@ import openai
 import pytest
 from safetensors.torch import save_file
 
-import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.session import Session
-from dcdm.io.export import SUMS
 from dcdm.serving import monitoring
-from dcdm.serving.server import load_safetensors
+from dcdm.serving.reading import TextReader
 from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
 
@@ -277,6 +275,34 @@ def test_a_defect_in_one_batch_does_not_end_the_service(monkeypatch):
         assert server.figure("dcdm_failures_total") == 1
 
 
+class Panic(BaseException):
+    """As `tokenizers` raises it: not an Exception."""
+
+
+@pytest.mark.parametrize("stage", ["event", "end"])
+def test_a_tokenizers_panic_fails_its_own_request_alone(monkeypatch, stage):
+    slow_down(monkeypatch, 0.01)
+    right, own = getattr(TextReader, stage), 1 + len("panic")
+
+    def read(reader, *given):
+        if reader.first == own:
+            raise Panic
+        return right(reader, *given)
+
+    monkeypatch.setattr(TextReader, stage, read)
+    with live() as server, ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.post, "/v1/completions", {**SLOW, "max_tokens": 40})
+        until(lambda: server.figure("dcdm_running_texts") == 1)
+        failed = server.post("/v1/completions", {**BODY, "prompt": "panic"})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "failed")
+        assert beside.result().status_code == server.get("/healthz").status_code == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(Tokenizer, "encode", lambda *_: (_ for _ in ()).throw(Panic))  # in the request's thread
+            failed = server.post("/v1/completions", BODY)
+            assert (failed.status_code, failed.json()["error"]["code"]) == (500, "failed")
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
 # --- watching ----------------------------------------------------------------------------------------------------
 
 
@@ -356,34 +382,6 @@ def exported(tmp_path_factory):
     weights = {f"model.{name}": value.float().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
     return folder
-
-
-def test_an_exported_folder_that_has_changed_is_refused(exported, tmp_path):
-    import torch
-
-    load_safetensors(exported, dtype=torch.float64)
-    (exported / SUMS).write_text(json.dumps({"model.safetensors": "0" * 64}))
-    try:
-        with pytest.raises(ConfigError, match="is not as it was exported"):
-            load_safetensors(exported, dtype=torch.float64)
-    finally:
-        (exported / SUMS).unlink()
-
-
-def test_a_run_is_served_as_what_it_exports(tmp_path, capsys):
-    import torch
-
-    text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n\n" * 120)
-    command = f"train --preset mdlm-debug --run {tmp_path}/run --data {text} --steps 1 --batch-size 2 --device cpu"
-    sizes = "hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=16 intermediate_size=48"
-    with pytest.raises(SystemExit):
-        main([*command.split(), "--set", "tensorboard=false", *(f"model.{size}" for size in sizes.split())])
-    model, _ = load_safetensors(tmp_path / "run", dtype=torch.float32)
-    assert "serving what `dcdm export` makes of it" in capsys.readouterr().err
-    same, _ = dcdm.load(tmp_path / "run")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
-    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import dcdm
 from dcdm.cli import main
+from dcdm.config import ConfigError
 from dcdm.serving.app import create_app_for
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
@@ -62,7 +64,10 @@ def test_two_models_of_one_name_and_models_without_one_are_refused(capsys):
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             main(["serve", *words])
-        assert "a name of its own" in capsys.readouterr().err
+        assert re.search("a name of its own|1 names to 2", capsys.readouterr().err)
+    for names in (["a", "a"], [""]):
+        with pytest.raises(ConfigError, match="a name of its own"):
+            create_app_for([Served(*tiny_model(), name, Settings()) for name in names])
 
 
 @pytest.mark.parametrize("kind", ["ar", "causal"])
@@ -73,9 +78,25 @@ def test_a_prompt_that_was_read_before_is_not_read_again_and_gives_the_same_text
         assert first["choices"] == second["choices"] != other["choices"]
         taken = 32 if kind == "ar" else 34
         assert first["dcdm"] == second["dcdm"], "no answer tells what others sent before"
-        assert server.figure("dcdm_prefix_tokens_total") == 2 * taken
-        assert server.figure('dcdm_cache_positions{use="prefixes"}') == taken
+        assert (server.scheduler.prefixes.found, server.scheduler.prefixes.tokens) == (2 * taken, taken)
     with live(model=tiny_model(kind, context_length=128), prefix_tokens=0) as server:
         for _ in range(2):
             assert server.post("/v1/completions", {**body, "seed": 3}).json()["dcdm"] == first["dcdm"]
-        assert server.figure("dcdm_prefix_tokens_total") == 0
+        assert server.scheduler.prefixes.found == 0
+
+
+def test_no_figure_tells_a_caller_whether_a_prompt_was_sent_before():
+    def counted(prompt):
+        before = figures()
+        server.post("/v1/completions", {**BODY, "prompt": prompt, "stop_at_eos": False})
+        return {name: value - before.get(name, 0) for name, value in figures().items()}
+
+    def figures():
+        """By model, without times and what is counted after the answer."""
+        pairs = (line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if 'model="' in line)
+        return {name: float(value) for name, value in pairs if not re.search("seconds|created|batch", name)}
+
+    with live(model=tiny_model("ar", context_length=128)) as server:
+        counted("x" * 40)
+        assert counted("x" * 40) == counted("y" * 40)
+        assert server.scheduler.prefixes.found == 32

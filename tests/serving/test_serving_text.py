@@ -13,7 +13,7 @@ import tiny
 from corpora import metaspace_tokenizer
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.text import Ended, Event
-from dcdm.serving.writing import Provisional, Writer
+from dcdm.serving.reading import Provisional, TextReader
 from expressions import compile_here
 from live import events, live
 
@@ -43,15 +43,15 @@ def event_of(tokens, now, lanes=()):
     return Event(0, 0, 1, 1, places, [tokens[p] for p in now], log_p, lanes=list(lanes))
 
 
-def written(writer, tokens, order, ended="length"):
-    """The pieces that a writer gives for tokens committed in this order."""
+def written(reader, tokens, order, ended="length"):
+    """The pieces that a reader gives for tokens committed in this order."""
     pieces = []
     for event in shuffled(tokens, order):
-        if writer.satisfied:
+        if reader.satisfied:
             break
-        if (piece := writer.event(event)) is not None:
+        if (piece := reader.event(event)) is not None:
             pieces.append(piece)
-    return [*pieces, writer.end(ENDED[ended])]
+    return [*pieces, reader.end(ENDED[ended])]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -59,7 +59,7 @@ def written(writer, tokens, order, ended="length"):
 def test_the_pieces_joined_are_the_decoded_tokens_in_any_order(name, data):
     tokenizer = TOKENIZERS[name]
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 4), max_size=24))
-    pieces = written(Writer(tokenizer, FIRST), tokens, data.draw(st.integers(0, 99)))
+    pieces = written(TextReader(tokenizer, FIRST), tokens, data.draw(st.integers(0, 99)))
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(tokens)
     assert [token for piece in pieces for token in piece.tokens] == tokens
     assert [p for piece in pieces for p in piece.log_p] == [-float(p) for p in range(len(tokens))]
@@ -70,7 +70,7 @@ def test_a_text_without_a_prompt_begins_without_the_space_of_its_first_word(toke
     """Of tokenizers whose words hold the space before them."""
     tokenizer = metaspace_tokenizer()
     for begins, expected in ((True, tokenizer.decode(tokens)), (False, tokenizer.continuation(tokens))):
-        pieces = written(Writer(tokenizer, FIRST, begins=begins), tokens, order)
+        pieces = written(TextReader(tokenizer, FIRST, begins=begins), tokens, order)
         assert "".join(piece.text for piece in pieces) == expected
 
 
@@ -104,7 +104,7 @@ def test_the_server_writes_what_generate_writes_where_words_hold_their_space(mon
 @given(text=st.text(alphabet="abgrößer日本語🙂 ", max_size=30), order=st.integers(0, 99))
 def test_valid_text_comes_in_whole_characters(name, text, order):
     tokenizer = TOKENIZERS[name]
-    pieces = written(Writer(tokenizer, FIRST), tokenizer.encode(text), order)
+    pieces = written(TextReader(tokenizer, FIRST), tokenizer.encode(text), order)
     assert "".join(piece.text for piece in pieces) == text
     assert all("\ufffd" not in piece.text for piece in pieces)
 
@@ -115,8 +115,8 @@ def test_valid_text_comes_in_whole_characters(name, text, order):
     order=st.integers(0, 99),
 )
 def test_nothing_of_a_stop_or_behind_it_is_shown(text, stops, order):
-    writer = Writer(TOKENIZERS["bytes"], FIRST, stops=stops)
-    pieces = written(writer, list(text.encode()), order)
+    reader = TextReader(TOKENIZERS["bytes"], FIRST, stops=stops)
+    pieces = written(reader, list(text.encode()), order)
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         assert "".join(piece.text for piece in pieces) == text
@@ -125,7 +125,7 @@ def test_nothing_of_a_stop_or_behind_it_is_shown(text, stops, order):
     first = min(ends)  # whichever is complete first ends the text; of several, the one that begins first
     cut = min(text.index(stop) for stop in stops if stop in text[:first])
     assert "".join(piece.text for piece in pieces) == text[:cut]
-    assert writer.satisfied
+    assert reader.satisfied
     assert pieces[-1].finish == "stop"
 
 
@@ -133,11 +133,11 @@ def test_an_eos_ends_the_text_and_a_blank_ends_where_its_positions_do():
     tokenizer = TOKENIZERS["bytes"]
     tokens = [*b"ab", tokenizer.eos_id, *b"cd"]
     for order in range(20):
-        pieces = written(Writer(tokenizer, FIRST, eos_id=tokenizer.eos_id), tokens, order, "eos")
+        pieces = written(TextReader(tokenizer, FIRST, eos_id=tokenizer.eos_id), tokens, order, "eos")
         assert "".join(piece.text for piece in pieces) == "ab"
         assert pieces[-1].finish == "stop"
-    writer = Writer(tokenizer, FIRST, last=FIRST + 2)
-    assert "".join(piece.text for piece in written(writer, list(b"abcde"), 1)) == "abc"
+    reader = TextReader(tokenizer, FIRST, last=FIRST + 2)
+    assert "".join(piece.text for piece in written(reader, list(b"abcde"), 1)) == "abc"
 
 
 # --- what is written ahead ---------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ def test_an_eos_ends_the_text_and_a_blank_ends_where_its_positions_do():
 def test_with_what_is_ahead_a_reader_knows_at_every_moment_just_what_is_written(text, order, lanes):
     """Bytes of ASCII: a token is a character."""
     tokenizer, tokens = TOKENIZERS["bytes"], list(text.encode())
-    writer, plain = Writer(tokenizer, FIRST, provisional=True), Writer(tokenizer, FIRST)
+    reader, plain = TextReader(tokenizer, FIRST, provisional=True), TextReader(tokenizer, FIRST)
     known, read, written_places = {}, "", set()
     for event in in_lanes(tokens, lanes) if lanes else shuffled(tokens, order):
-        piece, without = writer.event(event), plain.event(event)
+        piece, without = reader.event(event), plain.event(event)
         written_places |= {position - FIRST for position in event.positions}
         assert (piece.text if piece else "") == (without.text if without else "")
         if piece is None:
@@ -164,7 +164,7 @@ def test_with_what_is_ahead_a_reader_knows_at_every_moment_just_what_is_written(
             assert one.lane == (1 + one.position // -(-len(tokens) // lanes) if lanes else None)
         shown = {**known, **dict(enumerate(read))}
         assert shown == {place: text[place] for place in written_places}, "as written, and nowhere else"
-    last, plain_last = writer.end(ENDED["length"]), plain.end(ENDED["length"])
+    last, plain_last = reader.end(ENDED["length"]), plain.end(ENDED["length"])
     assert (last.text, last.tokens, last.reading) == (plain_last.text, plain_last.tokens, len(tokens))
     assert read + last.text == text
 
@@ -178,8 +178,8 @@ def test_a_piece_ahead_is_what_stands_there_in_the_whole_text(name, data):
         tokens = tokenizer.encode(data.draw(st.text(alphabet="abgrößer日本語🙂 ", max_size=20)))
     else:
         tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 4), max_size=24))
-    writer = Writer(tokenizer, FIRST, provisional=True)
-    for piece in written(writer, tokens, data.draw(st.integers(0, 99))):
+    reader = TextReader(tokenizer, FIRST, provisional=True)
+    for piece in written(reader, tokens, data.draw(st.integers(0, 99))):
         for one in piece.ahead:
             before, behind = tokens[: one.position], tokens[one.position + one.tokens :]
             assert tokenizer.decode(before) + one.text + tokenizer.decode(behind) == tokenizer.decode(tokens)
@@ -187,21 +187,21 @@ def test_a_piece_ahead_is_what_stands_there_in_the_whole_text(name, data):
 
 def test_a_character_ahead_is_told_when_it_is_whole_and_once():
     tokens = list("ab日c".encode())
-    writer = Writer(TOKENIZERS["bytes"], FIRST, provisional=True)
-    assert writer.event(event_of(tokens, [3])) is None  # its middle
-    assert writer.event(event_of(tokens, [2])) is None
-    assert writer.event(event_of(tokens, [4])).ahead == [Provisional(2, 3, "日", None)]
-    piece = writer.event(event_of(tokens, [0, 5]))
+    reader = TextReader(TOKENIZERS["bytes"], FIRST, provisional=True)
+    assert reader.event(event_of(tokens, [3])) is None  # its middle
+    assert reader.event(event_of(tokens, [2])) is None
+    assert reader.event(event_of(tokens, [4])).ahead == [Provisional(2, 3, "日", None)]
+    piece = reader.event(event_of(tokens, [0, 5]))
     assert (piece.text, piece.reading, [one.text for one in piece.ahead]) == ("a", 1, ["c"])
-    piece = writer.event(event_of(tokens, [1]))
+    piece = reader.event(event_of(tokens, [1]))
     assert (piece.text, piece.reading, piece.ahead) == ("b日c", 6, [])
 
 
 def test_behind_an_eos_that_is_known_nothing_is_told_ahead():
     tokenizer = TOKENIZERS["bytes"]
     tokens = [*b"abc", tokenizer.eos_id, *b"def"]
-    writer = Writer(tokenizer, FIRST, eos_id=tokenizer.eos_id, provisional=True)
-    assert [one.text for one in writer.event(event_of(tokens, [2, 3, 5])).ahead] == ["c"]
-    assert writer.event(event_of(tokens, [4, 6])) is None
-    assert writer.event(event_of(tokens, [0, 1])).text == "abc"
-    assert writer.end(ENDED["eos"]).reading == 3
+    reader = TextReader(tokenizer, FIRST, eos_id=tokenizer.eos_id, provisional=True)
+    assert [one.text for one in reader.event(event_of(tokens, [2, 3, 5])).ahead] == ["c"]
+    assert reader.event(event_of(tokens, [4, 6])) is None
+    assert reader.event(event_of(tokens, [0, 1])).text == "abc"
+    assert reader.end(ENDED["eos"]).reading == 3

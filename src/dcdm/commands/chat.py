@@ -113,10 +113,10 @@ class Conversation:
         """The answer to a message; `show` gets its text piece by piece. Both are remembered."""
         from dcdm.decoding.engine import generate
         from dcdm.decoding.text import Ended, Event
-        from dcdm.serving.writing import Piece, Writer
+        from dcdm.serving.reading import Piece, TextReader
 
         turns, ids = self._fitting([*self.turns, {"role": "user", "content": message}])
-        writer = Writer(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
+        reader = TextReader(self.tokenizer, 1 + len(ids), eos_id=self.tokenizer.eos_id)
         text: list[str] = []
 
         def say(piece: Piece | None) -> None:
@@ -125,10 +125,10 @@ class Conversation:
                 show(piece.text)
 
         def on_event(event: Event) -> None:
-            say(writer.event(event))
+            say(reader.event(event))
 
         def on_end(row: int, ended: Ended) -> None:
-            say(writer.end(ended))
+            say(reader.end(ended))
 
         result = generate(
             self.model, [ids], tokenizer=self.tokenizer, max_new_tokens=self.length, decoding=self.decoding,

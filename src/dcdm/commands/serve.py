@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, at_least_one, compute_on
 from dcdm.config import ConfigError
-from dcdm.serving.settings import Settings
+from dcdm.serving.settings import Settings, check_names
 
 Limits = Annotated[Settings, arg(name="")]
 """A flag for every field."""
@@ -42,9 +42,8 @@ def serve(
     Ctrl-C, SIGTERM or SIGHUP stops it: no new requests are taken, running ones may finish.
 
     Args:
-        model: Exported folders or names that `dcdm models` lists; a run folder or a checkpoint in it is exported to
-            a temporary folder first. Requests that name no model get the first. By default the model that comes
-            with dcdm.
+        model: Exported folders, run folders, checkpoints in one, or names that `dcdm models` lists. Requests that
+            name no model get the first. By default the model that comes with dcdm.
         host: Address to listen on; beyond this machine a key is required.
         port: Port; 0 takes a free one.
         name: The name by which callers ask for the model, by default that of its folder; of several models their
@@ -56,11 +55,12 @@ def serve(
     require_packages()
     import torch
 
+    from dcdm.io.load import load_model
     from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
     from dcdm.serving.served import Served
-    from dcdm.serving.server import listen, load_safetensors, serve_app
+    from dcdm.serving.server import listen, serve_app
     from dcdm.shipped import card_of, default
 
     key = limits.api_key if limits.api_key is not None else os.environ.get("DCDM_API_KEY") or None
@@ -69,10 +69,9 @@ def serve(
         raise ConfigError(f"--host {host} can be reached by others: set DCDM_API_KEY, or give --api-key KEY")
     model = model or (Path(default()),)
     names = [path.resolve().name for path in model] if name is None else name.split(",")
-    if len(names) != len(model) or len({*names}) < len(names) or "" in names:
-        raise ConfigError(
-            f"--name must give each of the {len(model)} models a name of its own, with commas between"
-        )
+    if len(names) != len(model):
+        raise ConfigError(f"--name gives {len(names)} names to {len(model)} models; put commas between them")
+    check_names(names)  # before any model is loaded
     at_least_one(threads=threads)
     listening = listen(host, port)
     if threads is not None:
@@ -82,7 +81,7 @@ def serve(
         raise ConfigError("--adapter belongs to one model; serve adapted models by their own folders")
     served = []
     for path, called in zip(model, names, strict=True):
-        loaded, tokenizer = load_safetensors(path, adapter=adapter, device=on, dtype=weights)
+        loaded, tokenizer = load_model(path, adapter=adapter, device=on, dtype=weights)
         card = card_of(path)
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)

@@ -81,7 +81,9 @@ class Gate:
             await self.app(scope, body, sending)
         except APIError as error:  # of this gate: the application answers its own
             await error.response(Connection="close")(scope, receive, sending)
-        except Exception:  # here and not in a handler of the application's, whose answers pass by this gate
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of `tokenizers` is not an Exception; a handler's answers pass by this gate
             logger.exception("defect", extra={"data": {"id": notes["id"]}})
             self.metrics.failures.inc()
             if status:

@@ -21,9 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
-from dcdm.serving import denoise
+from dcdm.serving import answers
 from dcdm.serving.access import Gate
-from dcdm.serving.completions import Answer, prepare_chat, prepare_completion
 from dcdm.serving.monitoring import Metrics
 from dcdm.serving.scheduler import Models, QueuedRequest
 from dcdm.serving.schemas import (
@@ -39,7 +38,7 @@ from dcdm.serving.schemas import (
     queue_full,
 )
 from dcdm.serving.served import Served
-from dcdm.serving.settings import Settings
+from dcdm.serving.settings import Settings, check_names
 from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
 
@@ -150,7 +149,8 @@ def create_app(
 
 
 def create_app_for(several: Sequence[Served]) -> FastAPI:
-    """The whole server for models with equal settings."""
+    """The whole server for models with equal settings and names of their own."""
+    check_names([each.name for each in several])
     metrics, settings = Metrics(), several[0].settings
     models = Models(several, metrics)
 
@@ -253,11 +253,11 @@ def _models(app: FastAPI) -> None:
     served: Models = app.state.models
 
     @app.get("/v1/models", summary="The served models", responses=CARD)
-    async def models() -> Response:
+    def models() -> Response:  # not on the event loop: a card holds examples in the model's tokens
         return Json({"object": "list", "data": [each.served.card() for each in served.schedulers.values()]})
 
     @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
-    async def one(name: str) -> Response:
+    def one(name: str) -> Response:
         return Json(served.get(name).served.card())
 
 
@@ -272,7 +272,7 @@ def _generation(app: FastAPI) -> None:
             return compiling.run
         return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
 
-    async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., Answer]) -> Response:
+    async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:
         scheduler = models.get(body.model)
         answer = await workers_for(body)(prepare, scheduler.served, body)
         queued = scheduler.submit(answer.rows, caller_of(request, body.user))
@@ -282,18 +282,18 @@ def _generation(app: FastAPI) -> None:
 
     @app.post("/v1/completions", summary="Complete texts", responses=ANSWER)
     async def completing(request: Request, body: CompletionRequest) -> Response:
-        return await respond(request, body, prepare_completion)
+        return await respond(request, body, answers.prepare_completion)
 
     @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWER)
     async def chatting(request: Request, body: ChatRequest) -> Response:
-        return await respond(request, body, prepare_chat)
+        return await respond(request, body, answers.prepare_chat)
 
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
-        row = await workers_for(body)(denoise.prepare_denoising, scheduler.served, body)
+        row = await workers_for(body)(answers.prepare_denoising, scheduler.served, body)
         queued = scheduler.submit([row], caller_of(request))
-        return EventStream(denoise.stream(scheduler.served, queued, request.state.notes), queued)
+        return EventStream(answers.stream_denoising(scheduler.served, queued, request.state.notes), queued)
 
 
 def caller_of(request: Request, user: str | None = None) -> str:

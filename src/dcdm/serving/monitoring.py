@@ -1,6 +1,7 @@
 """What an operator sees: logs as one JSON object per line, and the figures that Prometheus reads under /metrics.
 
-What callers wrote is in the log only if the operator asks for it.
+What callers wrote is in the log only if the operator asks for it. Whether a prompt was known already is in the log
+and not among the figures: callers can read those, and could try out what others have sent.
 """
 
 from __future__ import annotations
@@ -72,10 +73,9 @@ class Metrics:
         self.batch = histogram("dcdm_batch_texts", "Texts that shared a forward pass", "model", ROWS)
         self.queued = gauge("dcdm_queued_texts", "Texts that wait", "model")
         self.running = gauge("dcdm_running_texts", "Texts that are being computed", "model")
-        self.positions = gauge("dcdm_cache_positions", "Positions with memory for keys and values", "model", "use")
+        self.positions = gauge("dcdm_cache_positions", "Positions of running texts in the cache", "model")
         self.ended = counter("dcdm_texts", "Texts by how they ended", "model", "ended")
         self.prompt_tokens = counter("dcdm_prompt_tokens", "Tokens of prompts", "model")
-        self.prefix_tokens = counter("dcdm_prefix_tokens", "Tokens of prompts that were encoded before", "model")
         self.new_tokens = counter("dcdm_new_tokens", "Tokens that the model wrote", "model")
         self.forwards = counter("dcdm_forwards", "Forward passes, counted for every text", "model")
 
@@ -91,12 +91,11 @@ class ModelMetrics:
         self.waited, self.first, self.batch = (
             each.labels(model) for each in (metrics.waited, metrics.first, metrics.batch)
         )
-        self.queued, self.running = metrics.queued.labels(model), metrics.running.labels(model)
-        self.running_positions = metrics.positions.labels(model, "running")
-        self.prefix_positions = metrics.positions.labels(model, "prefixes")
-        self.prompt_tokens, self.prefix_tokens, self.new_tokens, self.forwards = (
-            each.labels(model)
-            for each in (metrics.prompt_tokens, metrics.prefix_tokens, metrics.new_tokens, metrics.forwards)
+        self.queued, self.running, self.positions = (
+            each.labels(model) for each in (metrics.queued, metrics.running, metrics.positions)
+        )
+        self.prompt_tokens, self.new_tokens, self.forwards = (
+            each.labels(model) for each in (metrics.prompt_tokens, metrics.new_tokens, metrics.forwards)
         )
         self._ended, self._model = metrics.ended, model
 

@@ -1,8 +1,10 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
-Texts join and leave between two forward passes: whoever waits is taken in as soon as there is room, whatever the
-others are doing. Requests come from the event loop's thread as a `QueuedRequest` of rows. Messages about them go
-back into its queue, in the order in which things happen.
+Requests come from the event loop's thread as a `QueuedRequest` of `TextRow`s: what a caller asked for, and the
+reader that makes messages of what is written. Texts join and leave between two forward passes: whoever waits is
+taken in as soon as there is room, whatever the others are doing. A row that joins becomes a `Text` of the decoder:
+a `Session` (decoding.session) writes it and calls back at every commit and at its end. Messages go back into the
+request's queue, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -205,8 +207,7 @@ class Scheduler:
         self._session = session_of(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         metrics.queued.set_function(lambda: len(self._waiting))
-        metrics.running_positions.set_function(lambda: self._session.positions)
-        metrics.prefix_positions.set_function(lambda: self.prefixes.tokens)
+        metrics.positions.set_function(lambda: self._session.positions)
 
     def start(self) -> None:
         self._thread.start()
@@ -255,11 +256,10 @@ class Scheduler:
             try:
                 count = self._session.step()
             except Exception:  # a defect must not end the service
-                logger.exception("step failed", extra={"data": {"texts": len(self._running)}})
-                self.metrics.failures.inc()
+                error = self._failed("step failed", texts=len(self._running))
                 self._session = session_of(self.served.model, self.prefixes)
                 for row in self._running:
-                    row.request.tell(row, APIError(500, "the model failed on this request", code="failed"))
+                    row.request.tell(row, error)
                 self._running = []
             else:
                 self.metrics.batch.observe(count)
@@ -316,9 +316,11 @@ class Scheduler:
         def event(event: Event) -> None:
             if request.given_up:
                 return
-            if (message := row.reader.event(event, time.monotonic() - row.began)) is not None:
+            if (message := self._read(row, row.reader.event, event)) is not None:
                 self._heard(row)
                 request.tell(row, message)
+                if isinstance(message, APIError):
+                    request.given_up = True
 
         def forward() -> None:
             row.forwards += 1
@@ -329,6 +331,19 @@ class Scheduler:
             cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended), on_forward=forward,
         )  # fmt: skip
 
+    def _read(self, row: TextRow, read: Callable[[T, float], Any], what: T) -> Any:
+        """What a row's reader makes of an event; its defect, or its tokenizer's panic, is that row's alone."""
+        try:
+            return read(what, time.monotonic() - row.began)
+        except BaseException:  # a panic of `tokenizers` is not an Exception
+            return self._failed("reader failed", text=row.index)
+
+    def _failed(self, event: str, **data: int) -> APIError:
+        """Log and count the exception that is being handled; what its callers are told."""
+        logger.exception(event, extra={"data": data})
+        self.metrics.failures.inc()
+        return APIError(500, "the model failed on this request", code="failed")
+
     def _heard(self, row: TextRow) -> None:
         if not row.heard:
             row.heard = True
@@ -337,7 +352,8 @@ class Scheduler:
     def _end(self, row: TextRow, ended: Ended) -> None:
         message: Last | APIError
         if ended.finished != "cancelled" or row.reader.satisfied:
-            message = Last(row.reader.end(ended, time.monotonic() - row.began), ended)
+            read = self._read(row, row.reader.end, ended)
+            message = read if isinstance(read, APIError) else Last(read, ended)
             self._heard(row)
         elif row.forwards >= self.settings.max_forwards:
             message = too_many_forwards(self.settings.max_forwards, self.served.model.config.kind)
@@ -347,7 +363,6 @@ class Scheduler:
         self.metrics.running.set(len(self._running))
         self.metrics.new_tokens.inc(ended.costs["new_tokens"])
         self.metrics.forwards.inc(ended.costs["forwards"])
-        self.metrics.prefix_tokens.inc(ended.costs["prefix"])
         self.metrics.ended("stop" if row.reader.satisfied else ended.finished)
         row.request.tell(row, message)  # last: whoever has an answer finds it counted
 

@@ -229,9 +229,6 @@ class DenoiseRequest(Generating):
     seed: Seed = 0
     blanks: bool = Field(True, description="False takes `[[8]]` literally.")
     stop_at_eos: bool = True
-    provisional: bool = Field(
-        False, description="Commits also say how far the text can be read, and which tokens lie ahead of that."
-    )
 
 
 # --- answers and errors ------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from dcdm.decoding.config import (
     ROUTINGS,
     DecodingConfig,
     Revise,
-    default_commit,
     fitting_caches,
     fitting_settings,
 )
@@ -161,6 +160,7 @@ class Served:
             )
         return wanted
 
+    @cached_property
     def examples(self) -> list[dict[str, Any]]:
         """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
         fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window)}
@@ -181,29 +181,24 @@ class Served:
         config = self.model.config
         plain = DecodingConfig().resolve(config)
         blocks = {"blocks": {"number": config.block_size or 8, "least": 1, "whole": True}}
+        commits = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
         choices = {
-            "commit": self.commits(),
+            "commit": [
+                _choice(
+                    name, one.about, number=one.default, least=one.least, whole=one.whole,
+                    most=None if one.most == float("inf") else one.most,
+                )
+                for name, one in ((name, POLICIES[name]) for name in commits)
+            ],
             "routing": [_choice(name, ROUTINGS[name], **blocks.get(name, {})) for name in fitting_routings(config)],
             "cache": [_choice(name, CACHES[name]) for name in fitting_caches(config)],
-        }
+        }  # fmt: skip
         return [
             {
                 **asdict(one), "type": KINDS[one.type], "means": getattr(plain, one.name),
                 "choices": choices.get(one.name),
             }
             for one in fitting_settings(config)
-        ]  # fmt: skip
-
-    def commits(self) -> list[dict[str, Any]]:
-        """The commit policies that fit, with the bounds of their numbers."""
-        config = self.model.config
-        names = {"ar": ["position"]}.get(config.kind, ["chunk"] if config.predicts_from_left else list(POLICIES))
-        return [
-            _choice(
-                name, one.about, number=one.default, least=one.least, whole=one.whole,
-                most=None if one.most == float("inf") else one.most,
-            )
-            for name, one in ((name, POLICIES[name]) for name in names)
         ]  # fmt: skip
 
     def card(self) -> dict[str, Any]:
@@ -224,17 +219,12 @@ class Served:
                 "vocab_size": config.vocab_size,
                 "num_chunks": config.num_chunks,
                 "lanes": config.lanes,
-                "default_lanes": None if config.lanes is None else config.default_lanes,
                 "drafts": config.drafts,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
-                "routings": fitting_routings(config),
-                "commits": self.commits(),
-                "caches": fitting_caches(config),
-                "default_commit": default_commit(config),
                 "settings": self.dials(),
                 "special_tokens": {str(self.tokenizer.bos_id): "BOS", str(self.tokenizer.eos_id): "EOS"},
                 "chat": self.tokenizer.chat_template is not None,
-                "examples": self.examples(),
+                "examples": self.examples,
                 "limits": {
                     "max_tokens": settings.max_tokens,
                     "max_prompt_tokens": self.max_prompt_tokens,

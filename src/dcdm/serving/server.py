@@ -1,4 +1,4 @@
-"""From a folder to a running server: its weights, its socket, uvicorn, and what signals do."""
+"""The process: its socket, uvicorn with limits on idle connections, and what signals do."""
 
 from __future__ import annotations
 
@@ -8,39 +8,18 @@ import errno
 import gc
 import resource
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
-import torch
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dcdm.config import ConfigError
-from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import stops_handled_by
-from dcdm.io.export import export
-from dcdm.io.load import find_model, load_model
-from dcdm.model.transformer import Model
-
-
-def load_safetensors(
-    path: Path, *, adapter: Path | None = None, device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Model, Tokenizer]:  # fmt: skip
-    """The model in an exported folder, whose checksums are compared; a run folder is exported first."""
-    if find_model(path).run is None:
-        return load_model(path, device=device, dtype=dtype, adapter=adapter)
-    with tempfile.TemporaryDirectory(prefix="dcdm-serve-") as folder:
-        export(path, Path(folder) / "exported", adapter=adapter)
-        print(f"dcdm: {path} is a run folder; serving what `dcdm export` makes of it", file=sys.stderr)
-        return load_model(Path(folder) / "exported", device=device, dtype=dtype)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ Importing this file does not load PyTorch: the command line needs the list to sh
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -69,3 +70,9 @@ class Settings:
                 f"max_queued={self.max_queued} has no room for a request of max_texts={self.max_texts}; raise the "
                 "first or lower the second"
             )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse models that callers could not tell apart."""
+    if "" in names or len({*names}) < len(names):
+        raise ConfigError(f"each of the {len(names)} models needs a name of its own (--name A,B); not {names}")

@@ -170,6 +170,17 @@ EXERCISES = ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION))
 
 
 def exercises_for(tokenizer: Tokenizer, length: int) -> list[Exercise]:
-    """The exercises that fit into a context of `length` tokens, BOS among them, each in its longest form."""
-    fitting = [[one for one in forms if len(one.original(tokenizer)[0]) < length] for forms in EXERCISES]
+    """The exercises that fit into a context of `length` tokens, BOS among them, each in its longest form.
+
+    Those that the tokenizer cannot spell are left out.
+    """
+
+    def fits(text: str) -> bool:
+        try:
+            ids = tokenizer.encode(text)
+        except Exception:  # `tokenizers` raises nothing narrower where it has no token for a text
+            return False
+        return len(ids) < length and tokenizer.decode(ids) == text
+
+    fitting = [[one for one in forms if fits(one.text)] for forms in EXERCISES]
     return [forms[0] for forms in fitting if forms]

@@ -43,7 +43,8 @@ class Playground {
     this.lanes = info.lanes;
     this.examples = info.examples ?? [];
     this.shared = new Shared(byId("shared"), info);
-    this.decoders = [new Decoder("A", info, info.default_commit), new Decoder("B", info, contrast(info))];
+    const commit = info.settings.find((each) => each.name === "commit");
+    this.decoders = [new Decoder("A", info, commit.means), new Decoder("B", info, contrast(commit))];
     byId("decoders").append(...this.decoders.map((each) => each.element));
     const tell = (sentence) => (byId("token").textContent = sentence);
     this.runs = ["A", "B"].map((letter) => new RunView(letter, info.special_tokens ?? {}, tell));
@@ -344,12 +345,12 @@ class Playground {
   }
 }
 
-/** For the second decoder: one that does something else than the default. */
-function contrast(info) {
-  const names = info.commits.map((each) => each.name);
-  const other = ["chunk", "position", ...names].find((name) => names.includes(name) && !info.default_commit.startsWith(name));
-  const number = info.commits.find((each) => each.name === other)?.number ?? null;
-  return number === null ? other ?? info.default_commit : `${other}:${number}`;
+/** For the second decoder: a commit policy that does something else than the default. */
+function contrast({ choices, means }) {
+  const names = choices.map((each) => each.name);
+  const other = ["chunk", "position", ...names].find((name) => names.includes(name) && !means.startsWith(name));
+  const number = choices.find((each) => each.name === other)?.number ?? null;
+  return number === null ? other ?? means : `${other}:${number}`;
 }
 
 begin();

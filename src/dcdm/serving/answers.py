@@ -1,6 +1,6 @@
-"""`/v1/completions` and `/v1/chat/completions`: requests to rows, and the rows' texts to OpenAI's objects.
+"""Requests to rows, and what is written to answers: OpenAI's completions and chats, and `/v1/denoise`.
 
-Chats need a tokenizer with a chat template.
+`/v1/denoise` is a canvas being filled: every step's commits as they come. Chats need a tokenizer with a template.
 """
 
 from __future__ import annotations
@@ -12,20 +12,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 
+import torch
+
+from dcdm.config import ConfigError
 from dcdm.data.chats import ChatBusy, ChatError
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import blank_tokens, read_prompts, whole_text
+from dcdm.decoding.text import Ended, Event
+from dcdm.lanes.masks import lane_partition
+from dcdm.serving.reading import UNFINISHED, Piece, TextReader, own_costs, token_text
 from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
 from dcdm.serving.schemas import (
     APIError,
     ChatRequest,
     CompletionRequest,
+    DenoiseRequest,
     OpenAIRequest,
     bad_request,
     encode,
     queue_full,
 )
 from dcdm.serving.served import Served
-from dcdm.serving.writing import UNFINISHED, Piece, Writer, own_costs, token_text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -102,7 +109,7 @@ def _rows(
             served.check_lengths(given, 0, "suffix" if len(behind) > len(ids) else "prompt")
         spans = served.spans(request.response_format, given, length, eos_id)
         for _ in range(n):
-            writer = Writer(
+            writer = TextReader(
                 served.tokenizer, 1 + len(ids), last=last, stops=request.stops(), eos_id=eos_id,
                 provisional=bool(request.provisional), begins=not ids and not spans, in_pieces=bool(request.stream),
             )  # fmt: skip
@@ -236,10 +243,10 @@ class Answer:
         notes |= {"texts": len(self.rows), "prompt_tokens": self.prompt_tokens}
         async for row, message in queued.messages():
             if isinstance(message, Last):
+                _note_costs(notes, message)
                 for name, value in own_costs(message.ended.costs).items():
                     self.costs[name] = self.costs.get(name, 0) + value
             yield row, message.message if isinstance(message, Last) else message
-        notes |= {"completion_tokens": self.costs["new_tokens"], "forwards": self.costs["forwards"]}
         if self.served.settings.log_prompts:
             notes |= {"prompts": self.prompts, "completions": [row.reader.text for row in self.rows]}
 
@@ -247,3 +254,123 @@ class Answer:
         prompt, new = self.prompt_tokens, self.costs["new_tokens"]
         usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return {"usage": usage, "dcdm": {"seed": self.rows[0].seed, **self.costs}}
+
+
+def _note_costs(notes: dict[str, Any], last: Last) -> None:
+    """Add a text's costs to what the log will say, which also tells what it took over from earlier prompts."""
+    for note, name in (("completion_tokens", "new_tokens"), ("forwards", "forwards"), ("prefix_tokens", "prefix")):
+        notes[note] = notes.get(note, 0) + last.ended.costs[name]
+
+
+# --- a canvas being filled ---------------------------------------------------------------------------------------
+
+
+def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
+    """The row that a request asks for, checked."""
+    decoding = served.decoding(request)
+    ids = served.encode(request.prompt, request.blanks)
+    eos_id = served.eos_id(request.stop_at_eos)
+    if decoding.revise is not None:
+        _check_revision(served, request, ids)
+        reader = CommitReader(served.tokenizer, "", False, begins=True)
+        return TextRow(ids, 0, request.seed, 0, decoding, eos_id, reader)
+    new_tokens = served.check_lengths(ids, request.max_tokens)
+    spans = served.spans(request.response_format, ids, new_tokens, eos_id)
+    reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids and not spans)
+    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
+
+
+def _check_revision(served: Served, request: DenoiseRequest, ids: list[int]) -> None:
+    """Refuse a draft whose least sure tokens cannot be written again."""
+    if request.response_format is not None:
+        raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
+    served.check_prompt(ids, served.window - 1)  # BOS comes before it
+    try:
+        read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
+    except ConfigError as error:
+        raise bad_request(str(error), "revise") from error
+    if len(ids) > served.settings.max_tokens:
+        raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
+
+
+class CommitReader:
+    """Makes the stream's objects of a row's events."""
+
+    satisfied = False
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, *, begins: bool) -> None:
+        """If the text `begins`, it has no prompt."""
+        self.tokenizer, self.prompt, self.blanks, self.begins = tokenizer, prompt, blanks, begins
+        self.text = ""
+
+    def event(self, event: Event, seconds: float) -> dict[str, Any]:
+        return {
+            "window": event.window, "forward": event.forward, "chunk": event.chunk, "positions": event.positions,
+            "tokens": event.tokens, "texts": [token_text(self.tokenizer, token) for token in event.tokens],
+            "logprobs": [max(value, -1e30) for value in event.log_p], "seconds": seconds,
+            **({"lanes": event.lanes} if event.lanes else {}),
+        }  # fmt: skip
+
+    def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
+        filled = self.blanks and bool(blank_tokens(self.prompt))
+        decode = self.tokenizer.decode if filled or self.begins else self.tokenizer.continuation
+        self.text = whole_text(self.prompt, decode(ended.completion), self.blanks)
+        new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
+        return {
+            "text": self.text, "finish_reason": ended.finished,
+            "costs": own_costs(ended.costs), "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
+            "tokens_per_forward": new / max(forwards, 1),
+        }  # fmt: skip
+
+
+def _start(served: Served, row: TextRow) -> dict[str, Any]:
+    """The canvas: the whole text as far as it is known."""
+    tokenizer, decoding = served.tokenizer, row.decoding
+    tokens = [tokenizer.bos_id, *row.prompt, *[tokenizer.mask_id] * row.new_tokens]
+    canvas: list[dict[str, Any]] = []
+    for at, token in enumerate(tokens):
+        given = token != tokenizer.mask_id
+        shown = {"token": token, "text": token_text(tokenizer, token)} if given else {"token": None, "text": None}
+        canvas.append({"position": at, **shown, "given": given})
+    more: dict[str, Any] = {}
+    if decoding.lanes is not None:
+        drafts = 0 if row.spans else decoding.drafts  # texts that must match are written without
+        more = {"lanes": decoding.lanes, **({"drafts": drafts} if drafts else {})}
+        for place, lane in zip(canvas, _first_lanes(served, tokens, decoding.lanes), strict=True):
+            place["lane"] = lane
+    return {
+        "id": f"dn-{uuid4().hex}", "model": served.name, "kind": served.model.config.kind,
+        "routing": decoding.routing, "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed, **more,
+        "canvas": canvas,
+    }  # fmt: skip
+
+
+def _first_lanes(served: Served, tokens: list[int], lanes: int) -> list[int | None]:
+    """The lane of every blank of the first window; later windows are cut when they begin."""
+    config, window = served.model.config, torch.tensor([tokens[: served.window]])
+    real = torch.ones_like(window, dtype=torch.bool)
+    numbers = lane_partition(config, window == config.mask_id, real, lanes)[1][0].tolist()
+    return [number or None for number in numbers] + [None] * (len(tokens) - len(numbers))
+
+
+async def stream_denoising(served: Served, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
+    """The events of a row; the notes are what the log will say."""
+
+    def sse(name: str, data: Any) -> str:
+        return f"event: {name}\ndata: {encode(data)}\n\n"
+
+    (row,) = queued.rows
+    notes |= {"texts": 1, "prompt_tokens": len(row.prompt)}
+    yield sse("start", _start(served, row))
+    try:
+        async for _, message in queued.messages():
+            if isinstance(message, Last):
+                _note_costs(notes, message)
+                if served.settings.log_prompts:
+                    notes |= {"completions": [row.reader.text]}
+                yield sse("done", message.message)
+            else:
+                yield sse("commit", message)
+    except APIError as error:
+        notes["code"] = error.code
+        yield sse("error", error.body())

@@ -61,7 +61,7 @@ class Piece:
     """With it: how many tokens the text up to here stands for; what was told ahead before them is superseded."""
 
 
-class Writer:
+class TextReader:
     """Reads one row's events and says its text piece by piece; the joined pieces are `decode` of the tokens."""
 
     def __init__(
