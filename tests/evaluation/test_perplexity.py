@@ -29,7 +29,7 @@ from ranks import on_ranks
 
 SPECIALS = SimpleNamespace(bos_id=tiny.LETTERS, pad_id=tiny.LETTERS + 1)
 CORPUS = Corpus("letters", "made here")
-TWO_PER_KIND = ["ar", "mdlm", "bdlm", "paper", "causal", "random"]
+SOME_KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "random"]
 
 
 def letters(sizes=(30, 4, 17), seed=0):
@@ -127,21 +127,21 @@ def rows(model, windows, estimator, batch_size):
     return measure_perplexity(model, windows, estimator, EstimatorSettings(3, 0, batch_size), World()).rows
 
 
-@pytest.mark.parametrize("kind", TWO_PER_KIND)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_neither_the_batch_size_nor_the_limit_changes_what_a_window_scores(kind):
     model = tiny.model(kind)
     for estimator in estimators_of(model.config):
         for settings in ({}, {"apart": True}, {"stride": 4}):
-            windows = windows_of(letters(), **settings)
+            windows = windows_of(letters((20, 4, 9)), **settings)
             one, many = (rows(model, windows, estimator, size) for size in (1, 16))
             np.testing.assert_allclose([row[1] for row in one], [row[1] for row in many], atol=1e-12)
             assert [row[2] for row in one] == [row[2] for row in many]
             np.testing.assert_allclose(np.concatenate([r[3] for r in one]), np.concatenate([r[3] for r in many]))
             whole, few = (
                 {row[0]: row[3] for row in some}
-                for some in (many, rows(model, windows_of(letters(), **settings, limit=3), estimator, 16))
+                for some in (many, rows(model, windows_of(letters((20, 4, 9)), **settings, limit=2), estimator, 16))
             )
-            assert len(few) == 3
+            assert len(few) == 2 < len(whole)
             for number, shares in few.items():
                 np.testing.assert_allclose(shares, whole[number])
 
@@ -149,7 +149,7 @@ def test_neither_the_batch_size_nor_the_limit_changes_what_a_window_scores(kind)
 def _on_rank(world):
     return [
         figures(tiny.model(kind), windows_of(letters(), **settings), world=world)
-        for kind in ("ar", "bdlm", "paper", "causal")
+        for kind in ("ar", "paper")
         for settings in ({}, {"apart": True})
     ]
 
@@ -193,26 +193,23 @@ def test_small_chunks_are_summed_exactly_once_there_are_passes_enough():
     assert dcdm.score(model, clean, samples=2).stderr.all()
 
 
-@pytest.mark.parametrize(
-    "kind", ["mdlm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bdlm", "causal"))]
-)
+@pytest.mark.parametrize("kind", ["mdlm", "bdlm", "causal"])
 def test_the_error_is_less_than_half_of_that_of_uniform_sampling(kind):
     model = tiny.model(kind, num_chunks=4) if kind == "causal" else tiny.model(kind, scale=4.0)
-    tokens = tiny.tokens(4, 25)
-    used = torch.stack([dcdm.score(model, tokens, "bound", 8, seed).nats for seed in range(30)])
-    plain = torch.stack([uniformly_sampled(model, tokens, 8, seed) for seed in range(30)])
+    tokens, index = tiny.tokens(4, 25).repeat(30, 1), torch.arange(120)  # each row draws by its number
+    used = dcdm.score(model, tokens, "bound", 8, index=index, batch_size=120).nats.view(30, 4)
+    plain = uniformly_sampled(model, tokens, 8, index).view(30, 4)
     assert used.var(dim=0).mean().sqrt() < 0.5 * plain.var(dim=0).mean().sqrt()
     assert (plain - used).mean(dim=0).sum().abs() < 4 * ((plain.var(dim=0) + used.var(dim=0)).sum() / 30).sqrt()
 
 
 @torch.no_grad()
-def uniformly_sampled(model, tokens, samples, seed):
+def uniformly_sampled(model, tokens, samples, index):
     """The bound as training estimates it: t uniform for every group and pass, each token weighed by 1/t."""
-    index = torch.arange(len(tokens))
     ids = model.partition(tokens, index=index).ids
     total = torch.zeros(len(tokens), dtype=torch.float64)
     for number in range(samples):
-        key = Key(seed).fold("plain", number)
+        key = Key(0).fold("plain", number)
         t = 1e-3 + (1 - 1e-3) * key.rows(index, model.config.num_groups(tokens.shape[1]))
         masked, weight = noise.corrupt(key, index, ids, t)
         log_p = model(tokens, masked).logits[..., :-3].log_softmax(dim=-1)

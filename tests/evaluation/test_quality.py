@@ -141,7 +141,7 @@ def test_wrong_use_is_refused(folder, tmp_path, capsys):
     for arguments, message in (
         (["--scorer", str(folder)], "either a model or --texts"),
         (["--texts", "none.txt", "--scorer", str(folder)], "cannot be read"),
-        (["--texts", str(tmp_path / "bad.jsonl"), "--scorer", str(folder)], "line 1"),
+        (["--texts", str(tmp_path / "bad.jsonl"), "--scorer", str(folder)], "bad.jsonl:1"),
         (["--texts", "none.txt", "--scorer", str(tmp_path / "nowhere")], "is not a folder"),
         (["--texts", "none.txt", "--scorer", str(tmp_path)], "no causal model"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -288,7 +289,7 @@ def quality(
     result = measure_quality(wanted, judge, batch_size)
     if json:
         source = {"source": str(model or texts), "scorer": str(scorer)}
-        print_json(source | settings | result.to_dict() | forwards)
+        print_json(source | settings | asdict(result) | forwards)
         return
     spread = "" if result.perplexity_stderr is None else f" ± {result.perplexity_stderr:.2f}"
     print(f"generative perplexity  {result.perplexity:.2f}{spread}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.evaluation.tasks import read_rows
+from dcdm.evaluation.tasks import rows_of
 from dcdm.likelihood.statistics import known, mean_and_stderr
 
 DISTINCT = (1, 2, 3, 4)
@@ -45,9 +45,6 @@ class Quality:
     """Tokens that were scored."""
     left_out: int
     """Texts without a token to score."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -144,11 +141,8 @@ def measure_quality(texts: Sequence[str], scorer: TextScorer, batch_size: int = 
 
 def entropy(texts: Sequence[Sequence[int]]) -> float:
     """Nats: the entropy of the token frequencies within each text, mean over texts."""
-    return sum(_entropy(ids) for ids in texts) / len(texts)
-
-
-def _entropy(ids: Sequence[int]) -> float:
-    return -sum(n / len(ids) * math.log(n / len(ids)) for n in Counter(ids).values())
+    shares = ([count / len(ids) for count in Counter(ids).values()] for ids in texts)
+    return -sum(share * math.log(share) for text in shares for share in text) / len(texts)
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float:
@@ -171,7 +165,7 @@ def ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
 def read_texts(path: Path) -> list[str]:
     """Texts of a file: the field `text` of a .jsonl file's rows, or what blank lines part in any other."""
     if path.suffix == ".jsonl":
-        return [str(row["text"]) for row in read_rows(path, ("text",))]
+        return [str(row["text"]) for row in rows_of(path, ("text",))]
     try:
         content = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:

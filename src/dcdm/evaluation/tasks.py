@@ -5,17 +5,17 @@ Data come from the hub, as those definitions say, or from a folder of files name
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, DataConfig
+from dcdm.data.reading import BadRows, cut_into_parts, read_rows
+from dcdm.data.sources import examine, resolve
 from dcdm.evaluation import execution
 
 SPLITS = ("train", "dev", "validation", "test")
@@ -138,7 +138,7 @@ def _chosen(name: str, folder: Path | None, shots: int | None) -> Chosen:
             f"which {folder} does not hold; add it, or set --num-fewshot {name}=0"
         )
     for path in files.values():
-        read_rows(path, benchmark.fields)
+        rows_of(path, benchmark.fields)
     return chosen
 
 
@@ -155,27 +155,11 @@ def _files(benchmark: Benchmark, folder: Path) -> dict[str, Path]:
 
 
 @cache
-def read_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+def rows_of(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of a JSONL file, every one with the fields that its task needs."""
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = content.decode("utf-8-sig").split("\n")  # without a byte order mark
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 ({error.reason}, byte {error.start}); save it as UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
-        missing = [name for name in fields if name not in row] if isinstance(row, dict) else list(fields)
-        if missing:
-            raise ConfigError(f"{path}, line {number}: the fields {', '.join(missing)} are missing")
-        rows.append(row)
+    settings = DataConfig(max_bad=0)
+    parts = cut_into_parts(examine(resolve(str(path), settings)), settings)
+    rows = [row for part in parts for _, row in read_rows(part, fields, BadRows(0))]
     if not rows:
         raise ConfigError(f"{path} holds no rows")
     return rows
@@ -187,7 +171,7 @@ def local_data(chosen: Chosen, subject: str | None) -> Any:
 
     splits, of = DatasetDict(), chosen.benchmark.subject_field
     for split, path in (chosen.files or {}).items():
-        rows = read_rows(path, chosen.benchmark.fields)
+        rows = rows_of(path, chosen.benchmark.fields)
         if of is not None:  # the harness spells Counting & Probability counting_and_probability
             rows = [row for row in rows if row[of].lower().replace("&", "and").replace(" ", "_") == subject]
         if rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ CLASSES = {
     "surrogate (no bound)": ("surrogate",),
 }
 TASK_COLUMNS = {"task": 12, "shots": 5, "metric": 30, "value": 12, "chance": 6, "questions": 9, "noise": 13}
+TASK_COUNTS = {
+    "cut_contexts": "contexts cut on the left",
+    "split_continuations": "answers longer than the window, scored in pieces",
+    "windowed_generations": "generations written over several windows",
+}
 UNBOUNDED = 10_000  # columns: what is piped is not cut
 LEGEND = (
     "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: that of Monte-Carlo "
@@ -142,45 +147,22 @@ def _flat(row: Figures | Unsupported) -> dict[str, Any]:
 # --- benchmark tasks ---------------------------------------------------------------------------------------------
 
 
-def print_task(report: dict[str, Any], first: bool) -> None:
-    """Print a benchmark's lines of the table, under a head for the first."""
-    if first:
-        print("  ".join(f"{name:<{width}}" for name, width in TASK_COLUMNS.items()).rstrip())
-    for line in task_cells(report):
-        print(
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, TASK_COLUMNS.values(), strict=True)).rstrip()
-        )
-    for note in task_remarks(report):
-        print(f"    {note}")
-    print(f"    {report['seconds']:.0f} s", flush=True)
-
-
-def task_cells(report: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A benchmark's lines of the table, a cell for each of `TASK_COLUMNS`."""
+def print_task(report: Mapping[str, Any], first: bool) -> None:
+    """Print a benchmark's lines of the table, under a head for the first, and what a reader must know of them."""
+    lines = [list(TASK_COLUMNS)] if first else []
     for number, line in enumerate(report["figures"]):
         spread = "" if line["stderr"] is None else f" ± {100 * line['stderr']:.1f}"
-        noise = line["monte_carlo_stderr"]
-        yield [
-            report["title"] if number == 0 else "", str(report["shots"]), _metric(line),
-            f"{100 * line['value']:.1f}{spread}", f"{100 * line['chance']:.1f}", str(line["questions"]),
+        noise, part = line["monte_carlo_stderr"], line["task"].partition("_mc")[2]
+        lines.append([
+            report["title"] if number == 0 else "", str(report["shots"]),
+            f"mc{part} {line['metric']}" if part else str(line["metric"]), f"{100 * line['value']:.1f}{spread}",
+            f"{100 * line['chance']:.1f}", str(line["questions"]),
             "–" if noise is None else f"{noise:.2f} ({100 * line['within_noise']:.0f} %)",
-        ]  # fmt: skip
-
-
-def task_remarks(report: Mapping[str, Any]) -> list[str]:
-    """What a reader of a benchmark's figures must know."""
-    return [*report["notes"], *_count_remarks(report["counts"])]
-
-
-def _metric(line: dict[str, Any]) -> str:
-    suffix = line["task"].partition("_mc")[2]
-    return f"mc{suffix} {line['metric']}" if suffix else str(line["metric"])
-
-
-def _count_remarks(counts: dict[str, Any]) -> list[str]:
-    remarks = {
-        "cut_contexts": "contexts cut on the left",
-        "split_continuations": "answers longer than the window, scored in pieces",
-        "windowed_generations": "generations written over several windows",
-    }
-    return [f"{counts[name]} {text}" for name, text in remarks.items() if counts[name]]
+        ])  # fmt: skip
+    for cells in lines:
+        padded = (f"{cell:<{width}}" for cell, width in zip(cells, TASK_COLUMNS.values(), strict=True))
+        print("  ".join(padded).rstrip())
+    counts = report["counts"]
+    remarks = [f"{counts[name]} {text}" for name, text in TASK_COUNTS.items() if counts[name]]
+    for note in (*report["notes"], *remarks, f"{report['seconds']:.0f} s"):
+        print(f"    {note}", flush=True)
