@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError, DataConfig
-from dcdm.data.reading import BadRows, cut_into_parts, read_rows
-from dcdm.data.sources import examine, resolve
+from dcdm.data.sources import BadRows, cut_into_parts, examine, read_rows, resolve
 from dcdm.evaluation import execution
 
 SPLITS = ("train", "dev", "validation", "test")
@@ -159,7 +158,7 @@ def rows_of(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of a JSONL file, every one with the fields that its task needs."""
     settings = DataConfig(max_bad=0)
     parts = cut_into_parts(examine(resolve(str(path), settings)), settings)
-    rows = [row for part in parts for _, row in read_rows(part, fields, BadRows(0))]
+    rows = [row for part in parts for row in read_rows(part, fields, dict, BadRows(0))]
     if not rows:
         raise ConfigError(f"{path} holds no rows")
     return rows
