@@ -12,8 +12,8 @@ import tiny
 from dcdm.decoding import routes
 from dcdm.decoding.caching import Cached
 from dcdm.decoding.commits import commit_policy
+from dcdm.decoding.config import AdaBlock
 from dcdm.decoding.loop import Uncached, fill_canvas, predictable
-from dcdm.decoding.routes import AdaBlock
 from dcdm.model.cache import KVCache, LayerCache
 from walks import EXACT, ORDERED, RANDOM, canvases, model_of, walked
 

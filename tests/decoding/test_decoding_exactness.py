@@ -13,8 +13,8 @@ import dcdm
 import tiny
 from dcdm.decoding import routes
 from dcdm.decoding.commits import Sampling
+from dcdm.decoding.config import AdaBlock
 from dcdm.decoding.loop import predictable
-from dcdm.decoding.routes import AdaBlock
 from walks import ORDERED
 
 FREE = 3

@@ -39,7 +39,7 @@ def decoders(kind, rng):
     if kind in ("bdlm", "mdlm"):
         options["routing"] = rng.choice(["auto", "blocks:3", "adablock"])
         if options["routing"] == "adablock":
-            options["adablock"] = dcdm.decoding.routes.AdaBlock((1, 2), 2, 0.2)
+            options["adablock"] = dcdm.decoding.config.AdaBlock((1, 2), 2, 0.2)
     if config.routes_from_noise:
         fits = ["paper-chunk", "paper-step", *([] if options["cache"] == "frozen" else ["appendix-b"])]
         options["routing"] = rng.choice(fits)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -23,7 +24,6 @@ from dcdm.config import ConfigError, ModelConfig, whole_number
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.decoding.commits import Sampling
-    from dcdm.decoding.routes import AdaBlock
 
 ROUTINGS = {
     "auto": "As this kind of model was trained.",
@@ -79,6 +79,26 @@ class Revise:
         if not isinstance(given, int | float):
             raise ConfigError(f"revise={given!r} must be a number, which is a share, or give share or threshold")
         return cls(share=given)
+
+
+@dataclass(frozen=True)
+class AdaBlock:
+    """Block ends at predicted delimiters; training-free, for BDLM and MDLM."""
+
+    delimiters: tuple[int, ...]
+    block_size: int
+    least: float = 0.3
+    """τ_D: the confidence that a delimiter needs."""
+    window: int | None = None
+    """Positions among which a delimiter is looked for; None means a quarter of the free ones."""
+
+    def __post_init__(self) -> None:
+        if not self.delimiters:
+            raise ConfigError("routing='adablock' needs delimiters: the ids of the tokens at which blocks may end")
+        if self.block_size < 1 or (self.window is not None and self.window < 1):
+            raise ConfigError(f"adablock: block_size={self.block_size} and window={self.window} must be at least 1")
+        if not 0 <= self.least <= 1:
+            raise ConfigError(f"adablock: least={self.least} is a probability and must lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,6 @@ class DecodingConfig:
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
         """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
         from dcdm.decoding.commits import commit_policy
-        from dcdm.decoding.routes import check_routing, described
 
         check_routing(config, self.routing)
         adablock = self.adablock
@@ -225,7 +244,7 @@ class Setting:
 @cache
 def settings() -> tuple[Setting, ...]:
     """Every setting of a decoder in the order of the list, without what is derived from others."""
-    types = get_type_hints(DecodingConfig, localns={"AdaBlock": Any})  # which would load PyTorch
+    types = get_type_hints(DecodingConfig)
     about = docstrings_of(DecodingConfig)
     return tuple(
         Setting(one.name, types[one.name], one.default, about[one.name], **one.metadata)
@@ -236,8 +255,6 @@ def settings() -> tuple[Setting, ...]:
 
 def fitting_settings(config: ModelConfig) -> list[Setting]:
     """Those that mean something for a model."""
-    from dcdm.decoding.routes import fitting_routings
-
     fits = {"lanes": config.kind == "lanes", "drafts": bool(config.drafts), "revise": _can_revise(config)}
     adaptive = "adablock" in fitting_routings(config)
     return [one for one in settings() if fits.get(one.name, True) and (adaptive or one.only_with != ADABLOCK)]
@@ -258,6 +275,37 @@ def docstrings_of(kind: type) -> dict[str, str]:
 def _can_revise(config: ModelConfig) -> bool:
     """Whether a token is predicted from what stands behind it, too."""
     return config.kind != "ar" and not config.predicts_from_left
+
+
+def described(config: ModelConfig) -> str:
+    """The kind of a model as people call it."""
+    if config.kind == "lanes":
+        return "lanes"
+    return f"DCDM with {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
+
+
+def fitting_routings(config: ModelConfig) -> list[str]:
+    """The routings that fit a model's kind; "auto", which is its own, comes first."""
+    fits = ["auto"]
+    if config.routes_from_noise:
+        fits += ["paper-chunk", "paper-step", "appendix-b"]
+    if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
+        fits += ["blocks", "adablock"]
+    return fits
+
+
+def check_routing(config: ModelConfig, name: str) -> None:
+    """Refuse by name what does not fit the kind."""
+    base, colon, number = name.partition(":")
+    fits = fitting_routings(config)
+    if base not in ROUTINGS:
+        raise ConfigError(f"routing={name!r} is not known; choose one of {', '.join(ROUTINGS)}")
+    if base not in fits:
+        raise ConfigError(f"routing={name!r} does not fit {described(config)}; choose one of {', '.join(fits)}")
+    if colon and (base != "blocks" or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
+        raise ConfigError(f"routing={name!r}: only blocks takes a number, as in blocks:8")
+    if name == "blocks" and config.block_size is None:
+        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
 
 
 def fitting_caches(config: ModelConfig) -> list[str]:
@@ -331,8 +379,6 @@ def adablock_of(
     config: ModelConfig, tokenizer: Tokenizer, delimiters: Sequence[str] = ("\n",), least: float = 0.3
 ) -> AdaBlock:
     """Blocks end at the tokens that these texts are, by default at line ends."""
-    from dcdm.decoding.routes import AdaBlock
-
     ids = []
     for text in delimiters:
         tokens = tokenizer.encode(text)

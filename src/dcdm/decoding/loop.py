@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS
 from dcdm.decoding.commits import Commit, Distributions, View
-from dcdm.decoding.routes import Route, Router, start, without_hidden
+from dcdm.decoding.routes import Route, Router, start
 from dcdm.model.layout import RaggedIndex, stack_rows
 from dcdm.model.products import at_least_fp32
 from dcdm.model.transformer import BlockZero, Model, PositionMasks
@@ -58,12 +58,13 @@ class Uncached(Predictor):
 
     def __call__(self, z: Tensor, revealed: Tensor, route: Route) -> Predicted:
         rows = route.active.any(dim=-1)
-        route, active = without_hidden(route, revealed), route.active[rows]
-        states = self.model.denoise(z[rows], route.ids[rows], route.block_zero)
+        # masked positions that the active ones cannot see become padding: nobody asks for them
+        ids = torch.where((route.ids <= route.level()) | revealed, route.ids, -1)
+        states = self.model.denoise(z[rows], ids[rows], route.block_zero)
         if self.model.config.kind == "ar":
             states = states.roll(1, dims=1)  # position ℓ−1 predicts ℓ
-        computed = torch.where(rows, (route.ids >= 0).sum(dim=-1), 0)
-        return Predicted(states[active], computed, torch.zeros_like(computed))
+        computed = torch.where(rows, (ids >= 0).sum(dim=-1), 0)
+        return Predicted(states[route.active[rows]], computed, torch.zeros_like(computed))
 
 
 def predictable(model: Model, states: Tensor) -> Tensor:

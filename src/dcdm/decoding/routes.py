@@ -9,17 +9,17 @@ To add one: write a `Router` and enter it in `router_of`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ModelConfig
 from dcdm.decoding.commits import View
+from dcdm.decoding.config import AdaBlock, check_routing
 from dcdm.model import routing
 from dcdm.model.layout import stack_rows
 from dcdm.model.transformer import BlockZero, Model, PositionMasks
@@ -90,65 +90,10 @@ class Router:
             setattr(self, name, getattr(self, name)[rows, :length])
 
 
-@dataclass(frozen=True)
-class AdaBlock:
-    """Block ends at predicted delimiters; training-free, for BDLM and MDLM."""
-
-    delimiters: tuple[int, ...]
-    block_size: int
-    least: float = 0.3
-    """τ_D: the confidence that a delimiter needs."""
-    window: int | None = None
-    """Positions among which a delimiter is looked for; None means a quarter of the free ones."""
-
-    def __post_init__(self) -> None:
-        if not self.delimiters:
-            raise ConfigError("routing='adablock' needs delimiters: the ids of the tokens at which blocks may end")
-        if self.block_size < 1 or (self.window is not None and self.window < 1):
-            raise ConfigError(f"adablock: block_size={self.block_size} and window={self.window} must be at least 1")
-        if not 0 <= self.least <= 1:
-            raise ConfigError(f"adablock: least={self.least} is a probability and must lie in [0, 1]")
-
-
-ROUTINGS = ("auto", "paper-chunk", "paper-step", "appendix-b", "blocks", "adablock")
-"""Their descriptions are in config.py, which imports this file."""
-
-
 def start(positions: PositionMasks) -> Route:
     """Nothing is active; what is given from the start has id 0."""
     ids = torch.where(positions.free, LATER, torch.where(positions.real, 0, -1))
     return Route(ids, torch.zeros_like(positions.free))
-
-
-def described(config: ModelConfig) -> str:
-    """The kind of a model as people call it."""
-    if config.kind == "lanes":
-        return "lanes"
-    return f"DCDM with {config.routing} routing" if config.kind == "dcdm" else config.kind.upper()
-
-
-def fitting_routings(config: ModelConfig) -> list[str]:
-    """The routings that fit a model's kind; "auto", which is its own, comes first."""
-    fits = ["auto"]
-    if config.routes_from_noise:
-        fits += ["paper-chunk", "paper-step", "appendix-b"]
-    if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
-        fits += ["blocks", "adablock"]
-    return fits
-
-
-def check_routing(config: ModelConfig, name: str) -> None:
-    """Refuse by name what does not fit the kind."""
-    base, colon, number = name.partition(":")
-    fits = fitting_routings(config)
-    if base not in ROUTINGS:
-        raise ConfigError(f"routing={name!r} is not known; choose one of {', '.join(ROUTINGS)}")
-    if base not in fits:
-        raise ConfigError(f"routing={name!r} does not fit {described(config)}; choose one of {', '.join(fits)}")
-    if colon and (base != "blocks" or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
-        raise ConfigError(f"routing={name!r}: only blocks takes a number, as in blocks:8")
-    if name == "blocks" and config.block_size is None:
-        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
 
 
 @singledispatch
@@ -410,8 +355,3 @@ def current_ids(model: Model, z: Tensor, prompt: Tensor | None = None) -> Tensor
         if not bool(full.any()):
             return route.ids
         revealed = revealed | (route.active & full[:, None])
-
-
-def without_hidden(route: Route, revealed: Tensor) -> Route:
-    """Masked positions that the active ones cannot see become padding: nobody asks for them."""
-    return replace(route, ids=torch.where((route.ids <= route.level()) | revealed, route.ids, -1))

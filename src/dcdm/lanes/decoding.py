@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dcdm.decoding.caching import Cached, Needed, Part, PrefixCache, cached_predictor
 from dcdm.decoding.commits import Commit, View
+from dcdm.decoding.config import AdaBlock, check_routing
 from dcdm.decoding.loop import Committed, DecodingState, Predicted, Predictor, Reveal
-from dcdm.decoding.routes import LATER, AdaBlock, Fixed, Route, Router, check_routing, router_of
+from dcdm.decoding.routes import LATER, Fixed, Route, Router, router_of
 from dcdm.decoding.session import Session, session_of
 from dcdm.decoding.text import Text
 from dcdm.lanes.drafts import Drafter, Drafts, accept_or_replace, propose, shifted, verify

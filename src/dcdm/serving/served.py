@@ -21,12 +21,13 @@ from dcdm.decoding.config import (
     ROUTINGS,
     DecodingConfig,
     Revise,
+    described,
     fitting_caches,
+    fitting_routings,
     fitting_settings,
 )
 from dcdm.decoding.constraints import ENTRIES, CompilerBusy, ConstrainedSpan, Constraint, constrained_spans
 from dcdm.decoding.engine import blank_tokens, read_prompts, with_blanks
-from dcdm.decoding.routes import described, fitting_routings
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import (
     FORMAT,

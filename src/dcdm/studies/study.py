@@ -323,8 +323,7 @@ def read_study(path: Path) -> Study:
 
 
 def _check_variant(study: Study, name: str) -> None:
-    from dcdm.decoding.config import DecodingConfig, resolve_drafts, resolve_lanes
-    from dcdm.decoding.routes import AdaBlock
+    from dcdm.decoding.config import AdaBlock, DecodingConfig, resolve_drafts, resolve_lanes
 
     variant = study.variants[name]
     if variant.retired:
