@@ -26,9 +26,8 @@ from dcdm.data.loader import pack
 from dcdm.data.sources import stdlib_documents
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.config import DecodingConfig, adablock_of, lane_decoders
+from dcdm.decoding.config import DecodingConfig, adablock_of, described, lane_decoders
 from dcdm.decoding.engine import generate
-from dcdm.decoding.routes import described
 from dcdm.io.load import load_model
 from dcdm.keys import Key
 from dcdm.kinds import OWN_PARTS
