@@ -1,4 +1,5 @@
-"""Processes for tests: ranks that talk over loopback, started from a server that has imported torch already.
+"""Processes for tests: ranks that talk over loopback, started from a server that has imported torch already; and
+deaths of a process at a chosen call of a function.
 
 Everything here is bounded in time and ends only processes that it started itself.
 """
@@ -7,10 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pkgutil
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -93,3 +97,57 @@ def _rank(rank: int, count: int, port: int, function: Callable[..., Any], args: 
         return function(world, *args)
     finally:
         shutdown(world)
+
+
+# --- deaths -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Die by SIGKILL at the `call`-th call of the function at `place` (module:name), before or after its work."""
+
+    phase: str
+    place: str
+    call: int = 1
+    after: bool = False
+    only: str = ""
+    """Count only calls with an argument that ends so."""
+    instead: Callable[..., None] | None = None
+    """What is done in place of the call before dying."""
+
+    def arm(self, last_words: Callable[[], None] = lambda: None) -> None:
+        """Let this process die so."""
+        owner, name, original = found(self.place)
+        calls = 0
+
+        def die() -> None:
+            last_words()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            counts = not self.only or any(str(argument).endswith(self.only) for argument in arguments)
+            calls += counts
+            mine = counts and calls == self.call
+            if mine and not self.after:
+                if self.instead is not None:
+                    self.instead(*arguments, **named)
+                die()
+            result = original(*arguments, **named)
+            if mine:
+                die()
+            return result
+
+        setattr(owner, name, watched)
+
+
+def found(place: str) -> tuple[Any, str, Callable[..., Any]]:
+    """The module or class that a function belongs to, its name in there, and the function."""
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}" if owners else module)
+    return owner, name, getattr(owner, name)
+
+
+def half_a_file(path: Any, *tensors: Any) -> None:
+    path.write_bytes(b"\0" * 999)

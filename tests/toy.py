@@ -17,7 +17,7 @@ from dcdm.distributed import World
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.optimizers import make_optimizer
+from dcdm.training.optimizers import full, make_optimizer
 from dcdm.training.trainer import StepReport, TrainConfig, Trainer
 
 ROWS, LENGTH = 6, 12
@@ -73,12 +73,12 @@ class Watched(Checkpointer):
 
 def everything(state: TrainState) -> Weights:
     """All that a run ends with, as arrays."""
-    found = {name: fsdp.full(value) for name, value in state.model.state_dict().items()}
-    found |= {f"ema.{name}": fsdp.full(value) for name, value in state.tensors["ema"].items()}
+    found = {name: full(value) for name, value in state.model.state_dict().items()}
+    found |= {f"ema.{name}": full(value) for name, value in state.tensors["ema"].items()}
     assert state.optimizer is not None
     slots = state.optimizer.state
     for number, parameter in enumerate(state.model.parameters()):
-        found |= {f"slot.{number}.{name}": fsdp.full(value) for name, value in slots[parameter].items()}
+        found |= {f"slot.{number}.{name}": full(value) for name, value in slots[parameter].items()}
     return {name: value.detach().numpy().copy() for name, value in found.items()}
 
 
@@ -91,7 +91,6 @@ def train(
     every: int = 2,
     dtype: torch.dtype = torch.float32,
     optimizer: str = "adamw",
-    on_phase: Callable[[str], None] = lambda phase: None,
     on_step: Callable[[int], None] = lambda step: None,
     keep_last: int = 2,
 ) -> tuple[Weights, Resumed | None]:
@@ -99,7 +98,7 @@ def train(
     model = tiny.model(kind, seed=0).to(dtype)
     windows = InMemory(tiny.tokens(4 * ROWS, LENGTH, seed=0))
     batches = Loader(windows, seed=0, global_batch=ROWS, rank=world.rank, world=world.size)
-    with Watched(folder, world, keep_last=keep_last, keep_best=1, on_phase=on_phase) as checkpointer:
+    with Watched(folder, world, keep_last=keep_last, keep_best=1) as checkpointer:
         trainer = Trainer(model, batches, settings(steps, dtype, optimizer), world=world)
         trainer.resume(checkpointer)
         while trainer.step < steps:

@@ -37,7 +37,7 @@ from dcdm.likelihood.statistics import with_stderr
 from dcdm.presets import preset, presets
 from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings
-from dcdm.training.fingerprints import SETTINGS
+from dcdm.training.checkpoint_folder import SETTINGS
 from dcdm.training.metrics import read_rows
 
 LICENCE = "PSF-2.0"

@@ -6,7 +6,7 @@ Without torchrun a run is a world of one process, and every function here is the
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -125,13 +125,23 @@ def any_true(flag: bool, world: World) -> bool:
     return bool(value.item())
 
 
-def broadcast_object(value: T, world: World, *, background: bool = False) -> T:
-    """Rank 0's `value` on every rank."""
-    if world.size == 1:
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0, group=_group(world, background), device=torch.device("cpu"))
-    return holder[0]
+def from_main(action: Callable[[], T], world: World, *, background: bool = False) -> T:
+    """The result of rank 0's `action` on every rank; if it fails, all raise its error."""
+    result: T | None = None
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            result = action()
+        except Exception as error:  # told to the other ranks, which wait for it
+            failure = error
+    if world.size > 1:
+        holder = [(result, failure)]
+        dist.broadcast_object_list(holder, src=0, group=_group(world, background), device=torch.device("cpu"))
+        result, told = holder[0]
+        failure = failure or told
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
 
 
 def gather_objects(value: T, world: World, *, background: bool = False) -> list[T]:
@@ -141,16 +151,6 @@ def gather_objects(value: T, world: World, *, background: bool = False) -> list[
     values: list[Any] = [None] * world.size
     dist.all_gather_object(values, value, group=_group(world, background))
     return values
-
-
-def barrier(world: World, timeout: timedelta = TIMEOUT) -> None:
-    """Wait for all ranks; after `timeout`, rank 0 raises an error that names those that did not come."""
-    if world.size == 1:
-        return
-    try:
-        dist.monitored_barrier(group=world.control, timeout=timeout, wait_all_ranks=True)
-    except RuntimeError as error:
-        raise ParallelError(f"not all {world.size} processes reached the barrier: {error}") from error
 
 
 def _group(world: World, background: bool) -> dist.ProcessGroup | None:

@@ -25,7 +25,8 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest
 from dcdm.io.load import load_init, load_model
 from dcdm.io.verify import verify_model
-from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, load_record, newest_whole
+from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.checkpoint_folder import CheckpointError, load_record, newest_whole
 from dcdm.training.run import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -218,8 +219,8 @@ def test_shards_are_hashed_once_and_again_when_they_or_what_is_remembered_look_d
 
 def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, capsys):
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint_folder import CheckpointFolder\n"
-         "f = CheckpointFolder(sys.argv[1]); f.open(); print('held', flush=True); time.sleep(60)",
+        [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint import Checkpointer\n"
+         "held = Checkpointer(sys.argv[1]); print('held', flush=True); time.sleep(60)",
          str(place / "checkpoints")], stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -245,13 +246,13 @@ def test_a_start_that_waited_for_another_s_end_leaves_the_other_s_settings_alone
     settings = (place / "settings.yaml").read_text()
     (place / "settings.yaml").rename(place / ".aside")
     (place / "checkpoints").rename(place / ".checkpoints")
-    open_folder = CheckpointFolder.open
+    open_folder = Checkpointer._open
 
-    def after_another(self, patience: float = 5.0) -> None:  # the other run is there once the lock is free
+    def after_another(self) -> None:  # the other run is there once the lock is free
         (place / ".aside").rename(place / "settings.yaml")
-        open_folder(self, patience)
+        open_folder(self)
 
-    monkeypatch.setattr(CheckpointFolder, "open", after_another)
+    monkeypatch.setattr(Checkpointer, "_open", after_another)
     with pytest.raises(ConfigError, match="another process began this run just now"):
         run("bdlm-debug", place, changes={**SMALL, "train.seed": 5})
     assert (place / "settings.yaml").read_text() == settings

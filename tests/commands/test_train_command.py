@@ -17,6 +17,7 @@ import yaml
 import dcdm
 import tiny
 from dcdm.cli import main
+from dcdm.commands.train import describe, start_run
 from dcdm.config import ConfigError
 from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
@@ -31,7 +32,6 @@ from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
 from dcdm.training.run import evaluate, run_training
-from dcdm.training.start import describe
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
 SMALL = {
@@ -340,7 +340,7 @@ def test_wandb_is_told_figures_by_step_under_the_name_of_the_run(corpus, tmp_pat
 
 
 def test_a_dry_run_starts_nothing_and_says_what_it_would_cost(tmp_path, capsys):
-    assert run("dcdm-1.7b-k8", tmp_path / "run", dry_run=True) == 0
+    assert start_run("dcdm-1.7b-k8", tmp_path / "run", None, {}, "auto", dry_run=True) == 0
     said = capsys.readouterr().out
     for part in ("1522.83M parameters", "500,000", "64 devices", "checkpoints", "EFLOP"):
         assert part in said

@@ -17,13 +17,13 @@ import tiny
 import toy
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.distributed import World
+from dcdm.files import file_digest
 from dcdm.keys import Key
-from dcdm.training import fsdp
-from dcdm.training.checkpoint import Checkpointer, TrainState
+from dcdm.training import checkpoint, fsdp
+from dcdm.training.checkpoint import Checkpointer, TrainState, prune
 from dcdm.training.checkpoint_folder import (
     CheckpointError,
-    CheckpointFolder,
-    Manifest,
+    checkpoints,
     load_record,
     load_weights,
     newest_whole,
@@ -132,9 +132,9 @@ def test_record_metrics_and_optimizer_settings_come_back_with_their_types_and_th
     with Checkpointer(tmp_path) as checkpointer:
         resumed = checkpointer.resume(other)
     assert other.optimizer.state_dict()["param_groups"] == state.optimizer.state_dict()["param_groups"]
-    assert (resumed.record, resumed.metrics) == (state.record, {"loss": 2.0, "odd": None})
+    assert resumed.record == state.record
     manifest = read_manifest(resumed.path)
-    assert (manifest.step, manifest.metrics, manifest.format) == (3, resumed.metrics, 3)
+    assert (manifest.step, manifest.metrics, manifest.format) == (3, {"loss": 2.0, "odd": None}, 3)
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.files.keys() == {"rank-00000.safetensors", "state.json"}
 
@@ -161,23 +161,24 @@ def test_runs_go_on_over_other_numbers_of_ranks_as_if_nothing_had_changed(tmp_pa
 
 
 class Gate:
-    """Holds a save up at one phase."""
+    """Holds a save up once its files are written."""
 
-    def __init__(self, phase: str) -> None:
-        self.phase, self.open, self.reached = phase, threading.Event(), threading.Event()
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        patch.setattr(checkpoint, "file_digest", self)
 
-    def __call__(self, phase: str) -> None:
-        if phase == self.phase:
-            self.reached.set()
-            assert self.open.wait(20)
+    def __call__(self, path: Path) -> str:
+        self.reached.set()
+        assert self.open.wait(20)
+        return file_digest(path)
 
 
-def test_a_save_keeps_the_values_of_its_step_while_training_goes_on(tmp_path):
-    gate = Gate("written")
+def test_a_save_keeps_the_values_of_its_step_while_training_continues(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
     state = small_state(1.0)
     step_once(state)
     expected = state.model.weight.detach().clone()
-    with Checkpointer(tmp_path, on_phase=gate) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         assert gate.reached.wait(20)
         assert names(tmp_path) == ["step-00000001.partial"]
@@ -193,10 +194,10 @@ def test_a_save_keeps_the_values_of_its_step_while_training_goes_on(tmp_path):
     assert other.optimizer.state[other.model.weight]["step"].item() == 1
 
 
-def test_one_save_is_under_way_at_a_time(tmp_path):
-    gate = Gate("written")
+def test_one_save_is_under_way_at_a_time(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
     state = small_state()
-    with Checkpointer(tmp_path, on_phase=gate) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         assert gate.reached.wait(20)
         second = threading.Thread(target=checkpointer.save, args=(2, state))
@@ -241,15 +242,14 @@ def test_pruning_keeps_the_newest_the_last_whole_ones_and_the_best_and_leaves_la
     tmp_path_factory, past, keep_last, keep_best, current
 ):
     """`past`: step → metric, and whether it is known to be damaged."""
-    shelf = CheckpointFolder(tmp_path_factory.mktemp("shelf"))
+    folder = tmp_path_factory.mktemp("checkpoints")
     past[current] = (past.get(current, (1.0, False))[0], False)
     for step, (metric, _) in past.items():
-        shelf.path(step).mkdir()
-        write_manifest(shelf.path(step), Manifest(step, {"loss": metric}, {}, {}))
-    damaged = {shelf.path(step) for step, (_, bad) in past.items() if bad}
-    newest = shelf.path(current)
-    shelf.prune(newest, keep_last=keep_last, keep_best=keep_best, metric="loss", damaged=damaged)
-    left = {int(path.name[5:]) for path in shelf.checkpoints()}
+        (folder / f"step-{step:08}").mkdir()
+        write_manifest(folder / f"step-{step:08}", step, {"loss": metric}, {})
+    damaged = {folder / f"step-{step:08}" for step, (_, bad) in past.items() if bad}
+    prune(folder / f"step-{current:08}", keep_last, keep_best, "loss", damaged)
+    left = {int(path.name[5:]) for path in checkpoints(folder)}
     whole = sorted(step for step, (_, bad) in past.items() if not bad and step <= current)
     scored = sorted((past[step][0], step) for step in whole if past[step][0] is not None)
     expected = {current, *whole[-keep_last:], *(step for _, step in scored[:keep_best])}

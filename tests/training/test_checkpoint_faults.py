@@ -20,8 +20,8 @@ from dcdm import distributed
 from dcdm.distributed import World
 from dcdm.training import checkpoint
 from dcdm.training.checkpoint import Checkpointer, TrainState
-from dcdm.training.checkpoint_folder import CheckpointError, CheckpointFolder, load_weights, verify_checkpoint
-from ranks import Child, on_ranks
+from dcdm.training.checkpoint_folder import CheckpointError, checkpoints, load_weights, verify_checkpoint
+from ranks import Child, Fault, half_a_file, on_ranks
 from toy import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -29,65 +29,50 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STEPS = 20
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_until_killed(folder: Path, phase: str, after: int) -> toy.Weights:
-    """The toy run, which kills itself when it has come `after` times to `phase`."""
-    seen = 0
-
-    def watch(now: str) -> None:
-        nonlocal seen
-        seen += now == phase
-        if now == phase and seen == after:
-            die()
-
-    def half_a_file(path: Path, *arguments: object) -> None:
-        write_tensors(path, *arguments)
-        watch("all tensors")
-        os.truncate(path, path.stat().st_size // 2)
-        watch("half the tensors")
-        write_tensors(path, *arguments)
-
-    write_tensors = checkpoint.write_tensors
-    checkpoint.write_tensors = half_a_file
-    weights, _ = toy.train(folder, World(), STEPS, on_phase=watch, on_step=lambda step: watch("step"))
-    return weights
-
-
-# (phase, how many times it must come): each phase of a save, the writing between two of them, steps
-PHASES = [
-    ("step", 2), ("staged", 1), ("half the tensors", 1), ("all tensors", 2), ("written", 1), ("hashed", 1),
-    ("sealed", 2), ("renamed", 1), ("step", 1), ("dropping", 1), ("pruned", 1), ("renamed", 2), ("sealed", 1),
+WRITE_TENSORS, DIGEST = "dcdm.training.checkpoint:write_tensors", "dcdm.training.checkpoint:file_digest"
+SEAL, RENAME = "dcdm.training.checkpoint:write_manifest", "os:rename"
+STEP = "dcdm.training.trainer:Trainer.take_step"
+FAULTS = [
+    Fault("step", STEP, 3), Fault("copied", "dcdm.training.checkpoint:_copied", after=True),
+    Fault("half the tensors", WRITE_TENSORS, instead=half_a_file),
+    Fault("all tensors", WRITE_TENSORS, 2, after=True),
+    Fault("written", DIGEST), Fault("hashed", DIGEST, 2, after=True), Fault("sealed", SEAL, 2, after=True),
+    Fault("renamed", RENAME, only=".partial", after=True),
+    Fault("dropping", RENAME, only=".deleted", after=True),
+    Fault("pruned", "dcdm.training.checkpoint:prune", after=True),
 ]  # fmt: skip
+"""A death in each phase of a save, and between them."""
+
+
+def train_with(fault: Fault | None, folder: Path) -> toy.Weights:
+    if fault is not None:
+        fault.arm()
+    return toy.train(folder, World(), STEPS)[0]
 
 
 def test_a_run_killed_in_every_phase_ends_with_the_weights_of_one_never_disturbed(tmp_path):
     undisturbed, _ = toy.train(tmp_path / "undisturbed", World(), STEPS)
     folder = tmp_path / "killed"
-    for phase, after in PHASES:
-        child = Child(run_until_killed, folder, phase, after)
-        assert child.join(60) is None
+    for fault in FAULTS:
+        child = Child(train_with, fault, folder)
+        assert child.join(60) is None, fault
         assert child.exit_code == -signal.SIGKILL
         assert_all_are_whole(folder)
-    weights = Child(run_until_killed, folder, "never", 1).join(60)
+    weights = Child(train_with, None, folder).join(60)
     assert differences(weights, undisturbed) == []
     assert not [path for path in folder.iterdir() if path.suffix]
 
 
 def assert_all_are_whole(folder: Path) -> None:
-    for path in CheckpointFolder(folder).checkpoints():
+    for path in checkpoints(folder):
         assert verify_checkpoint(path) == []
 
 
-def lose_a_rank(world: World, folder: Path, phase: str) -> str | None:
-    def watch(now: str) -> None:
-        if world.rank == 1 and now == phase:
-            die()
-
+def lose_a_rank(world: World, folder: Path) -> str | None:
+    if world.rank == 1:
+        Fault("hashed", DIGEST, after=True).arm()
     try:
-        toy.train(folder, world, 6, every=3, on_phase=watch)
+        toy.train(folder, world, 6, every=3)
     except CheckpointError as error:
         return str(error)
     return None
@@ -99,10 +84,10 @@ def finish(world: World, folder: Path) -> toy.Weights:
 
 def test_when_one_of_two_ranks_is_killed_while_saving_the_other_says_so_and_the_next_run_is_exact(tmp_path):
     undisturbed = on_ranks(2, finish, tmp_path / "undisturbed")
-    first, second = on_ranks(2, lose_a_rank, tmp_path / "killed", "hashed")
+    first, second = on_ranks(2, lose_a_rank, tmp_path / "killed")
     assert first.startswith(f"cannot save the checkpoint of step 3 in {tmp_path / 'killed'}: lost contact")
     assert second is None
-    assert CheckpointFolder(tmp_path / "killed").checkpoints() == []
+    assert checkpoints(tmp_path / "killed") == []
     for run, expected in zip(on_ranks(2, finish, tmp_path / "killed"), undisturbed, strict=True):
         assert differences(run, expected) == []
 
@@ -218,7 +203,7 @@ def test_a_failed_save_is_told_at_the_next_save_at_the_latest(tmp_path, monkeypa
 def test_old_checkpoints_that_cannot_be_dropped_do_not_spoil_the_new_one(tmp_path, monkeypatch, recwarn):
     with Checkpointer(tmp_path, keep_last=1, keep_best=0) as checkpointer:
         checkpointer.save(1, small_state(), wait=True)
-        monkeypatch.setattr(CheckpointFolder, "prune", failing(errno.EACCES))
+        monkeypatch.setattr(checkpoint, "prune", failing(errno.EACCES))
         checkpointer.save(2, small_state(), wait=True)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert any("cannot drop old checkpoints" in str(warning.message) for warning in recwarn)
@@ -256,8 +241,9 @@ def fill_one_rank_s_disk(world: World, folder: Path) -> tuple[str | None, list[s
             checkpointer.save(2, small_state(2.0), wait=True)
         except CheckpointError as error:
             told = str(error)
+        distributed.gather_objects("removed", world)
         left = names(folder)
-        distributed.barrier(world)
+        distributed.gather_objects("looked", world)
         checkpoint.file_digest = file_digest
         checkpointer.save(2, small_state(2.0), wait=True)
     return told, left

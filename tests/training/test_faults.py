@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import random
 import signal
 from collections.abc import Callable
@@ -21,25 +20,11 @@ import pytest
 
 from corpora import prose, tree
 from dcdm.training.checkpoint_folder import load_record, load_weights, newest_whole
-from ranks import Child
+from ranks import Child, Fault, found, half_a_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 EVERY = 2  # steps between checkpoints
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Die at the `call`-th call of the function at `place` (module:name), before or after it has done its work."""
-
-    phase: str
-    place: str
-    call: int = 1
-    after: bool = False
-    only: str = ""
-    """Count only calls with an argument that ends so."""
-    instead: Callable[..., None] | None = None
-    """What is done in place of the call before dying."""
 
 
 @dataclass(frozen=True)
@@ -94,38 +79,12 @@ def attempt(run: Run, fault: Fault | None) -> int:
     watch("dcdm.training.metrics:Recorder.on_step", lambda _, report: tell(run, "step", report.step + 1))
     watch("dcdm.training.checkpoint:collect", lambda state: tell(run, "saving"))
     if fault is not None:
-        arm(run, fault)
+        fault.arm(lambda: tell(run, "killed", fault.phase))
     try:
         main(run.arguments())
     except SystemExit as ending:
         return int(ending.code or 0)
     return 0
-
-
-def arm(run: Run, fault: Fault) -> None:
-    owner, name, original = found(fault.place)
-    calls = 0
-
-    def watched(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        counts = not fault.only or any(str(argument).endswith(fault.only) for argument in arguments)
-        calls += counts
-        mine = counts and calls == fault.call
-        if mine and not fault.after:
-            if fault.instead is not None:
-                fault.instead(*arguments, **named)
-            die(run, fault)
-        result = original(*arguments, **named)
-        if mine and fault.after:
-            die(run, fault)
-        return result
-
-    setattr(owner, name, watched)
-
-
-def die(run: Run, fault: Fault) -> None:
-    tell(run, "killed", fault.phase)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def watch(place: str, before: Callable[..., None]) -> None:
@@ -138,14 +97,6 @@ def watch(place: str, before: Callable[..., None]) -> None:
     setattr(owner, name, watched)
 
 
-def found(place: str) -> tuple[Any, str, Callable[..., Any]]:
-    """The module or class that a function belongs to, its name in there, and the function."""
-    module, _, path = place.partition(":")
-    *owners, name = path.split(".")
-    owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}" if owners else module)
-    return owner, name, getattr(owner, name)
-
-
 def tell(run: Run, *words: object) -> None:
     with open(run.events, "a", encoding="utf-8") as file:
         file.write(" ".join(map(str, words)) + "\n")
@@ -154,10 +105,6 @@ def tell(run: Run, *words: object) -> None:
 def half_a_line(path: Path, row: dict[str, Any]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row)[:25])
-
-
-def half_a_file(path: Path, *tensors: Any) -> None:
-    path.write_bytes(b"\0" * 999)
 
 
 # --- what must hold -----------------------------------------------------------------------------------------------
@@ -270,9 +217,9 @@ LOOP = [
     Fault("save", "dcdm.training.checkpoint:write_manifest", after=True),
     Fault("save", RENAME, only=".partial"),
     Fault("published", RENAME, only=".partial", call=3, after=True),
-    Fault("published", "dcdm.training.checkpoint_folder:CheckpointFolder.prune"),
+    Fault("published", "dcdm.training.checkpoint:prune"),
     Fault("published", RENAME, only=".deleted", after=True),
-    Fault("published", "dcdm.training.checkpoint_folder:CheckpointFolder.prune", 2, after=True),
+    Fault("published", "dcdm.training.checkpoint:prune", 2, after=True),
 ]
 
 

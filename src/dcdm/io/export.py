@@ -21,8 +21,7 @@ from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint_folder import load_weights
-from dcdm.training.fingerprints import SETTINGS
+from dcdm.training.checkpoint_folder import SETTINGS, load_weights
 
 REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
 

@@ -24,16 +24,20 @@ from dcdm.model.transformer import Model
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import (
+    CHECKPOINTS,
     MANIFEST,
+    SETTINGS,
+    TOKENIZER,
     UnusableCheckpoint,
     check_whole,
     load_weights,
     newest_whole,
+    other_tokenizer,
     read_manifest,
     read_state,
+    settings_problems,
     stored_shapes,
 )
-from dcdm.training.fingerprints import CHECKPOINTS, SETTINGS, TOKENIZER, other_tokenizer, settings_problems
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,15 @@ from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint_folder import newest_whole, read_state, verify_checkpoint
-from dcdm.training.fingerprints import (
+from dcdm.training.checkpoint_folder import (
     CHECKPOINTS,
     SETTINGS,
     data_problems,
+    newest_whole,
+    read_state,
     settings_problems,
     tokenizer_problems,
+    verify_checkpoint,
 )
 
 NEEDED = ("manifest", "settings", "tokenizer")

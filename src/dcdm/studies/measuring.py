@@ -44,10 +44,10 @@ def measure(
     from dcdm.evaluation.corpora import CorpusWindows, WindowBatch, WindowSettings, read_corpus, tokenise
     from dcdm.io.load import load_model
     from dcdm.keys import Key
-    from dcdm.training.fingerprints import SETTINGS
+    from dcdm.training.checkpoint_folder import SETTINGS
     from dcdm.training.metrics import read_rows
+    from dcdm.training.run import open_data
     from dcdm.training.settings import read
-    from dcdm.training.start import open_data
 
     config, (model, tokenizer) = read(folder / SETTINGS), load_model(folder)
     data = open_data(config, World())

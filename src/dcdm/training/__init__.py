@@ -1,5 +1,4 @@
-"""Training: settings (of a run), start (what is found wrong before the first step), run (the loop: steps,
-evaluations, checkpoints), trainer (one step), optimizers, fsdp (many devices), metrics, and checkpoints: checkpoint
-(saving and resuming), checkpoint_folder (what is on the disk, and reading it), fingerprints (settings, tokenizer,
-data that a checkpoint belongs to).
+"""Training: settings (of a run), run (from settings to its folder, and the loop: steps, evaluations, checkpoints),
+trainer (one step), optimizers, fsdp (many devices), metrics, and checkpoints: checkpoint (saving and resuming),
+checkpoint_folder (what is on the disk, reading it, and which settings, tokenizer and data it belongs to).
 """

@@ -10,14 +10,20 @@ not there; `checkpoint_folder.py` says what is in one. Tensors have these names:
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
+import os
+import platform
+import shutil
 import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +32,42 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcdm.config import ConfigError
-from dcdm.distributed import World, broadcast_object, gather_objects
-from dcdm.files import file_digest, write_tensors, write_whole
+from dcdm.distributed import World, from_main, gather_objects
+from dcdm.files import (
+    file_digest,
+    parse_json,
+    read_limited,
+    replace_folder,
+    write_tensors,
+    write_whole,
+)
 from dcdm.training.checkpoint_folder import (
     DTYPES,
     SHARDS,
     STATE,
+    STEP_NAME,
     CheckpointError,
-    CheckpointFolder,
     Index,
-    Manifest,
+    Stored,
     UnusableCheckpoint,
+    checkpoints,
     newest_whole,
     read_index,
     read_manifest,
     read_state,
     read_tensors,
-    versions,
+    step_of,
     write_manifest,
 )
-from dcdm.training.fsdp import own_shard
 
-T = TypeVar("T")
 Groups = list[dict[str, Any]]
-Phase = Literal["staged", "written", "hashed", "sealed", "renamed", "dropping", "pruned"]
+
+PARTIAL, REPLACED, DELETED, LOCK = ".partial", ".replaced", ".deleted", ".lock"
+PATIENCE = 5.0  # seconds to wait for a run that is about to leave the folder
 
 # a run without torch.distributed is the ordinary case here, not worth a warning at each save
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -74,22 +90,14 @@ class Resumed:
     step: int
     path: Path
     record: dict[str, Any]
-    metrics: dict[str, float | None]
     skipped: list[tuple[Path, str]]
     """Newer checkpoints that were skipped, and why."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    message: str
-    kind: type[CheckpointError] = CheckpointError
 
 
 class Checkpointer:
     """The checkpoints of one run. Every method, and the constructor, must be called by all ranks together.
 
     `keep_last` and `keep_best` checkpoints stay, the best by the smallest `metric` of those given to `save`.
-    `on_phase` is told how far a save has come, mostly from the thread that saves.
     """
 
     def __init__(
@@ -100,25 +108,22 @@ class Checkpointer:
         keep_last: int = 3,
         keep_best: int = 1,
         metric: str = "loss",
-        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last={keep_last} must be at least 1: a run needs a checkpoint to resume from")
         if keep_best < 0:
             raise ConfigError(f"keep_best={keep_best} must be 0 or more")
-        self.world = world or World()
+        self.folder, self.world = Path(folder), world or World()
         self.keep_last, self.keep_best, self.metric = keep_last, keep_best, metric
-        self.on_phase = on_phase
-        self._checkpoints = CheckpointFolder(folder)
+        self._lock: IO[str] | None = None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._latest: int | None = None
         self._damaged: set[Path] = set()
-        self._on_main(self._open, f"cannot use {folder} for checkpoints")
-
-    @property
-    def folder(self) -> Path:
-        return self._checkpoints.folder
+        try:
+            from_main(self._open, self.world)
+        except (OSError, UnusableCheckpoint) as error:
+            raise UnusableCheckpoint(f"cannot use {folder} for checkpoints: {_advice(error)}") from error
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -126,27 +131,43 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _open(self) -> None:
+        """Make the folder, lock it and tidy up after a killed run; on rank 0."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + PATIENCE
+        while (lock := _try_lock(self.folder / LOCK)) is None:
+            if time.monotonic() > deadline:
+                raise UnusableCheckpoint(
+                    f"another run is writing to {self.folder}: {_holder(self.folder / LOCK)}; "
+                    "stop it or choose another folder"
+                )
+            time.sleep(0.1)
+        self._lock = lock
+        for left in sorted(self.folder.iterdir()):
+            if left.suffix not in (PARTIAL, REPLACED, DELETED) or not STEP_NAME.fullmatch(left.stem):
+                continue
+            if left.suffix == REPLACED and not left.with_suffix("").exists():
+                os.rename(left, left.with_suffix(""))
+            else:
+                shutil.rmtree(left)
+
     def close(self) -> None:
         """Finish what is under way and let others use the folder."""
         try:
             self.wait()
         finally:
-            self._checkpoints.close()
-
-    def has_any(self) -> bool:
-        """Whether there is a checkpoint, whole or damaged."""
-        return bool(self._checkpoints.checkpoints())
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def leave_no_trace(self) -> None:
-        """Let go of a folder in which no run has begun."""
-        if self.world.is_main:
-            self._checkpoints.leave_no_trace()
-
-    def _open(self) -> None:
-        try:
-            self._checkpoints.open()
-        except OSError as error:
-            raise UnusableCheckpoint(_advice(error)) from error
+        """Let go of a folder in which no run has begun: it goes, and the run folder too if that is empty."""
+        if self._lock is not None and not checkpoints(self.folder):
+            (self.folder / LOCK).unlink(missing_ok=True)  # while it is held: nobody locks a file that is gone
+        self.close()
+        with suppress(OSError):
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +190,6 @@ class Checkpointer:
             raise CheckpointError(f"record cannot be written as JSON: {error}") from error
         figures = {name: float(x) if math.isfinite(x) else None for name, x in (metrics or {}).items()}
         shards, places = _copied(tensors, self.world)
-        self.on_phase("staged")
         self._thread = threading.Thread(
             target=self._save, args=(step, shards, places, shared, figures), name=f"checkpoint of step {step}"
         )
@@ -190,56 +210,55 @@ class Checkpointer:
         self, step: int, shards: dict[str, Tensor], places: str, shared: str, metrics: dict[str, float | None]
     ) -> None:
         """What the thread does once the copy is made. All ranks come to the same end."""
-        doing = f"cannot save the checkpoint of step {step} in {self.folder}"
+        final = self.folder / f"step-{step:08d}"
+        partial = final.with_suffix(PARTIAL)
+        mine: dict[str, str] | Exception
         try:
-            self._on_main(lambda: self._checkpoints.begin(step), doing, background=True)
-            mine = _attempt(doing, lambda: self._write(step, shards, places, shared))
-            everyone = gather_objects(mine, self.world, background=True)
-            if failures := [result for result in everyone if isinstance(result, _Failure)]:
-                self._on_main(lambda: self._checkpoints.discard(step), doing, background=True)
-                raise CheckpointError(failures[0].message)
-            files = {name: sha256 for part in everyone if isinstance(part, dict) for name, sha256 in part.items()}
-            self._on_main(lambda: self._publish(step, files, metrics), doing, background=True)
+            from_main(lambda: _empty(partial), self.world, background=True)
+            try:
+                mine = self._write(partial, shards, places, shared)
+            except Exception as error:  # told to the other ranks, which wait for it
+                mine = error
+            files: dict[str, str] = {}
+            for part in gather_objects(mine, self.world, background=True):
+                if isinstance(part, Exception):
+                    raise part
+                files |= part
+            from_main(lambda: self._publish(partial, final, step, files, metrics), self.world, background=True)
             self._latest = step
-        except CheckpointError as error:
-            self._failure = str(error)
-        except Exception as error:  # another rank is gone
-            self._failure = f"{doing}: lost contact to the other processes ({error})"
+        except Exception as error:
+            reason = _advice(error)
+            if self.world.size > 1 and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
+                reason = f"lost contact to the other processes ({error})"
+            self._failure = (
+                f"cannot save the checkpoint of step {step} in {self.folder}: {reason}; earlier checkpoints are "
+                "untouched"
+            )
+            if self.world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
 
-    def _write(self, step: int, shards: dict[str, Tensor], places: str, shared: str) -> dict[str, str]:
+    def _write(self, partial: Path, shards: dict[str, Tensor], places: str, shared: str) -> dict[str, str]:
         """This rank's files, and the SHA-256 of each."""
-        partial, names = self._checkpoints.partial(step), [f"rank-{self.world.rank:05d}.safetensors"]
+        names = [f"rank-{self.world.rank:05d}.safetensors"]
         write_tensors(partial / names[0], shards, {SHARDS: places})
         if self.world.is_main:
             write_whole(partial / STATE, shared.encode())
             names.append(STATE)
-        self.on_phase("written")
-        digests = {name: file_digest(partial / name) for name in names}
-        self.on_phase("hashed")
-        return digests
+        return {name: file_digest(partial / name) for name in names}
 
-    def _publish(self, step: int, files: dict[str, str], metrics: dict[str, float | None]) -> None:
+    def _publish(
+        self, partial: Path, final: Path, step: int, files: dict[str, str], metrics: dict[str, float | None]
+    ) -> None:
         """Manifest, rename, and away with what is old; on rank 0."""
-        partial = self._checkpoints.partial(step)
+        if {path.name for path in partial.iterdir()} != files.keys():
+            raise CheckpointError("rank 0 does not see the files of all; the folder must be one they share")
+        write_manifest(partial, step, metrics, files)
+        replace_folder(partial, final)
+        self._damaged.discard(final)
         try:
-            if {path.name for path in partial.iterdir()} != files.keys():
-                raise CheckpointError("rank 0 does not see the files of all; the folder must be one they share")
-            write_manifest(partial, Manifest(step, metrics, files, versions()))
-            self.on_phase("sealed")
-            newest = self._checkpoints.commit(step)
-        except BaseException:
-            self._checkpoints.discard(step)
-            raise
-        self.on_phase("renamed")
-        self._damaged.discard(newest)
-        try:
-            self._checkpoints.prune(
-                newest, keep_last=self.keep_last, keep_best=self.keep_best, metric=self.metric,
-                damaged=self._damaged, on_drop=lambda: self.on_phase("dropping"),
-            )  # fmt: skip
+            prune(final, self.keep_last, self.keep_best, self.metric, self._damaged)
         except OSError as error:  # the new one is whole all the same
             warnings.warn(f"cannot drop old checkpoints: {_advice(error)}", stacklevel=2)
-        self.on_phase("pruned")
 
     # --- resuming -------------------------------------------------------------------------------------------------
 
@@ -253,7 +272,7 @@ class Checkpointer:
         the newest whole one does not fit the model or the optimizer.
         """
         self.wait()
-        path, skipped = self._on_main(lambda: newest_whole(self.folder), f"cannot look into {self.folder}")
+        path, skipped = from_main(lambda: newest_whole(self.folder), self.world)
         if path is None and skipped:
             reasons = "".join(f"\n  {damaged.name}: {reason}" for damaged, reason in skipped)
             raise UnusableCheckpoint(
@@ -261,19 +280,68 @@ class Checkpointer:
             )
         if path is None:
             return None
-        manifest, (record, groups) = read_manifest(path), read_state(path)
+        record, groups = read_state(path)
         accept(record)
         fill(path, state, groups)
-        self._damaged, self._latest = {damaged for damaged, _ in skipped}, manifest.step
-        return Resumed(manifest.step, path, record, manifest.metrics, skipped)
+        self._damaged, self._latest = {damaged for damaged, _ in skipped}, step_of(path)
+        return Resumed(step_of(path), path, record, skipped)
 
-    def _on_main(self, action: Callable[[], T], doing: str, *, background: bool = False) -> T:
-        """Rank 0's result on all ranks; its failure too."""
-        result = _attempt(doing, action) if self.world.is_main else None
-        result = broadcast_object(result, self.world, background=background)
-        if isinstance(result, _Failure):
-            raise result.kind(result.message)
-        return result  # type: ignore[return-value]
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def prune(newest: Path, keep_last: int, keep_best: int, metric: str, damaged: Collection[Path] = ()) -> None:
+    """Drop all checkpoints up to `newest` but the last and the best; damaged ones count as neither.
+
+    Later steps than `newest` are not this run's and are left alone.
+    """
+    past = [path for path in checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
+    figures = {}
+    for path in past:
+        with suppress(CheckpointError):
+            if path not in damaged:
+                figures[path] = read_manifest(path).metrics.get(metric)
+    scored = [path for path in figures if figures[path] is not None]
+    best = sorted(scored, key=lambda path: (figures[path], step_of(path)))[:keep_best]
+    for path in past:
+        if path not in {newest, *list(figures)[:keep_last], *best}:
+            leaving = path.with_suffix(DELETED)
+            os.rename(path, leaving)  # at once gone under its own name: never half a checkpoint there
+            shutil.rmtree(leaving, ignore_errors=True)
+
+
+# --- the lock of a folder -----------------------------------------------------------------------------------------
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    """The lock file, held and with the holder's name in it; None where another process holds it."""
+    lock = path.open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
+    except (BlockingIOError, PermissionError):
+        lock.close()
+        return None
+    except OSError:  # a file system without locks
+        return lock
+    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):  # removed meanwhile
+        lock.close()
+        return None
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": time.time()}) + "\n")
+    lock.flush()
+    return lock
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock, as far as the lock file says."""
+    try:
+        held = parse_json(read_limited(path, 4096))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["since"]))
+        return f"process {int(held['pid'])} on {str(held['host'])[:64]}, since {since}"
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+        return "a process that left no name"
 
 
 # --- the state of a run -------------------------------------------------------------------------------------------
@@ -313,6 +381,15 @@ def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
         set_optimizer_state_dict(state.model, optimizer, slots)
 
 
+@torch.no_grad()
+def own_shard(tensor: Tensor) -> tuple[Tensor, Index]:
+    """What this rank holds of a tensor, not copied, and the index at which it begins; all of one that is whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(start)
+
+
 def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     named: dict[str, Any] = {f"model.{name}": value for name, value in get_model_state_dict(state.model).items()}
     for parameter, entries in slots.items():
@@ -348,15 +425,12 @@ def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
         raise UnusableCheckpoint(f"{path} was written with other optimizer groups; resume with the settings it had")
     for group, old in zip(groups, saved, strict=True):
         for name, value in old.items():
-            if isinstance(group.get(name), Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
 def _check_fit(path: Path, wanted: dict[str, Tensor]) -> None:
     """Refuse a checkpoint whose tensors have other names, shapes or types than those of the run."""
-    stored = {name: (entry.shape, entry.dtype) for name, entry in read_index(path).items()}
+    stored = read_index(path)
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
     if stored == asked:
         return
@@ -369,23 +443,12 @@ def _check_fit(path: Path, wanted: dict[str, Tensor]) -> None:
     )
 
 
-def _kind(entry: tuple[Index, torch.dtype] | None) -> str:
+def _kind(entry: Stored | None) -> str:
     return "absent" if entry is None else f"{str(entry[1]).removeprefix('torch.')} {list(entry[0])}"
 
 
-# --- failures -----------------------------------------------------------------------------------------------------
-
-
-def _attempt(doing: str, action: Callable[[], T]) -> T | _Failure:
-    try:
-        return action()
-    except UnusableCheckpoint as error:
-        return _Failure(f"{doing}: {error}", UnusableCheckpoint)
-    except Exception as error:
-        return _Failure(f"{doing}: {_advice(error)}; earlier checkpoints are untouched")
-
-
 def _advice(error: Exception) -> str:
+    """What went wrong, and what to do about it."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"no space left ({error}). Free some, keep fewer checkpoints or choose another folder"

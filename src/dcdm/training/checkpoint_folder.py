@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: what makes one whole, how it is read, and how a run's folder of them changes.
+"""Checkpoints on the disk: what makes one whole, how it is read, and which run it belongs to.
 
     step-00001000/             a whole checkpoint; it got this name by a rename, when nothing was left to write
       manifest.json            SHA-256 of every other file, step, metrics, versions; and one of its own content
@@ -12,6 +12,10 @@
 No format notices a single flipped bit by itself, so nothing is read before the manifest holds. It protects against
 damage, not against malice: who can write a checkpoint can write its manifest. But all there is to read is JSON and
 safetensors, so a stranger's checkpoint can be wrong and cannot run anything. There are no pickles in this format.
+
+Its record holds the settings it was trained with and fingerprints of the tokenizer and of the shards. A run is
+resumed, verified and loaded only with these. Shards are hashed before training, and remembered in the run folder by
+size, times and inode.
 """
 
 from __future__ import annotations
@@ -22,20 +26,21 @@ import math
 import os
 import platform
 import re
-import shutil
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from dcdm.config import VERSION, DataError
+from dcdm.config import VERSION, ConfigError, DataError
+from dcdm.data.store import PreparedData
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.distributed import Precision
 from dcdm.files import (
     UnreadableFile,
     file_digest,
@@ -43,17 +48,14 @@ from dcdm.files import (
     parse_json,
     read_json_object,
     read_limited,
-    replace_folder,
     write_whole,
 )
+from dcdm.training import settings as run_settings
+from dcdm.training.settings import RunConfig
 
-try:
-    import fcntl
-except ImportError:  # not on Windows; two runs in one folder are then not noticed
-    fcntl = None  # type: ignore[assignment]
-
-PARTIAL, REPLACED, DELETED = ".partial", ".replaced", ".deleted"
-MANIFEST, STATE, LOCK = "manifest.json", "state.json", ".lock"
+CHECKPOINTS, SETTINGS, TOKENIZER, HASHED = "checkpoints", "settings.yaml", "tokenizer", "data_hashed.json"
+"""Names in a run's folder."""
+MANIFEST, STATE = "manifest.json", "state.json"
 SHARDS = "shards"  # entry of a safetensors header: {name: [shape of the whole tensor, where the shard begins]}
 FORMAT = 3
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -64,6 +66,8 @@ DTYPES = {
 }  # fmt: skip
 
 Index = tuple[int, ...]
+Stored = tuple[Index, torch.dtype]
+"""Shape and type of a whole tensor."""
 
 
 class CheckpointError(RuntimeError):
@@ -90,17 +94,10 @@ class Manifest:
     format: int = FORMAT
 
 
-def versions() -> dict[str, str]:
-    return {
-        "dcdm": VERSION,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_whole(folder / MANIFEST, _sealed(asdict(manifest)))
+def write_manifest(folder: Path, step: int, metrics: dict[str, float | None], files: dict[str, str]) -> None:
+    python = platform.python_version()
+    versions = {"dcdm": VERSION, "torch": torch.__version__, "numpy": numpy.__version__, "python": python}
+    write_whole(folder / MANIFEST, _sealed(asdict(Manifest(step, metrics, files, versions))))
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -182,10 +179,20 @@ def check_whole(path: Path) -> None:
         raise UnusableCheckpoint(f"{path} is not a whole checkpoint: {'; '.join(problems)}")
 
 
+def checkpoints(folder: str | Path) -> list[Path]:
+    """Checkpoints in `folder` under their final names, the latest step first."""
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def newest_whole(folder: str | Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint in `folder` that is whole, and newer ones that are not, with the reason; reads only."""
     skipped: list[tuple[Path, str]] = []
-    for path in CheckpointFolder(folder).checkpoints():
+    for path in checkpoints(folder):
         problems = verify_checkpoint(path)
         if not problems:
             return path, skipped
@@ -204,10 +211,13 @@ def load_weights(path: str | Path, part: str = "model") -> dict[str, Tensor]:
     path = Path(path)
     check_whole(path)
     prefix = _prefix(part)
-    stored = {name: entry for name, entry in read_index(path).items() if name.startswith(prefix)}
-    if not stored:
+    weights = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in read_index(path).items()
+        if name.startswith(prefix)
+    }
+    if not weights:
         raise UnusableCheckpoint(f"{path} holds no {part!r}")
-    weights = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in stored.items()}
     read_tensors(path, {name: (tensor, (0,) * tensor.dim()) for name, tensor in weights.items()})
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
@@ -215,7 +225,7 @@ def load_weights(path: str | Path, part: str = "model") -> dict[str, Tensor]:
 def stored_shapes(path: Path, part: str = "model") -> dict[str, Index]:
     """The shapes of what `load_weights` would give, without reading it."""
     prefix = _prefix(part)
-    return {n.removeprefix(prefix): t.shape for n, t in read_index(path).items() if n.startswith(prefix)}
+    return {n.removeprefix(prefix): shape for n, (shape, _) in read_index(path).items() if n.startswith(prefix)}
 
 
 def _prefix(part: str) -> str:
@@ -239,25 +249,19 @@ def read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]] | None]
         raise UnusableCheckpoint(f"cannot read {path / STATE}: {error}") from error
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    dtype: torch.dtype
-    shape: Index
-
-
-def read_index(folder: Path) -> dict[str, StoredTensor]:
+def read_index(folder: Path) -> dict[str, Stored]:
     """Types and shapes of all tensors of a checkpoint; refused unless their shards make up the whole."""
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, Stored] = {}
     filled: dict[str, int] = {}
     for file in _shard_files(folder):
         with _opened(file) as (_, shards):
             for name, (entry, start, sizes) in shards.items():
-                inside = all(at + size <= full for at, size, full in zip(start, sizes, entry.shape, strict=True))
+                inside = all(at + size <= full for at, size, full in zip(start, sizes, entry[0], strict=True))
                 if not inside or found.setdefault(name, entry) != entry:
                     raise UnusableCheckpoint(f"cannot read {file}: {name[:80]!r} lies outside of its tensor")
                 filled[name] = filled.get(name, 0) + math.prod(sizes)
-    for name, entry in found.items():
-        if filled[name] != math.prod(entry.shape):
+    for name, (shape, _) in found.items():
+        if filled[name] != math.prod(shape):
             raise UnusableCheckpoint(f"cannot read {folder}: the shards of {name[:80]!r} do not make up the whole")
     return found
 
@@ -286,7 +290,7 @@ def _shard_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, dict[str, tuple[StoredTensor, Index, Index]]]]:
+def _opened(file: Path) -> Iterator[tuple[Any, dict[str, tuple[Stored, Index, Index]]]]:
     """An open file of shards, and for each by name: the tensor that it is a part of, its first index, its shape."""
     from safetensors import SafetensorError, safe_open
 
@@ -299,7 +303,7 @@ def _opened(file: Path) -> Iterator[tuple[Any, dict[str, tuple[StoredTensor, Ind
                 sizes = tuple(view.get_shape())
                 if not (len(shape) == len(start) == len(sizes) and all(map(_is_count, [*shape, *start]))):
                     raise ValueError(f"{name[:80]!r} has a wrong shape")
-                shards[name] = StoredTensor(DTYPES[view.get_dtype()], tuple(shape)), tuple(start), sizes
+                shards[name] = (tuple(shape), DTYPES[view.get_dtype()]), tuple(start), sizes
             yield stored, shards
     except UnusableCheckpoint:
         raise
@@ -307,146 +311,103 @@ def _opened(file: Path) -> Iterator[tuple[Any, dict[str, tuple[StoredTensor, Ind
         raise UnusableCheckpoint(f"cannot read {file}: {error}") from error
 
 
-# --- the folder of a run ------------------------------------------------------------------------------------------
+# --- which run a checkpoint belongs to ----------------------------------------------------------------------------
+
+Hashed = dict[str, Any]
+"""Where the prepared data are, and size, times, inode and SHA-256 of their files."""
 
 
-class CheckpointFolder:
-    """One folder of checkpoints. Only one process of a run changes it; reading needs no `open`."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._lock: IO[str] | None = None
-
-    def open(self, patience: float = 5.0) -> None:
-        """Make the folder, lock it and tidy up after a killed run.
-
-        Raises when another run still holds the lock after `patience` seconds.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._acquire(patience)
-        for left in sorted(self.folder.iterdir()):
-            if left.suffix not in (PARTIAL, REPLACED, DELETED) or not STEP_NAME.fullmatch(left.stem):
-                continue
-            if left.suffix == REPLACED and not left.with_suffix("").exists():
-                os.rename(left, left.with_suffix(""))
-            else:
-                shutil.rmtree(left)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def leave_no_trace(self) -> None:
-        """Let go of a folder that nothing was written to: it goes, and the run folder too if that is empty."""
-        if self._lock is not None and not self.checkpoints():
-            (self.folder / LOCK).unlink(missing_ok=True)  # while it is held: nobody locks a file that is gone
-        self.close()
-        with suppress(OSError):
-            self.folder.rmdir()
-            self.folder.parent.rmdir()
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
-
-    def partial(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}{PARTIAL}"
-
-    def checkpoints(self) -> list[Path]:
-        """Checkpoints under their final names, the latest step first."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if STEP_NAME.fullmatch(path.name)]
-        return sorted(found, key=_step, reverse=True)
-
-    def begin(self, step: int) -> None:
-        """An empty place for the files of a checkpoint."""
-        self.discard(step)
-        self.partial(step).mkdir()
-
-    def discard(self, step: int) -> None:
-        shutil.rmtree(self.partial(step), ignore_errors=True)
-
-    def commit(self, step: int) -> Path:
-        """Give the partial checkpoint of `step` its final name; its files must be on disk already."""
-        replace_folder(self.partial(step), self.path(step))
-        return self.path(step)
-
-    def prune(
-        self,
-        newest: Path,
-        *,
-        keep_last: int,
-        keep_best: int,
-        metric: str,
-        damaged: Collection[Path] = (),
-        on_drop: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Drop all up to `newest` but the last and the best; those known to be damaged count as neither.
-
-        Later steps than `newest` are not this run's and are left alone.
-        """
-        past = [path for path in self.checkpoints() if _step(path) <= _step(newest)]
-        metrics = {}
-        for path in past:
-            with suppress(CheckpointError):
-                if path not in damaged:
-                    metrics[path] = read_manifest(path).metrics.get(metric)
-        scored = [path for path in metrics if metrics[path] is not None]
-        best = sorted(scored, key=lambda path: (metrics[path], _step(path)))[:keep_best]
-        kept = {newest, *list(metrics)[:keep_last], *best}
-        for path in past:
-            if path in kept:
-                continue
-            leaving = path.with_suffix(DELETED)
-            os.rename(path, leaving)  # at once gone under its own name: never half a checkpoint there
-            on_drop()
-            shutil.rmtree(leaving, ignore_errors=True)
-
-    def _acquire(self, patience: float) -> None:
-        if fcntl is None or self._lock is not None:
-            return
-        deadline = time.monotonic() + patience
-        while (lock := _try_lock(self.folder / LOCK)) is None:
-            if time.monotonic() > deadline:
-                raise UnusableCheckpoint(
-                    f"another run is writing to {self.folder}: {_holder(self.folder / LOCK)}; "
-                    "stop it or choose another folder"
-                )
-            time.sleep(0.1)
-        self._lock = lock
+def record_of(config: RunConfig, data: PreparedData, types: Precision) -> dict[str, Any]:
+    """What every checkpoint of the run remembers."""
+    return {
+        "computed_in": types.name,
+        "settings": run_settings.to_dict(config),
+        "tokenizer": data.tokenizer.fingerprint,
+        "shards": data.content_fingerprint,
+    }
 
 
-def _try_lock(path: Path) -> IO[str] | None:
-    """The lock file, held and with the holder's name in it; None where another process holds it."""
-    lock = path.open("a+")
+def check_record(
+    record: Mapping[str, Any], config: RunConfig, data: PreparedData, types: Precision, folder: Path
+) -> None:
+    """Refuse to resume from a checkpoint that was trained otherwise."""
+    if (before := record.get("computed_in")) != types.name:
+        raise ConfigError(
+            f"{folder} was computed in {before}, and train.dtype={config.train.dtype} is {types.name} on this "
+            f"device; resume it with --dtype {before}"
+        )
+    problems = settings_problems(record, config, folder)
+    if record.get("tokenizer") != data.tokenizer.fingerprint:
+        problems.append(f"the tokenizer in {data.folder} is not the one it was trained with")
+    if record.get("shards") != data.content_fingerprint:
+        problems.append(f"the shards in {data.folder} are not those it was trained on")
+    if problems:
+        raise ConfigError(
+            f"{folder} cannot be resumed: {'; '.join(problems)}. Restore them or choose another --run"
+        )
+
+
+def recorded_settings(record: Mapping[str, Any], checkpoint: Path) -> RunConfig:
+    """The settings that a checkpoint was trained with."""
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
-    except (BlockingIOError, PermissionError):
-        lock.close()
-        return None
-    except OSError:  # a file system without locks
-        return lock
-    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):  # removed meanwhile
-        lock.close()
-        return None
-    lock.truncate(0)
-    lock.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": time.time()}) + "\n")
-    lock.flush()
-    return lock
+        return run_settings.from_dict(record["settings"])
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        raise UnusableCheckpoint(f"{checkpoint}: its settings are wrong: {error}") from error
 
 
-def _holder(path: Path) -> str:
-    """Who holds the lock, as far as the lock file says."""
+def settings_problems(record: Mapping[str, Any], config: RunConfig, folder: Path) -> list[str]:
+    """How settings differ from those that a checkpoint's record holds."""
+    trained = recorded_settings(record, folder)
+    if not (names := run_settings.differences(trained, config)):
+        return []
+    return [
+        f"{folder / SETTINGS} is not what its checkpoint was trained with "
+        f"({run_settings.with_values(names, config, trained)}); without it the checkpoint's settings are used"
+    ]
+
+
+def tokenizer_problems(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Whether the tokenizer of the run in `folder` can be read and is the one that a checkpoint's record names."""
     try:
-        held = parse_json(read_limited(path, 4096))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["since"]))
-        return f"process {int(held['pid'])} on {str(held['host'])[:64]}, since {since}"
-    except (ValueError, KeyError, TypeError, OverflowError, OSError):
-        return "a process that left no name"
+        return other_tokenizer(record, Tokenizer.load(folder / TOKENIZER), folder)
+    except DataError as error:
+        return [str(error)]
 
 
-def _step(path: Path) -> int:
-    match = STEP_NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+def other_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer, folder: Path) -> list[str]:
+    if record.get("tokenizer") == tokenizer.fingerprint:
+        return []
+    return [f"{folder / TOKENIZER / 'tokenizer.json'} is not the tokenizer that its checkpoint was trained with"]
+
+
+def hash_data(data: PreparedData, folder: Path) -> Hashed:
+    """Hash the shards that the run in `folder` has not hashed before, and compare all with their manifest."""
+    known = _hashed(folder).get("files")
+    stamps = data.check_hashes(known if isinstance(known, dict) else {})
+    return {"folder": str(data.folder.absolute()), "files": stamps}
+
+
+def remember_hashes(hashed: Hashed, folder: Path) -> None:
+    """Keep what `hash_data` found for the next start of the run."""
+    if hashed != _hashed(folder):
+        write_whole(folder / HASHED, json.dumps(hashed).encode())
+
+
+def data_problems(record: Mapping[str, Any], folder: Path) -> list[str] | None:
+    """What is wrong with the data of the run in `folder`, every byte of it read; None where they are not here."""
+    place = _hashed(folder).get("folder")
+    if not isinstance(place, str) or not Path(place).is_dir():
+        return None
+    try:
+        data = PreparedData.open(place, verify=True)
+    except DataError as error:
+        return [str(error)]
+    same = record.get("shards") == data.content_fingerprint
+    return [] if same else [f"{place} does not hold the shards that the checkpoint was trained on"]
+
+
+def _hashed(folder: Path) -> Hashed:
+    try:
+        return read_json_object(folder / HASHED)
+    except UnreadableFile:
+        return {}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -32,8 +32,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Shard
 
 from dcdm.distributed import World
 from dcdm.model.transformer import Model
@@ -155,31 +154,6 @@ def sync_gradients(model: Model, enabled: bool) -> None:
         model.set_requires_gradient_sync(enabled)
 
 
-@torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole tensor of a shard, on every rank; any other tensor as it is. All ranks must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def own_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, not copied, and the index at which it begins; all of one that is whole."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.dim()
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(start)
-
-
 def _units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -193,7 +167,5 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
     """Rows, unless there are so few (experts, chunks, gates) that ranks would hold very unequal shares."""
     if parameter.shape[0] % ranks == 0 or parameter.shape[0] >= 16 * ranks:
         return Shard(0)
-    even = [
-        dim for dim, size in enumerate(parameter.shape) if size % ranks == 0
-    ]  # all that FSDP allows beyond rows
+    even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]  # all that FSDP allows else
     return Shard(even[0] if even else 0)

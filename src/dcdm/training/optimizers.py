@@ -36,6 +36,20 @@ def trainable(model: Model) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = full(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a shard, on every rank; any other tensor as it is. All ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def adamw(model: Model, settings: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices, not on norms and embeddings."""
     decayed: list[nn.Parameter] = []
@@ -116,7 +130,7 @@ class Muon(torch.optim.Optimizer):
             update = parameter.grad.lerp(state["momentum"], momentum)  # Nesterov's look ahead
             by_shape.setdefault(tuple(parameter.shape), []).append((parameter, update))
         for shape, members in by_shape.items():
-            whole = [update.full_tensor() if isinstance(update, DTensor) else update for _, update in members]
+            whole = [full(update) for _, update in members]
             scale = group["lr"] * MUON_SCALE * max(shape[-2:]) ** 0.5
             for (parameter, _), direction in zip(members, orthogonalised(torch.stack(whole)), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])

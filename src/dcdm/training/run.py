@@ -1,6 +1,6 @@
 """A run from settings to its folder: data, model, steps, evaluations and checkpoints, in this order.
 
-What may go wrong is found before the first step (`start.py`). Initial weights come through `load_init`, and
+What may go wrong is found before the first step. Initial weights come through `load_init`, and
 pictures for TensorBoard through `picture`: reading foreign folders and drawing are not training's business.
 """
 
@@ -17,45 +17,58 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, DataConfig
 from dcdm.data.loader import Loader, WindowSet, in_order
+from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
-from dcdm.data.tokenizers import Tokenizer
-from dcdm.distributed import Precision, World, any_true, gather_objects, init_distributed, precision, shutdown
+from dcdm.data.tokenizers import Tokenizer, load_tokenizer
+from dcdm.distributed import (
+    Precision,
+    World,
+    any_true,
+    from_main,
+    gather_objects,
+    init_distributed,
+    precision,
+    shutdown,
+)
 from dcdm.files import stops_handled_by
 from dcdm.kinds import build
 from dcdm.likelihood.estimators import Estimator, default_estimator, score
 from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.model import lora
 from dcdm.model.transformer import Model
+from dcdm.progress import ConsoleProgress
+from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
-from dcdm.training.checkpoint import Checkpointer, CheckpointError
-from dcdm.training.fingerprints import (
+from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.checkpoint_folder import (
     CHECKPOINTS,
+    HASHED,
     SETTINGS,
     TOKENIZER,
+    CheckpointError,
     Hashed,
     check_record,
+    checkpoints,
     hash_data,
+    load_record,
+    newest_whole,
     record_of,
+    recorded_settings,
     remember_hashes,
     tokenizer_problems,
 )
-from dcdm.training.fsdp import unsharded
-from dcdm.training.metrics import MAIN, Recorder
-from dcdm.training.settings import RunConfig
-from dcdm.training.start import (
-    check_as_prepared,
-    check_start,
-    describe,
-    from_main,
-    is_prepared,
-    open_data,
-    settle,
-    stored_settings,
-)
+from dcdm.training.metrics import MAIN, Recorder, wandb_package
+from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
 from dcdm.training.trainer import NotFinite, Trainer
 
+WRITTEN = {
+    SETTINGS, TOKENIZER, CHECKPOINTS, HASHED, "metrics.jsonl", "timing.jsonl", "tensorboard", "wandb"
+}  # fmt: skip
+"""What a run writes into its folder."""
+ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
+"""Endings of what else may lie there before a run begins."""
 INTERRUPTED = 130
 
 MakePicture = Callable[[Model, torch.Tensor], Any]
@@ -71,7 +84,6 @@ def run_training(
     file: Path | None = None,
     changes: Mapping[str, Any] | None = None,
     device: str = "auto",
-    dry_run: bool = False,
     load_init: LoadInit | None = None,
     picture: MakePicture | None = None,
     signals: bool = True,
@@ -83,9 +95,6 @@ def run_training(
     config, before = settle(preset, folder, file, changes or {})
     if config.init is not None and load_init is None:
         raise ConfigError(f"init={config.init}: give load_init, the function that reads initial weights")
-    if dry_run:
-        print(describe(config))
-        return 0
     world = init_distributed(device)
     try:
         return _run(config, before, folder, world, load_init, picture, signals)
@@ -118,7 +127,7 @@ def _run(
 
         types = precision(config.train.dtype, world.device)
         config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
-        has_checkpoint = from_main(checkpointer.has_any, world)
+        has_checkpoint = from_main(lambda: bool(checkpoints(checkpointer.folder)), world)
         trainer = _trainer(config, data, types, world, None if has_checkpoint else load_init)
         resumed = trainer.resume(
             checkpointer, accept=lambda record: check_record(record, config, data, types, folder)
@@ -162,10 +171,8 @@ def _train(
 
     def assess() -> Mapping[str, float]:
         with trainer.averaged() as model:
-            if picture is not None and config.tensorboard:
-                with unsharded(model):
-                    if recorder is not None:
-                        recorder.on_picture(trainer.step, picture(model, _samples(valid_set).to(world.device)))
+            if picture is not None and config.tensorboard and recorder is not None:
+                recorder.on_picture(trainer.step, picture(model, _samples(valid_set).to(world.device)))
             figures = evaluate(
                 model, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples
             )
@@ -200,7 +207,7 @@ def evaluate(
     its standard error over windows (absent for a single one), and for DCDM with the paper's routing `surrogate_nll`
     beside it, which is not a bound; for a model that writes in lanes `lanes_S_nll` for each number S of its list.
 
-    Neither batch size nor number of ranks changes the result.
+    The model's weights must be whole on every rank. Neither batch size nor number of ranks changes the result.
     """
     names: list[tuple[str, Estimator, int | None]] = [(MAIN, default_estimator(model), None)]
     if model.config.routes_from_noise:
@@ -208,7 +215,7 @@ def evaluate(
     if model.config.lanes is not None:  # the default is one of them
         names = [(f"lanes_{lanes}_nll", "exact", lanes) for lanes in model.config.lanes]
     figures: dict[str, float] = {}
-    with unsharded(model), torch.no_grad():
+    with torch.no_grad():
         for name, estimator, lanes in names:
             mine = []
             for batch in in_order(dataset, batch_size, rank=world.rank, world=world.size, limit=sequences):
@@ -300,3 +307,131 @@ def _stop_asked(signals: bool) -> Iterator[Callable[[], bool]]:
 
     with stops_handled_by(ask) if signals else nullcontext():
         yield lambda: asked
+
+
+# --- before the first step ----------------------------------------------------------------------------------------
+
+
+def settle(
+    preset: str | None, folder: Path, file: Path | None, changes: Mapping[str, Any]
+) -> tuple[RunConfig, RunConfig | None]:
+    """The settings of a new run or, unless flags contradict them, of the run in `folder`; and the latter's."""
+    before = stored_settings(folder)
+    if before is None:
+        _refuse_foreign(folder, file)
+        return run_settings.resolve(preset, file, changes), None
+    if preset is None and file is None:
+        asked = run_settings.changed(before, changes)
+    else:
+        asked = run_settings.resolve(preset, file, changes)
+        asked = replace(asked, model=replace(asked.model, vocab_size=before.model.vocab_size))
+    if wrong := run_settings.differences(before, asked):
+        if wrong == ["train.steps"]:
+            raise ConfigError(_other_steps(folder, before.train.steps, asked.train))
+        raise ConfigError(
+            f"{folder} was started with other settings ({', '.join(wrong)}); "
+            "leave them out to resume it, or choose another --run"
+        )
+    return asked, before
+
+
+def _other_steps(folder: Path, before: int, asked: TrainConfig) -> str:
+    """What to say where a run is asked for another number of steps than its learning rate was made for."""
+    if asked.steps < before:
+        return (
+            f"{folder} is a run of {before} steps, --steps {asked.steps} are fewer; leave --steps out to resume it"
+        )
+    return (
+        f"{folder} is a run of {before} steps, and its learning rate falls towards their end; to train it for "
+        f"{asked.steps - before} more, start another run from it: --init {folder} --run NEW --steps "
+        f"{asked.steps - before} (a run with --set train.schedule=constant can be made longer)"
+    )
+
+
+def _refuse_foreign(folder: Path, own: Path | None) -> None:
+    """Refuse to begin a run among files that are not of a run; `own` is the file of its settings."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--run {folder} is a file; choose a folder")
+    names = sorted(p.name for p in folder.iterdir() if not _of_a_run(p, own)) if folder.is_dir() else []
+    if names:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        raise ConfigError(
+            f"--run {folder} holds no run but other files ({shown}); choose an empty folder or one that does not "
+            "exist"
+        )
+
+
+def _of_a_run(path: Path, own: Path | None) -> bool:
+    """Whether a file may stand in a folder where a run begins: what a killed start left, hidden files and logs."""
+    if path.name in WRITTEN or path.name.startswith((".", "bad-batch-")) or path.suffix in ASIDE:
+        return True
+    return own is not None and own.exists() and path.samefile(own)
+
+
+def stored_settings(folder: Path) -> RunConfig | None:
+    """The settings of the run in `folder`: its settings.yaml, or what its newest whole checkpoint remembers."""
+    if (folder / SETTINGS).exists():
+        return run_settings.read(folder / SETTINGS)
+    newest, _ = newest_whole(folder / CHECKPOINTS)
+    return None if newest is None else recorded_settings(load_record(newest), newest)
+
+
+def check_start(config: RunConfig, is_new: bool, world: World) -> None:
+    """Refuse what would fail only after hours of preparing data."""
+    batch, micro = config.train.batch_size, config.train.micro_batch
+    if batch % world.size:
+        raise ConfigError(f"--batch-size {batch} must be a multiple of the number of processes, {world.size}")
+    if micro is not None and not 1 <= micro <= batch // world.size:
+        raise ConfigError(
+            f"--micro-batch {micro} must lie between 1 and {batch // world.size}, a process's share of --batch-size"
+        )
+    if config.wandb:
+        wandb_package()
+    if is_new and config.init is not None and not folder_of(config.init).is_dir():
+        raise ConfigError(
+            f"init={config.init} is not a folder, nor a model that comes with dcdm; name a run, a checkpoint, an "
+            "exported folder, or what `dcdm models` lists"
+        )
+
+
+def is_prepared(choice: DataChoice) -> bool:
+    """Whether the data is a folder that `dcdm data prepare` wrote."""
+    return len(choice.sources) == 1 and (Path(choice.sources[0]) / "manifest.json").exists()
+
+
+def check_as_prepared(choice: DataChoice, data: PreparedData) -> None:
+    """Refuse settings of the data that have no effect, since it was prepared with others."""
+    given = data.manifest.get("given", {})
+    defaults = {DataChoice.tokenizer, run_settings.preset_defaults("lanes-small")["data.tokenizer"]}
+    ignored = []
+    same = choice.tokenizer in {*defaults, given.get("tokenizer")}
+    if not same and Path(choice.tokenizer).is_dir():  # by another path, or a copy
+        same = load_tokenizer(choice.tokenizer).fingerprint == data.tokenizer.fingerprint
+    if not same:
+        ignored.append(f"data.tokenizer={choice.tokenizer}")
+    if choice.validation and list(choice.validation) != given.get("validation"):
+        ignored.append(f"data.validation={list(choice.validation)}")
+    if choice.reading != DataConfig():
+        asked, kept = choice.reading.identity(bool(choice.validation)), data.manifest["plan"]["settings"]
+        ignored += [f"data.reading.{name}={value}" for name, value in asked.items() if kept.get(name) != value]
+    if ignored:
+        raise ConfigError(
+            f"{', '.join(ignored)}: no effect on {choice.sources[0]}, which is prepared already; leave it out, or "
+            "prepare the text anew with it (`dcdm data prepare`)"
+        )
+
+
+def open_data(config: RunConfig, world: World) -> PreparedData:
+    """The prepared data: given as such, or prepared now by the main process."""
+    choice = config.data
+    if is_prepared(choice):
+        return PreparedData.open(Path(choice.sources[0]))
+
+    def prepared() -> Path:
+        with ConsoleProgress() as reporter:
+            return prepare(
+                list(choice.sources), choice.tokenizer, None, validation=choice.validation,
+                settings=choice.reading, workers=choice.workers, reporter=reporter,
+            ).folder  # fmt: skip
+
+    return PreparedData.open(from_main(prepared, world))

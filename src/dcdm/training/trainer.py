@@ -21,8 +21,8 @@ from dcdm.keys import Key
 from dcdm.model.chunking import max_violation, update_bias
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
-from dcdm.training.fsdp import clip_gradients, run_gathered, shard, sync_gradients
-from dcdm.training.optimizers import make_optimizer, trainable
+from dcdm.training.fsdp import run_gathered, shard, sync_gradients, unsharded
+from dcdm.training.optimizers import clip_gradients, make_optimizer, trainable
 from dcdm.training.settings import TrainConfig
 
 
@@ -74,7 +74,9 @@ class Trainer:
         self.settings, self.objective, self.world = settings, objective or ObjectiveConfig(), world or World()
         self.objective.check_fits(model.config)
         self.types = precision(settings.dtype, self.world.device)
-        self.model = shard(model, self.world, compute_dtype=self.types.compute)
+        self.model = model
+        if self.world.size > 1:
+            shard(model, self.world, compute_dtype=self.types.compute)
         if settings.compile:
             self.model.compile_blocks()
         self.model.activation_checkpointing = settings.activation_checkpointing
@@ -133,9 +135,13 @@ class Trainer:
         model.zero_grad(set_to_none=True)
         parts: list[Loss] = []
         for number, batch in enumerate(micro):
-            sync_gradients(model, number == len(micro) - 1)
-            with self.types.autocast(world.device) if world.size == 1 else nullcontext():
-                part = run_gathered(model, objectives.objective, model, batch, key, self.objective, global_batch)
+            given = (model, batch, key, self.objective, global_batch)
+            if world.size == 1:
+                with self.types.autocast(world.device):
+                    part = objectives.objective(*given)
+            else:
+                sync_gradients(model, number == len(micro) - 1)
+                part = run_gathered(model, objectives.objective, *given)
             part.total.backward()
             parts.append(part)
         norm = clip_gradients(model, self.settings.clip)
@@ -156,13 +162,17 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[Model]:
-        """The model with its averaged weights, where there are any: what the run gives."""
+        """The model that the run gives, to be evaluated: with its averaged weights, where there are any, and whole.
+
+        Inside, every rank may call it as often as it likes.
+        """
         trained = {name: p.detach().clone() for name, p in self._averages()}
         with torch.no_grad():
             for name, parameter in self._averages():
                 parameter.copy_(self.average[name])
             try:
-                yield self.model
+                with unsharded(self.model) if self.world.size > 1 else nullcontext():
+                    yield self.model
             finally:
                 for name, parameter in self._averages():
                     parameter.copy_(trained[name])
