@@ -36,7 +36,7 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """CPU group of the main thread, for objects, flags and barriers."""
+    """CPU group of the main thread, for objects and flags."""
     background: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """CPU group of the saving thread: two threads on one group would mix up their messages."""
 
