@@ -33,13 +33,25 @@ def corpus(tmp_path):
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path, small_units, tokenizer):
+def test_the_number_of_processes_does_not_change_a_byte(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (4000, 4000))
+    monkeypatch.setattr("dcdm.data.prepare.APART_BYTES", 0)
     for workers in (1, 3):
-        prepare(str(corpus), tokenizer, tmp_path / str(workers), workers=workers)
+        prepare(str(corpus), "bpe:300", tmp_path / str(workers), workers=workers)
     one = tree(tmp_path / "1")
     assert one == tree(tmp_path / "3")
-    assert sum(name.startswith("train-") for name in one) > 5
+    assert sum(name.startswith("train-") for name in one) > 2
+
+
+def test_what_is_wrong_in_another_process_is_said_as_in_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcdm.data.prepare.APART_BYTES", 0)
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: not JSON.*--max-bad"):
+        prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out", workers=2)
+    monkeypatch.setattr("dcdm.data.prepare.sys.executable", "false")
+    with pytest.raises(DataError, match=r"died \(code 1\)"):
+        prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out", workers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_shards_hold_every_token_of_every_document_in_order(corpus, tmp_path, small_units):

@@ -24,10 +24,10 @@ from dcdm.data.sources import (
     BadRows,
     cut_into_parts,
     examine,
-    held_out,
     hub_answers,
     read_texts,
     resolve,
+    split_by_hash,
     stdlib_documents,
     stdlib_files,
 )
@@ -138,7 +138,9 @@ def test_documents_are_split_by_their_contents_so_that_duplicates_stay_together(
     assert not set(train) & set(held)
     assert sorted(train + held) == sorted(texts * 2)
     assert 0.05 < len(held) / 800 < 0.16
-    assert held == [text for text in [*texts, *reversed(texts)] if held_out(text.encode(), 0.1)]
+    assert held == [
+        text for text in [*texts, *reversed(texts)] if split_by_hash(text.encode(), 0.1) == "validation"
+    ]
 
 
 def test_of_few_text_files_each_gives_its_last_lines_to_validation_and_of_many_some_are_held_out_whole(tmp_path):

@@ -52,7 +52,7 @@ def prepare_text(
         messages_field: Fine-tuning on chats: field of the messages.
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.
-        workers: Threads; the result does not depend on it (default: one per core).
+        workers: Processes, for more than 32 MiB of text; the result does not depend on it (default: one per core).
         overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
     """

@@ -1,7 +1,8 @@
 """Text to token shards, once: planned, resumable, and the same whatever the number of workers.
 
 `prepare` is the whole way. Below it are its steps in order: the plan (all that decides the result), what an
-earlier run left, the folder in which it works, the tokenizer, the units of work, the manifest.
+earlier run left, the folder in which it works, the tokenizer, the units of work, the manifest. A unit is a stretch
+of the source that becomes one shard per split: read (`sources`), tokenised, written (`store.Shard`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import re
 import shutil
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +37,9 @@ from dcdm.data.sources import (
     SourceFile,
     cut_into_parts,
     examine,
-    held_out,
     read_texts,
     resolve,
+    split_by_hash,
 )
 from dcdm.data.store import MANIFEST, PreparedData, Shard, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
@@ -46,6 +49,7 @@ from dcdm.progress import Reporter
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
+APART_BYTES = 32 << 20  # source bytes from which on units are written in processes of their own
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
 BATCH_CHARACTERS = 1 << 20  # tokenised at one time
 BATCH_EXAMPLES = 256
@@ -185,15 +189,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
         | {"tokenizer": next(iter(plan["tokenizer"].values()))[:12]}  # bpe:N, or the fingerprint
         for plan in (old, new)
     )
-    reasons = [
-        f"{name} was {one.get(name)!r} and is {other.get(name)!r}"
-        for name in sorted({*one, *other})
-        if one.get(name) != other.get(name)
-    ]
+    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    reasons = [f"{name} was {one.get(name)!r} and is {other.get(name)!r}" for name in names]
     was, now = ({entry["name"]: entry for entry in plan["source"]} for plan in (old, new))
     if files := sorted(name for name in {*was, *now} if was.get(name) != now.get(name)):
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        reasons.append(f"source files changed: {', '.join(files[:3])}{more}")
+        reasons.append(f"source files changed: {', '.join(files[:3])}{', …' if len(files) > 3 else ''}")
     return "; ".join(reasons) or "the source files are in another order"
 
 
@@ -321,7 +321,7 @@ def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
         else:
             named = ((text.encode(), [text]) for text, _ in read_texts(part, settings, bad))
         for name, texts in named:
-            if part.split is None and held_out(name, settings.validation_share):
+            if (part.split or split_by_hash(name, settings.validation_share)) == "validation":
                 continue
             yield from texts
             left -= sum(map(len, texts))
@@ -363,11 +363,7 @@ def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: b
 def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
-    """The records of all units, in order, once their shards are written.
-
-    Threads are enough: most of the time goes to `tokenizers`, to hashing and to the disk, which leave the
-    interpreter to others.
-    """
+    """The records of all units, in order, once their shards are written."""
     found = {unit.number: _finished_record(folder, unit.number) for unit in units}
     records = {number: record for number, record in found.items() if record is not None}
     if records:
@@ -375,10 +371,8 @@ def _tokenise(
     left = [unit for unit in units if unit.number not in records]
     weights, tokens, started = {unit.number: unit.weight for unit in units}, 0, time.monotonic()
     total, done = sum(weights.values()), sum(weights[number] for number in records)
-    stop, threads = threading.Event(), ThreadPoolExecutor(workers)
-    try:
-        work = [threads.submit(write_unit, unit, folder, tokenizer, settings, stop) for unit in left]
-        for record in (finished.result() for finished in as_completed(work)):
+    with closing(_written(left, folder, tokenizer, settings, workers)) as written:
+        for record in written:
             records[record["unit"]] = record
             if record["bad"]["count"]:
                 _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
@@ -386,15 +380,51 @@ def _tokenise(
             done += weights[record["unit"]]
             rate = tokens / max(time.monotonic() - started, 1e-3)
             reporter.progress("tokenising", done, total, "bytes", f"{rate / 1e6:.2f}M tokens/s")
-    finally:
-        stop.set()
-        threads.shutdown(cancel_futures=True)
     return [records[unit.number] for unit in units]
 
 
-def write_unit(
-    unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig, stop: threading.Event
-) -> dict[str, Any]:
+def _written(
+    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int
+) -> Generator[dict[str, Any]]:
+    """The records of the units as they are finished, `workers` at a time."""
+    if workers == 1 or sum(unit.weight for unit in units) < APART_BYTES:
+        for unit in units:
+            yield write_unit(unit, folder, tokenizer, settings)
+        return
+    waiting = ThreadPoolExecutor(workers)
+    try:
+        work = [waiting.submit(_write_apart, unit, folder, settings) for unit in units]
+        for written in as_completed(work):
+            yield written.result()
+    finally:
+        waiting.shutdown(cancel_futures=True)
+
+
+def _write_apart(unit: Unit, folder: Path, settings: DataConfig) -> dict[str, Any]:
+    """`write_unit` in a process of its own, with the tokenizer that is kept in the folder."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from dcdm.data.prepare import write_given_unit; write_given_unit()"],
+        input=pickle.dumps((unit, folder, settings)), capture_output=True, env=env,
+    )  # fmt: skip
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        died = f"a process that tokenises died (code {done.returncode}), perhaps for lack of memory: start it again"
+        raise DataError(said or f"{died} with fewer workers (--workers), it resumes")
+    return read_json_object(folder / RECORDS / f"{unit.number:05d}.json")
+
+
+def write_given_unit() -> None:
+    """Write the unit that is pickled on standard input; what a user should repair is said on standard error."""
+    unit, folder, settings = pickle.load(sys.stdin.buffer)
+    try:
+        with _writing(folder):
+            write_unit(unit, folder, Tokenizer.load(folder / "tokenizer"), settings)
+    except DataError as error:
+        sys.exit(str(error))
+
+
+def write_unit(unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
     bad = BadRows(settings.max_bad)
     stem, dtype = f"{unit.number:05d}", _dtype(tokenizer)
@@ -402,8 +432,6 @@ def write_unit(
     encoded = _encoded_examples if settings.fine_tuning else _encoded_texts
     try:
         for split, prompt, learned, size, ends in encoded(unit, tokenizer, settings, bad):
-            if stop.is_set():
-                raise CancelledError
             shards[split].add(prompt, learned, size, ends)
         splits = {split: shard.close() for split, shard in shards.items()}
         record = {"unit": unit.number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
@@ -449,7 +477,7 @@ def _pieces(
     """The unit's texts with their splits, long ones in pieces where the tokenizer allows it."""
     for part in unit.parts:
         for text, ends in read_texts(part, settings, bad):
-            split = part.split or _split(text.encode(), settings)
+            split = part.split or split_by_hash(text.encode(), settings.validation_share)
             start = 0
             while tokenizer.cuts_between_words and (cut := BETWEEN_WORDS.search(text, start + BATCH_CHARACTERS)):
                 yield text[start : cut.end()], False, split
@@ -460,7 +488,7 @@ def _pieces(
 def _encoded_examples(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows) -> Iterator[Encoded]:
     maker = ExampleMaker(settings, tokenizer)
     rows = (
-        (example, part.split or _split(name, settings))
+        (example, part.split or split_by_hash(name, settings.validation_share))
         for part in unit.parts
         for name, examples in maker.read(part, bad)
         for example in examples
@@ -469,10 +497,6 @@ def _encoded_examples(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, ba
         ids = maker.encode([example for example, _ in batch])
         for (example, split), (prompt, response) in zip(batch, ids, strict=True):
             yield split, prompt, response, maker.text_bytes(example, response), True
-
-
-def _split(name: bytes, settings: DataConfig) -> Split:
-    return "validation" if held_out(name, settings.validation_share) else "train"
 
 
 def _batches(items: Iterable[T], most: int, weigh: Callable[[T], int]) -> Iterator[list[T]]:
@@ -494,8 +518,7 @@ def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> Bad
     bad = BadRows(settings.max_bad)
     for counted in counts:
         bad.count += counted["count"]
-        bad.first += [(name, line, reason) for name, line, reason in counted["first"]]
-    bad.first = bad.first[:NAMED]
+        bad.first = [*bad.first, *map(tuple, counted["first"])][:NAMED]
     bad.check()
     return bad
 

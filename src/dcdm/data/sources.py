@@ -143,9 +143,10 @@ def examine(files: Sequence[SourceFile]) -> list[SourceFile]:
         return list(pool.map(examined, files))
 
 
-def held_out(name: bytes, share: float) -> bool:
-    """Whether what is called `name` belongs to validation: a matter of its hash alone."""
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < share * 2**64
+def split_by_hash(name: bytes, share: float) -> Split:
+    """The split of what is called `name`: a matter of its hash alone."""
+    number = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+    return "validation" if number < share * 2**64 else "train"
 
 
 def stdlib_files(split: str, source: str = "stdlib") -> list[Path]:
@@ -171,7 +172,7 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     files = []
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        split: Split = "validation" if held_out(name.encode(), settings.validation_share) else "train"
+        split = split_by_hash(name.encode(), settings.validation_share)
         files.append(SourceFile(path, name, "text", split, lenient=True))
     if not files:
         raise DataError(f"{source}: no Python source files under {root}: is the standard library packed in a zip?")
@@ -361,7 +362,7 @@ def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
     if part.split is not None or share == 0:
         yield replace(part, split=part.split or "train")
     elif not few:
-        yield replace(part, split="validation" if held_out(part.file.sha256.encode(), share) else "train")
+        yield replace(part, split=split_by_hash(part.file.sha256.encode(), share))
     else:
         with _mapped(part) as data:
             border = _border(data, LINE, max(1, part.stop - int(part.stop * share)), part.stop)
@@ -454,8 +455,9 @@ def read_rows(
 ) -> Iterator[T]:
     """What `use` makes of every row of a part that holds `columns`; it raises BadRow where a row cannot be used."""
     is_table = part.file.format in ("parquet", "arrow")
+    rows: Iterator[tuple[int, Any]] = _table_rows(part, columns) if is_table else _lines(part)
     with _reading(part):
-        for number, row in _table_rows(part, columns) if is_table else _lines(part):
+        for number, row in rows:
             try:
                 yield use(row if is_table else _parsed(row, columns))
             except BadRow as error:
