@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +67,6 @@ class DecoderTiming:
     nats_per_byte_stderr: float
     measure: str
     """What `bits` is: trajectory (exact) or bound."""
-    sample_bits: float | None = None
-    """With the paper's routing: bits per token that the decoder without a cache gives to the samples themselves."""
-    sample_bits_stderr: float | None = None
 
 
 def decoders_of(model: Model, tokenizer: Tokenizer) -> list[DecodingConfig]:
@@ -103,20 +100,17 @@ def measure_decoders(
     generate(model, [[]] * samples, window=model.config.context_length, seed=seed)  # warm-up
     for decoder in decoders_of(model, tokenizer):
         say(f"{path}: {decoder.routing} {_commit(decoder)} cache={decoder.cache}")
-        drawn = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples)
-        costs = drawn.statistics
+        costs = generate(model, [[]] * samples, decoding=decoder, seed=seed, batch_size=samples).statistics
         nats, tokens = _score(model, held_out, decoder, seed)
+        bits, error = mean_and_stderr(zip(nats, tokens, strict=True))
         drafted = bool(decoder.drafts) and decoder.lanes != 1
         what = "bound" if commit_policy(decoder.commit).random or drafted else "trajectory"
-        of_samples: tuple[float | None, float | None] = (None, None)
-        if model.config.routes_from_noise and what == "trajectory":  # where a cache may change the samples
-            of_samples = _bits(*_score(model, drawn.tokens, replace(decoder, cache="none"), seed))
         rows.append(
             DecoderTiming(
                 Path(path).name, kind_of(model.config), decoder.routing, _commit(decoder), decoder.cache,
                 costs.tokens_per_second, float(costs.forwards.double().mean()), costs.tokens_per_forward,
-                float(costs.computed.sum() / costs.new_tokens.sum()), *_bits(nats, tokens),
-                *mean_and_stderr(zip(nats, sizes, strict=True)), what, *of_samples,
+                float(costs.computed.sum() / costs.new_tokens.sum()), bits / math.log(2), error / math.log(2),
+                *mean_and_stderr(zip(nats, sizes, strict=True)), what,
             )
         )  # fmt: skip
     return rows
@@ -156,12 +150,6 @@ def _score(model: Model, tokens: Tensor, decoder: DecodingConfig, seed: int) -> 
     return part.by_position.sum(dim=-1).tolist(), part.tokens.tolist()
 
 
-def _bits(nats: list[float], tokens: list[int]) -> tuple[float, float]:
-    """Bits per token, with the standard error over windows."""
-    mean, stderr = mean_and_stderr(zip(nats, tokens, strict=True))
-    return mean / math.log(2), stderr / math.log(2)
-
-
 def measure_generation(
     models: Sequence[Path], samples: int, windows: int, as_json: bool, say: Callable[[str], None]
 ) -> None:
@@ -171,22 +159,17 @@ def measure_generation(
     rows = [row for path in models for row in measure_decoders(str(path), samples, windows, 0, say)]
     if as_json:
         print(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}))
-    else:
-        print_decoders(rows)
-
-
-def print_decoders(rows: list[DecoderTiming]) -> None:
+        return
     text = ("kind", "routing", "commit", "cache", "measure")
     columns = (
-        "kind", "routing", "commit", "cache", "tokens/s", "forwards", "tokens/forward", "computed/token",
-        "bits/token", "nats/byte", "measure", "bits/token of samples",
+        "kind", "routing", "commit", "cache", "tokens/s", "forward passes", "tokens/pass", "computed/token",
+        "bits/token", "nats/byte", "measure",
     )  # fmt: skip
     lines = [
         (
             r.kind, r.routing, r.commit, r.cache, f"{r.tokens_per_second:.0f}", f"{r.forwards:.1f}",
             f"{r.tokens_per_forward:.2f}", f"{r.computed:.1f}", with_stderr(r.bits, r.bits_stderr, 3),
             with_stderr(r.nats_per_byte, r.nats_per_byte_stderr, 3), r.measure,
-            "" if r.sample_bits is None else with_stderr(r.sample_bits, r.sample_bits_stderr, 3),
         )
         for r in rows
     ]  # fmt: skip

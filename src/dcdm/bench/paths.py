@@ -46,8 +46,6 @@ class Case:
     paths: dict[str, Callable[[], Run]]
     baselines: tuple[str, ...]
     """The ratio of a path is to the fastest of these."""
-    target: float | None = None
-    """The least ratio that the first path is meant to reach."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class PathTiming:
     high: float
     ratio: float | None
     """Time of the fastest baseline over this path's; None for the baselines themselves."""
-    target: float | None
     megabytes: float | None = None
 
 
@@ -82,15 +79,11 @@ def measure_case(
             seconds[name].append(time.perf_counter() - started)
     median = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
     best = min((median[name] for name in case.baselines if name in median), default=None)
-    first = next(iter(case.paths))
     rows = []
     for name, times in seconds.items():
         ratio = None if best is None or name in case.baselines else best / median[name]
         megabytes = peak_memory(subject, case.name, name) if memory else None
-        target = case.target if name == first else None
-        rows.append(
-            PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio, target, megabytes)
-        )
+        rows.append(PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio, megabytes))
     return rows
 
 
@@ -113,12 +106,11 @@ def to_json(rows: list[PathTiming]) -> str:
 def print_table(rows: list[PathTiming]) -> None:
     """A table for people."""
     memory = any(row.megabytes is not None for row in rows)
-    columns = ["subject", "case", "path", "median s", "spread", "ratio", "target", *(["peak MB"] if memory else [])]
+    columns = ["subject", "case", "path", "median s", "spread", "ratio", *(["peak MB"] if memory else [])]
     lines = []
     for row in rows:
         cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
-        cells.append("" if row.target is None else f"≥ {row.target:.2f}×")
         if memory:
             cells.append("" if row.megabytes is None else f"{row.megabytes:.0f}")
         lines.append(cells)
@@ -151,7 +143,7 @@ def _half_masked(length: int) -> Tensor:
     return masked
 
 
-def attention(length: int, target: float | None = None) -> Case:
+def attention(length: int) -> Case:
     """Stage-2 attention, forward and backward, under the dual-stream mask."""
 
     def path(backend: Backend) -> Callable[[], Run]:
@@ -176,7 +168,7 @@ def attention(length: int, target: float | None = None) -> Case:
         paths["dense SDPA"] = path("sdpa")
     if length <= LITERAL_FITS:
         paths["literal"] = path("reference")
-    return Case(f"L={length}", paths, ("dense SDPA", "literal"), target)
+    return Case(f"L={length}", paths, ("dense SDPA", "literal"))
 
 
 def _tokens(config: ModelConfig, length: int) -> Tensor:
@@ -218,7 +210,7 @@ def _production_step(model: Model, tokens: Tensor) -> None:
     loss(model, Batch(tokens), Key(0), PLAIN).total.backward()
 
 
-def step(length: int, target: float | None = None, layers: int = 4, routing: str = "paper") -> Case:
+def step(length: int, layers: int = 4, routing: str = "paper") -> Case:
     """A whole training step without the optimizer: routing, loss and backward."""
     config = _config(length, layers, routing)
     paths = {
@@ -227,12 +219,12 @@ def step(length: int, target: float | None = None, layers: int = 4, routing: str
     }
     if length <= LITERAL_FITS:
         paths["literal"] = _on_model(config, literal_step)
-    return Case(f"L={length}, {layers} layers, {routing}", paths, ("literal", "literal, dense SDPA"), target)
+    return Case(f"L={length}, {layers} layers, {routing}", paths, ("literal", "literal, dense SDPA"))
 
 
 SUBJECTS: dict[str, Callable[[], list[Case]]] = {
-    "attention": lambda: [attention(2048, 2.0), attention(4096, 2.5)],
-    "step": lambda: [step(1024, 1.3), step(2048, 1.5), step(4096, 2.0)],
+    "attention": lambda: [attention(2048), attention(4096)],
+    "step": lambda: [step(1024), step(2048), step(4096)],
 }
 QUICK: dict[str, Callable[[], list[Case]]] = {
     "attention": lambda: [attention(512)],
