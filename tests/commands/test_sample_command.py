@@ -171,10 +171,6 @@ def test_decoders_of_trained_models_are_compared(runs, capsys):
     assert cached["bits"] == pytest.approx(afresh["bits"], abs=1e-4)
     assert cached["computed"] < afresh["computed"]
     assert all(r["measure"] == "bound" for r in rows if r["commit"] in ("ancestral:8", "first-hitting"))
-    scored = [r for r in rows if r["sample_bits"] is not None]  # where a cache may change the samples
-    assert scored == [r for r in rows if r["kind"] == "dcdm-paper" and r["measure"] == "trajectory"]
-    assert {r["cache"] for r in scored} == {"none", "frozen"}
-    assert all(r["sample_bits"] > 0 for r in scored)
 
 
 def test_control_characters_of_a_sample_do_not_reach_a_terminal():
