@@ -37,15 +37,8 @@ def test_a_page_has_the_curves_and_figures_of_every_run(runs, capsys):
     assert (first["run"], first["step"], second["kind"]) == ("paper", 6, "BDLM")
     assert first["best_nll"] <= first["valid_nll"]
     text = page.read_text()
-    for title in (
-        "Figures",
-        "Loss and valid bound",
-        "Gradient norm",
-        "Learning rate",
-        "Speed",
-        "Balance of chunks",
-    ):
-        assert title in text
+    titles = ("Figures", "Loss and valid bound", "Gradient norm", "Learning rate", "Speed", "Balance of chunks")
+    assert all(title in text for title in titles)
     assert text.count("<svg") == 5
     differing = text[text.index("<h2>Settings") : text.index("All settings")]
     assert "model.kind" in differing

@@ -330,15 +330,6 @@ def test_wrong_use_ends_with_one_line_and_code_2(arguments, problem, place, caps
     assert "\n" not in said
 
 
-def test_a_tokenizer_that_is_not_the_models_is_refused(place, tmp_path):
-    file = tiny.exported("ar", tmp_path / "ar") / "config.json"
-    settings = json.loads(file.read_text())
-    settings["dcdm"]["vocab_size"] = 300
-    file.write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="260 tokens, and its model 300"):
-        evaluate_perplexity([str(file.parent)], [read_corpus(str(place / "mine.txt"))])
-
-
 def test_models_with_one_folder_name_are_told_apart(place, tmp_path):
     twin = str(tiny.exported("ar", tmp_path / "ar", context_length=32))
     corpora = [read_corpus(str(place / "mine.txt"))]

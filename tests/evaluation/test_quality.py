@@ -119,15 +119,8 @@ def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monke
 
     monkeypatch.setattr("dcdm.decoding.engine.generate", generate)
     monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
-    main(
-        [
-            "eval",
-            "quality",
-            "run",
-            *["--num", "5", "--lanes", "2", "--set", "top_k=3", "--json", "--scorer"],
-            str(folder),
-        ]
-    )
+    asked = ["--num", "5", "--lanes", "2", "--set", "top_k=3", "--json", "--scorer", str(folder)]
+    main(["eval", "quality", "run", *asked])
     of_model = json.loads(capsys.readouterr().out)
     assert of_model["perplexity"] == pytest.approx(of_file["perplexity"])
     assert (of_model["forwards"], "forwards" in of_file) == (3.5, False)

@@ -18,29 +18,19 @@ def claims() -> Study:
     return read_study(ROOT / "studies/claims.yaml")
 
 
-def test_every_claim_and_every_variant_of_the_study_belongs_to_an_experiment(claims: Study) -> None:
-    decided = [claim for one in claims.experiments.values() for claim in one.claims]
-    assert sorted(decided) == sorted(claims.claims)
+def test_the_study_of_the_claims_is_whole_and_fair(claims: Study) -> None:
+    """Everything belongs to an experiment; comparisons have seeds enough, rates seeds of their own, noise a name."""
+    assert sorted(claim for one in claims.experiments.values() for claim in one.claims) == sorted(claims.claims)
     assert set(claims.variants_in(claims.experiments)) == set(claims.variants)
-
-
-def test_every_comparison_has_three_seeds_at_least(claims: Study) -> None:
     texts = [text for claim in claims.claims.values() for text in claim.below]
     compared = {name for text in texts for name, _ in claims.sides(text)}
     assert min(len(claims.seeds_of(name)) for name in compared) >= 3
-
-
-def test_a_rate_is_chosen_by_seeds_that_no_other_figure_uses(claims: Study) -> None:
     rates = claims.variants_in(["learning-rate"])
     tuning = {seed for name in rates for seed in claims.seeds_of(name)}
     assert not tuning & {seed for name in claims.variants if name not in rates for seed in claims.seeds_of(name)}
-
-
-def test_nothing_of_the_comparison_rests_on_noise_that_a_preset_chooses(claims: Study) -> None:
     for name, variant in claims.variants.items():
-        preset, settings = variant.preset, variant.settings
-        exact = preset.startswith(("ar", "lanes")) or settings.get("model.predict") == "left"
-        assert exact or {"objective.t_shape", "objective.t_min"} & settings.keys(), name
+        exact = variant.preset.startswith(("ar", "lanes")) or variant.settings.get("model.predict") == "left"
+        assert exact or {"objective.t_shape", "objective.t_min"} & variant.settings.keys(), name
 
 
 def test_the_paper_scale_spells_out_commands_and_costs(

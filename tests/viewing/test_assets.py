@@ -24,22 +24,13 @@ def test_a_page_asks_for_nothing_from_outside_and_shows_text_as_text(root):
     assert text.count("</script>") == 2
 
 
-def script_of(page: str) -> str:
-    return re.findall(r"(?s)<script>(.*?)</script>", page)[0]
-
-
 @pytest.mark.parametrize("root", ROOTS)
-def test_a_report_holds_every_module_once_without_imports_and_exports(root):
-    script = script_of(made(root))
+def test_a_page_holds_every_module_once_behind_those_that_it_imports(root):
+    script = re.findall(r"(?s)<script>(.*?)</script>", made(root))[0]
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
     names = re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", script, re.MULTILINE)
     assert {"make", "TokenCells", "data"} <= set(names)
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("root", ROOTS)
-def test_a_module_stands_behind_those_that_it_imports(root):
-    script = script_of(made(root))
     order = ["const byId", "class TokenCells", "class ChunkText"]
     assert sorted(order, key=script.index) == order
     assert script.index("const data") < script.index("data.")

@@ -1,4 +1,4 @@
-"""Texts being filled in: as a page that replays it, and side by side in a terminal."""
+"""Texts being filled in, side by side in a terminal, and what is blanked out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import pytest
 from rich.console import Console
 
-from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.engine import with_blanks
 from dcdm.viewing import terminal
@@ -23,13 +22,6 @@ TWO = Filling(
 )
 ONE = Filling(TWO.tokens, [0, 0, 0, 1, 2, 3], [[3], [4], [5]], [0, 0, 0, 1, 1, 1])
 TEXTS = [Written("2 lanes", TWO, 0.1, 1.5), Written("AR’s order", ONE, 0.2)]
-
-
-def test_sample_writes_a_page_that_replays_lanes_and_chunks(tmp_path, capsys):
-    for name in ("python-lanes", "python-chunks"):
-        place = tmp_path / f"{name}.html"
-        main(["sample", name, "--prompt", "def f([[6]]):", "--picture", str(place)])
-        assert f"{name}: 6 tokens in" in place.read_text()
 
 
 # --- in a terminal -----------------------------------------------------------------------------------------------

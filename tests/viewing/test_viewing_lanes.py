@@ -77,12 +77,6 @@ def test_kinds_are_counted_by_lane_over_the_text_or_a_corpus():
     assert many.table == [[[3 * count for count in row] for row in counts.table[0]]]
 
 
-def test_a_notebook_shows_lanes_in_their_colours():
-    html = seen(round=2)._repr_html_()
-    assert html.count('title="lane 2"') == 5
-    assert "outlined: not written yet" in html
-
-
 def test_with_drafts_a_forward_writes_as_far_as_drafts_are_accepted():
     network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), drafts=3)
     window, _ = window_of(TEXT, byte_tokenizer(), 128)
@@ -157,11 +151,9 @@ def test_colours_are_lanes_and_heads_are_reversed():
     styles = [str(span.style) for span in rows.spans]
     assert sum("reverse" in style for style in styles) == 3
     assert sum("underline" in style for style in styles) == 16 - 6
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor", no_color=False)
-    show(seen(round=2), console)
-    told = console.file.getvalue()
-    assert "3 lanes, 16 tokens and BOS, forward 2 of 6" in told
-    assert "48;2;0;114;178" in told
+    html = seen(round=2)._repr_html_()  # in a notebook
+    assert html.count('title="lane 2"') == 5
+    assert "outlined: not written yet" in html
 
 
 def test_a_live_stream_colours_lanes_and_marks_their_heads(monkeypatch):
@@ -291,29 +283,17 @@ def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys
     folder = tiny.exported("mdlm", tmp_path / "model", kind="lanes", lanes=(1, 2, 4))
     main(["chunks", str(folder), "x = 1", "--lanes", "2", "--round", "1"])
     assert "2 lanes, 5 tokens and BOS, forward 1 of 3" in capsys.readouterr().out
-    page = tmp_path / "deep" / "replay.html"
-    main(["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2", "--picture", str(page)])
+    page, sample = tmp_path / "deep" / "replay.html", ["sample", str(folder), "--prompt", "ab", "--length", "8"]
+    sample += ["--lanes", "2"]
+    main([*sample, "--picture", str(page)])
     assert '"lanes":[0,0,0,1' in page.read_text(encoding="utf-8")
-    main(
-        [
-            "sample",
-            str(folder),
-            "--prompt",
-            "ab",
-            "--length",
-            "8",
-            "--lanes",
-            "2",
-            "--stream",
-            "--set",
-            "stop_at_eos=false",
-        ]
-    )
+    main([*sample, "--stream", "--set", "stop_at_eos=false"])
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [event["lanes"] for event in told] == [[1, 2]] * 4
     other = tiny.exported("causal", tmp_path / "other")
-    main(["sample", str(other), "--prompt", "a[[3]]", "--stream"])
+    main(["sample", str(other), "--prompt", "a[[3]]", "--stream", "--picture", str(page)])
     assert "lanes" not in capsys.readouterr().out
+    assert "other: 3 tokens in" in page.read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit):
         main(["chunks", str(other), "x = 1", "--lanes", "2"])
