@@ -19,7 +19,7 @@ def claims() -> Study:
 
 
 def test_the_study_of_the_claims_is_whole_and_fair(claims: Study) -> None:
-    """Everything belongs to an experiment; comparisons have seeds enough, rates seeds of their own, noise a name."""
+    """Everything belongs to an experiment; comparisons have seeds enough, rates their own; noise is named."""
     assert sorted(claim for one in claims.experiments.values() for claim in one.claims) == sorted(claims.claims)
     assert set(claims.variants_in(claims.experiments)) == set(claims.variants)
     texts = [text for claim in claims.claims.values() for text in claim.below]
