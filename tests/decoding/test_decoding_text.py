@@ -61,7 +61,7 @@ def test_long_texts_are_written_window_by_window():
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
-def test_windows_without_overlap_go_on(window):
+def test_windows_need_no_overlap(window):
     model = model_of("bdlm")
     result = dcdm.generate(model, [[]], max_new_tokens=12, window=window, overlap=0)
     assert len(result.completions[0]) == 12

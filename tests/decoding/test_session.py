@@ -193,20 +193,6 @@ def test_a_blank_behind_the_prefix_is_filled_the_same_with_and_without_what_is_r
         assert text.costs["prefix"] == (32 if number else 0)
 
 
-def test_a_prefix_of_other_tokens_would_be_noticed():
-    """The comparison above is not blind: what is remembered decides what is predicted."""
-    model, store = network("ar", context_length=128), PrefixCache(400)
-    log_p = []
-    for damage in (False, True):
-        if damage:
-            for _, prefix in store._pieces.values():
-                prefix.values[0].mul_(1.5)
-        session = session_of(model, store)
-        session.add(text_of(model, [1] * 40, 2, 0, {}, window=100, on_event=lambda e: log_p.append(e.log_p[0])))
-        session.step()
-    assert abs(log_p[0] - log_p[1]) > 1e-6
-
-
 def test_the_store_forgets_what_was_used_longest_ago_and_no_piece_before_those_built_on_it():
     model = network("ar", context_length=128)
     store = PrefixCache(4 * PIECE)

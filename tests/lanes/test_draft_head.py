@@ -12,7 +12,6 @@ import dcdm
 import tiny
 from dcdm.config import ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, loss
-from dcdm.io.export import export
 from dcdm.io.load import load_init
 from dcdm.io.verify import cache_errors
 from dcdm.keys import Key
@@ -110,12 +109,3 @@ def test_weights_without_a_head_start_a_model_that_has_one(tmp_path: Path) -> No
     load_init(without := dcdm.build(start.config, seed=1), str(with_head), tokenizer)
     assert torch.equal(without.embed_tokens.weight, dcdm.load(with_head)[0].embed_tokens.weight)
     assert cache_errors(dcdm.load(with_head)[0]) == []
-
-
-def test_the_head_is_exported_and_loaded(tmp_path: Path) -> None:
-    folder = tiny.exported("mdlm", tmp_path / "with-head", kind="lanes", drafts=2)
-    export(folder, tmp_path / "again")
-    model, _ = dcdm.load(tmp_path / "again")
-    assert model.config.drafts == 2
-    before = dcdm.load(folder)[0].state_dict()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

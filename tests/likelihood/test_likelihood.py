@@ -201,17 +201,6 @@ def test_scores_do_not_depend_on_the_batch_size_or_on_the_other_sequences(kind):
         assert torch.equal(whole.tokens, (clean < tiny.LETTERS).sum(dim=1))
 
 
-@pytest.mark.parametrize("kind", tiny.DIFFUSION)
-def test_a_prompt_is_given_and_not_counted(kind):
-    model = tiny.model(kind)
-    clean = tiny.tokens(2, 9)
-    prompt = torch.zeros_like(clean, dtype=torch.bool)
-    prompt[0, 1:5] = True
-    prompt[1, [2, 4, 8]] = True
-    for estimator in ("auto", "trajectory"):
-        assert dcdm.score(model, clean, estimator, prompt=prompt, samples=2).tokens.tolist() == [4, 5]
-
-
 @pytest.mark.parametrize("kind", tiny.VALID)
 def test_one_pass_over_full_chunks_equals_walking_chunk_by_chunk(kind):
     model = tiny.model(kind, num_chunks=4) if "dcdm" in tiny.KINDS[kind].values() else tiny.model(kind)

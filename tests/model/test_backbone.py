@@ -134,38 +134,8 @@ def test_ar_logits_equal_transformers_qwen3_for_every_gqa_shape(shape: Shape, ti
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:4], ids=lambda s: f"heads{s[0]}-kv{s[1]}-dim{s[2]}")
-def test_ar_logits_of_real_positions_equal_transformers_qwen3_under_right_padding(
-    shape: Shape,
-) -> None:
-    config = ar_config(*shape, tied=True)
-    ours, theirs = twins(config, seed=5)
-    tokens, real = padded_batch(config, [13, 7, 1, 10], seed=6)
-    with torch.no_grad():
-        expected = theirs(tokens, attention_mask=real.long()).logits
-        logits = ours(tokens).logits
-    torch.testing.assert_close(logits[real], expected[real], atol=TOLERANCE, rtol=0)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_gradients_of_the_next_token_loss_equal_transformers_qwen3_for_every_parameter(tied: bool) -> None:
-    config = ar_config(4, 2, 6, tied)
-    ours, theirs = twins(config, seed=7)
-    tokens, real = padded_batch(config, [13, 7, 10], seed=8)
-    loss = next_token_loss(ours(tokens).logits, tokens, real)
-    expected = next_token_loss(theirs(tokens, attention_mask=real.long()).logits, tokens, real)
-    torch.testing.assert_close(loss, expected, atol=TOLERANCE, rtol=0)
-    loss.backward()
-    expected.backward()
-    found = gradients(ours)
-    assert_same_gradients(found, gradients(theirs))
-    for name in ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.2.mlp.down_proj.weight"):
-        assert found[name].abs().max() > 1e-3, name
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_equal_transformers_for_every_shape_of_block(family: str, tied: bool) -> None:
     config = ar_config(4, 2, 8, tied, family)
     ours, theirs = twins(config, seed=7)
@@ -180,16 +150,6 @@ def test_logits_and_gradients_equal_transformers_for_every_shape_of_block(family
     assert_same_gradients(found, gradients(theirs))
     if config.attention_bias:
         assert all(found[f"layers.1.self_attn.{name}_proj.bias"].abs().max() > 1e-4 for name in "qkv")
-
-
-def test_scaled_rope_differs_from_plain_rope_where_waves_are_long() -> None:
-    """A control of the test above: without the scaling the same weights give other logits."""
-    scaled, theirs = twins(ar_config(4, 2, 8, tied=True, family="Llama 3"), seed=7)
-    plain = build(replace(scaled.config, rope_scaling=None))
-    plain.load_state_dict(scaled.state_dict())
-    tokens, _ = padded_batch(scaled.config, [150], seed=8)
-    with torch.no_grad():
-        assert (plain(tokens).logits - theirs(tokens).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["lanes", "causal", "paper"])
@@ -214,10 +174,10 @@ def test_the_production_path_equals_the_literal_one_and_the_cache_for_every_shap
         if kind != "paper":
             assert made.chunk_ids is not None
             assert torch.equal(reference.partition(model, tokens), made.chunk_ids)
-            cached, afresh = (
+            cached, uncached = (
                 score(model, tokens, "trajectory", commit="chunk", cache=cache).nats for cache in ("exact", "none")
             )
-            torch.testing.assert_close(cached, afresh, atol=1e-9, rtol=0)
+            torch.testing.assert_close(cached, uncached, atol=1e-9, rtol=0)
 
 
 def test_hidden_specials_leave_the_other_logits_and_take_no_probability() -> None:
@@ -368,30 +328,6 @@ def test_load_balancing_loss_and_its_gradient_equal_transformers_qwen2_moe(
             assert (mine.grad[~real.flatten()] == 0).all()
 
 
-def test_balanced_routing_has_the_load_balancing_loss_of_one_per_choice_and_collapse_a_larger_one() -> None:
-    experts, top_k = 4, 1
-    balanced = 30 * torch.eye(experts).repeat(5, 1)
-    collapsed = balanced[:1].expand(20, experts)
-    assert load_balancing_loss([balanced], top_k).item() == pytest.approx(1, abs=1e-5)
-    assert load_balancing_loss([collapsed], top_k).item() == pytest.approx(experts, abs=1e-5)
-
-
-def test_mixture_output_of_a_token_stays_when_all_other_tokens_crowd_into_its_experts() -> None:
-    ours, _ = moe_twins(MOE, seed=19)
-    ours = ours.double()
-    x = moe_input(4, 16, seed=20, dtype=torch.float64)
-    with torch.no_grad():
-        before, logits = ours(x)
-        for b, position in ((0, 0), (1, 7), (3, 15)):  # a capacity limit would drop early or late tokens
-            probe = x[b, position]
-            crowded = probe + 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(21))
-            crowded[b, position] = probe
-            after, crowded_logits = ours(crowded)
-            assert (chosen_experts(crowded_logits, MOE) > 0).sum() == MOE.experts_per_token
-            torch.testing.assert_close(after[b, position], before[b, position], atol=1e-12, rtol=0)
-            torch.testing.assert_close(crowded_logits[b, position], logits[b, position], atol=1e-12, rtol=0)
-
-
 def test_mixture_output_follows_a_permutation_of_the_tokens_and_a_split_of_the_batch() -> None:
     ours, _ = moe_twins(MOE, seed=22)
     ours = ours.double()
@@ -421,16 +357,6 @@ def test_the_seed_decides_every_weight_and_leaves_the_global_generator_alone(con
         assert torch.equal(again[name], value), name
         constant = "norm" in name or name in ("chunking.o_proj.weight", "chunking.balance_bias")
         assert torch.equal(other[name], value) == constant, name
-
-
-def test_without_a_seed_the_global_generator_decides_every_weight() -> None:
-    torch.manual_seed(27)
-    first = build(DENSE).state_dict()
-    second = build(DENSE).state_dict()
-    torch.manual_seed(27)
-    again = build(DENSE).state_dict()
-    assert all(torch.equal(again[name], value) for name, value in first.items())
-    assert not torch.equal(second["embed_tokens.weight"], first["embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("std", [0.02, 0.1])
@@ -480,8 +406,7 @@ def uninitialised_memory_is_nan():
 
 
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "moe"])
+@pytest.mark.parametrize(("config", "tied"), [(DENSE, True), (MIXED, False)], ids=["dense", "moe"])
 @pytest.mark.parametrize("kind", ["ar", "mdlm", "bdlm", "dcdm"])
 def test_building_on_the_meta_device_leaves_no_tensor_uninitialised(
     kind: str, config: ModelConfig, tied: bool

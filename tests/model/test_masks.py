@@ -46,18 +46,6 @@ def test_dual_stream_mask_is_the_papers_formula_and_leaves_padding_out(pattern):
             assert mask[row, m] == bool(allowed and cq >= 0 and ck >= 0)
 
 
-def test_masks_take_batches():
-    ids = torch.tensor([[0, 1, 2, 1], [0, 1, 1, -1]])
-    assert torch.equal(masks.dual_stream_mask(ids)[1], masks.dual_stream_mask(ids[1]))
-    assert torch.equal(masks.noise_mask(ids == 1)[0], masks.noise_mask(ids[0] == 1))
-
-
-def test_masks_compose():
-    slots = masks.dual_stream_slots(torch.tensor([0, 1, 2, 2]))
-    parts = masks.noisy_to_noisy | masks.noisy_to_clean | masks.clean_to_clean
-    assert torch.equal((masks.not_padding & parts).dense(slots), masks.dual_stream.dense(slots))
-
-
 def test_a_mask_of_permuted_slots_is_the_permuted_mask():
     ids = torch.tensor([0, 3, 1, 2, 2, -1, 1])
     slots = masks.dual_stream_slots(ids)

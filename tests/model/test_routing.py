@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from dcdm.model import reference, routing
-from dcdm.model.routing import causal_partition, chunk_sizes, fixed_partition
+from dcdm.model import reference
+from dcdm.model.routing import causal_partition, fixed_partition
 
 INF = math.inf
 
@@ -87,14 +87,6 @@ def test_a_finite_prior_weight_adds_to_the_score():
     assert causal_partition(lambda r: scores, free, real, config)[0].tolist() == [[0, 1, 2, 2, 1]]
 
 
-@given(st.integers(0, 200), st.integers(1, 12))
-def test_chunk_sizes_sum_to_the_free_positions_and_differ_by_at_most_one(n, num_chunks):
-    sizes = chunk_sizes(torch.tensor([n]), num_chunks)[0].tolist()
-    assert sum(sizes) == n
-    assert sizes == sorted(sizes, reverse=True)
-    assert max(sizes) - min(sizes) <= 1
-
-
 def test_block_ids_and_one_chunk_count_free_positions_and_the_last_block_may_be_short():
     free, real = canvas([True, True, False, True, True, True])
     real[0, -1] = False
@@ -161,10 +153,3 @@ def test_paper_routing_routes_bos_and_prompt_like_all_others_and_has_no_partitio
     assert (ids[~real] == -1).all()
     with pytest.raises(ValueError, match="noise"):
         model.partition(clean)
-
-
-def test_priors_rank_free_positions_only():
-    rank = routing.free_rank(torch.tensor([[False, True, False, True, True]]))
-    assert rank.tolist() == [[0, 1, 1, 2, 3]]
-    strided = routing.prior("strided", rank, torch.tensor([3]), torch.tensor([2]), 2)
-    assert strided[0, [1, 3, 4]].tolist() == [-0.5, 0.0, -0.5]
