@@ -167,12 +167,13 @@ class Model(nn.Module):
         block_zero = self.run_block_zero(streams, positions.real.repeat(2, 1), masked.repeat(2, 1))
         h, r = self._chunking_attention(block_zero)
         r_blk = r.chunk(2)[0]
-        ids = self._assign(r_blk, positions.real) if chunk_ids is None else chunk_ids
-        place = layout.dual_stream(ids, masked, compact=self._compact)
+        if chunk_ids is None:
+            chunk_ids = torch.where(positions.real, block_zero.chunking.assign(r_blk), -1)
+        place = layout.dual_stream(chunk_ids, masked, compact=self._compact)
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
-        return Encoded(place.restore(self.norm(h_bqd)), ids, r_blk, block_zero.gates + more)
+        return Encoded(place.restore(self.norm(h_bqd)), chunk_ids, r_blk, block_zero.gates + more)
 
     def denoise(self, z: Tensor, ids: Tensor, block_zero: BlockZero | None = None) -> Tensor:
         """One stream, as in decoding: final states (B, L, d) of `z`, which holds MASK where nothing is known.
@@ -301,21 +302,16 @@ class Model(nn.Module):
         masked = z == self.config.mask_id if masked is None else masked
         place = layout.visible_first(real, masked, compact)
         plan = self._plan(masks.noise, place.slots)
-        h_bsd, gates = self._block_0(place.gather(z), plan)
-        return BlockZero(self.chunking, place, plan, h_bsd, gates)
+        h_bsd = self.embed_tokens(place.gather(z))
+        return BlockZero(self.chunking, place, plan, *self._block(0, h_bsd, plan, self._rotary(plan, h_bsd)))
 
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
         """r (B, L, K) of `z`, in which MASK hides what is not revealed: block 0 under M^noise, then μ."""
         return self.run_block_zero(z, real).scores
 
-    def _assign(self, r_blk: Tensor, real: Tensor) -> Tensor:
-        assert self.chunking is not None
-        return torch.where(real, self.chunking.assign(r_blk), -1)
-
     def _chunking_attention(self, block_zero: BlockZero) -> tuple[Tensor, Tensor]:
         """The end of stage 1, the chunking attention: states (B, L, d) and r (B, L, K) in original order."""
-        assert self.chunking is not None
-        h_bsd, r_bsk = self.chunking(block_zero.states, block_zero.plan)
+        h_bsd, r_bsk = block_zero.chunking(block_zero.states, block_zero.plan)
         return block_zero.place.restore(h_bsd), block_zero.place.restore(r_bsk)
 
     def _run(
@@ -340,10 +336,6 @@ class Model(nn.Module):
                 assert self.chunking is not None
                 h_bsd, r_bsk = self.chunking(h_bsd, plan)
         return h_bsd if num_out is None else h_bsd[:, :num_out], r_bsk, gates
-
-    def _block_0(self, tokens: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[Tensor]]:
-        h_bsd = self.embed_tokens(tokens)
-        return self._block(0, h_bsd, plan, self._rotary(plan, h_bsd))
 
     def _block(
         self, number: int, h_bsd: Tensor, plan: AttentionPlan, rotary: Rotary, noisy_only: bool = False
