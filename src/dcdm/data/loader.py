@@ -6,13 +6,14 @@ B rows of a batch   L positions of a window
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from dcdm.config import DataError
 from dcdm.data.store import Item
@@ -45,11 +46,26 @@ class Loader:
         self, dataset: WindowSet, *, seed: int, global_batch: int, rank: int = 0, world: int = 1,
         micro_batch: int | None = None, start: int = 0, num_workers: int = 0, pin_memory: bool = False,
     ) -> None:  # fmt: skip
+        if not len(dataset):
+            raise DataError("the data set is empty")
+        if not 0 <= rank < world:
+            raise DataError(f"rank={rank} is not one of world={world}")
+        if global_batch < 1 or global_batch % world:
+            raise DataError(f"global_batch={global_batch} must be a multiple of the number of ranks, {world}")
+        share = global_batch // world
+        size = share if micro_batch is None else micro_batch
+        if not 1 <= size <= share:
+            raise DataError(f"micro_batch={size} must lie between 1 and a rank's share of a step, {share}")
         self.dataset, self.seed, self.global_batch = dataset, seed, global_batch
+        stop = (rank + 1) * share
+        self._micro_rows = [range(at, min(at + size, stop)) for at in range(rank * share, stop, size)]
         self._samples = start * global_batch
-        self._batches = partial(GlobalBatches, Key(seed), len(dataset), global_batch, rank, world, micro_batch)
-        self.micro_steps = self._batches().micro_steps
         self._num_workers, self._pin_memory = num_workers, pin_memory
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of one step."""
+        return len(self._micro_rows)
 
     @property
     def epoch(self) -> float:
@@ -58,17 +74,24 @@ class Loader:
 
     def __iter__(self) -> Iterator[Item]:
         loader = DataLoader(
-            _Numbered(self.dataset),
-            batch_sampler=self._batches(self._samples),
+            self.dataset,  # type: ignore[arg-type]
+            batch_sampler=self._indices(self._samples),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
-            collate_fn=partial(_collate, num_rows=self.global_batch),
+            collate_fn=_collate,
             generator=torch.Generator(),  # else it would draw from the global one
         )
-        for number, batch in enumerate(loader, start=1):
-            if number % self.micro_steps == 0:  # counted when handed out: whoever holds it may save
+        for rows, batch in zip(cycle(self._micro_rows), loader):
+            if rows == self._micro_rows[-1]:  # counted when handed out: whoever holds it may save
                 self._samples += self.global_batch
-            yield batch
+            yield {**batch, "rows": torch.tensor(rows), "num_rows": self.global_batch}
+
+    def _indices(self, first: int) -> Iterator[list[int]]:
+        """The windows of this rank's micro-batches, from sample `first` on, without end."""
+        while True:
+            samples = sample_range(Key(self.seed), first, self.global_batch, len(self.dataset)).tolist()
+            yield from ([samples[row] for row in rows] for rows in self._micro_rows)
+            first += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position in whole steps handed out. It holds for any number of ranks, workers and micro-batches."""
@@ -92,33 +115,12 @@ def in_order(
     count = len(dataset) if limit is None else min(limit, len(dataset))
     mine = [number * len(dataset) // count for number in range(rank, count, world)]
     for start in range(0, len(mine), batch_size):
-        items = [dataset[i] for i in mine[start : start + batch_size]]
-        yield {name: _stacked([item[name] for item in items]) for name in ("tokens", "prompt", "index")}
+        yield _collate([dataset[i] for i in mine[start : start + batch_size]])
 
 
-class _Numbered(Dataset[Item]):
-    """A data set asked for (index, row) rather than index."""
-
-    def __init__(self, dataset: WindowSet) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, pair: tuple[int, int]) -> Item:
-        index, row = pair
-        return {**self.dataset[index], "rows": row}
-
-
-def _collate(items: list[Item], num_rows: int) -> Item:
-    return {**{name: _stacked([item[name] for item in items]) for name in items[0]}, "num_rows": num_rows}
-
-
-def _stacked(values: list[Any]) -> Tensor:
-    return torch.stack(values) if isinstance(values[0], Tensor) else torch.tensor(values)
-
-
-# --- which windows a step sees -----------------------------------------------------------------------------------
+def _collate(items: list[Item]) -> Item:
+    stacked = {name: torch.stack([item[name] for item in items]) for name in ("tokens", "prompt")}
+    return {**stacked, "index": torch.tensor([item["index"] for item in items])}
 
 
 def sample_range(key: Key, first: int, count: int, total: int) -> Tensor:
@@ -138,44 +140,6 @@ def sample_range(key: Key, first: int, count: int, total: int) -> Tensor:
 @lru_cache(maxsize=2)  # this epoch and the next
 def _epoch(key: Key, epoch: int, total: int) -> Tensor:
     return key.fold("epoch", epoch).permutation(total)
-
-
-class GlobalBatches(Sampler[list[tuple[int, int]]]):
-    """One rank's micro-batches, without end: (index in the data set, row in the global batch) of every item.
-
-    A step takes the next `global_batch` samples; rank r of `world` takes rows r·G/world … (r+1)·G/world − 1.
-    """
-
-    def __init__(
-        self, key: Key, total: int, global_batch: int, rank: int = 0, world: int = 1,
-        micro_batch: int | None = None, first: int = 0,
-    ) -> None:  # fmt: skip
-        if total < 1:
-            raise DataError("the data set is empty")
-        if not 0 <= rank < world:
-            raise DataError(f"rank={rank} is not one of world={world}")
-        if global_batch < 1 or global_batch % world:
-            raise DataError(f"global_batch={global_batch} must be a multiple of the number of ranks, {world}")
-        share = global_batch // world
-        micro_batch = share if micro_batch is None else micro_batch
-        if not 1 <= micro_batch <= share:
-            raise DataError(f"micro_batch={micro_batch} must lie between 1 and a rank's share of a step, {share}")
-        self.key, self.total, self.global_batch, self.first = key, total, global_batch, first
-        self.rows = range(rank * share, (rank + 1) * share)
-        self.micro_batch = micro_batch
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of one step."""
-        return -(-len(self.rows) // self.micro_batch)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        first = self.first
-        while True:
-            indices = sample_range(self.key, first, self.global_batch, self.total).tolist()
-            for start in range(0, len(self.rows), self.micro_batch):
-                yield [(indices[row], row) for row in self.rows[start : start + self.micro_batch]]
-            first += self.global_batch
 
 
 # --- a corpus in memory ------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from dcdm.files import UnreadableFile, digest, file_digest, listed_file, read_js
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+NEEDED = {"fingerprint", "plan", "vocab_size", "dtype", "fine_tuning", "splits", "tokenizer_files", "bad"}
+"""What is asked of a manifest later."""
 Overlong = Literal["truncate", "drop"]
 Item = dict[str, Any]
 Stamps = dict[str, list[Any]]
@@ -45,24 +47,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except UnreadableFile as error:
         raise DataError(f"cannot read {path}: {error}; prepare the data again") from error
     claimed = manifest.pop("sha256", None)
-    if claimed != digest(manifest) or not _complete(manifest):
+    if claimed != digest(manifest) or not manifest.keys() >= NEEDED:
         raise DataError(f"{path} is damaged; prepare the data again")
     return manifest
-
-
-def _complete(manifest: dict[str, Any]) -> bool:
-    """Whether everything is there that is asked of a manifest later."""
-    try:
-        lists = [manifest["splits"][split]["files"] for split in SPLITS] + [manifest["tokenizer_files"]]
-        names = ("documents", "tokens", "bytes")
-        counts = [manifest["splits"][split][name] for split in SPLITS for name in names]
-        counts += [manifest["vocab_size"], manifest["bad"]["count"]]
-        counts += [entry["bytes"] for files in lists for entry in files]
-        texts = [manifest["fingerprint"], *(entry["sha256"] for files in lists for entry in files)]
-    except (KeyError, TypeError, AttributeError):
-        return False
-    known = manifest.get("dtype") in ("uint16", "uint32") and isinstance(manifest.get("fine_tuning"), bool)
-    return known and all(type(n) is int and n >= 0 for n in counts) and all(isinstance(text, str) for text in texts)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -328,7 +315,7 @@ class TextWindows:
         return len(self.stream) // (self.length - 1)
 
     def __getitem__(self, index: int) -> Item:
-        index = _checked(index, len(self))
+        _check_index(index, self)
         tokens = np.full(self.length, self.bos_id, dtype=np.int64)
         tokens[1:] = self.stream.read(index * (self.length - 1), (index + 1) * (self.length - 1))
         return _item(tokens, np.zeros(self.length, dtype=bool), index)
@@ -358,7 +345,7 @@ class ExampleWindows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Item:
-        index = _checked(index, len(self))
+        _check_index(index, self)
         start, size, prompt_size = (int(a[index]) for a in (self._starts, self._lengths, self._prompts))
         tokens = np.full(self.length, self.pad_id, dtype=np.int64)
         tokens[0] = self.bos_id
@@ -372,10 +359,9 @@ def _item(tokens: np.ndarray, prompt: np.ndarray, index: int) -> Item:
     return {"tokens": torch.from_numpy(tokens), "prompt": torch.from_numpy(prompt), "index": index}
 
 
-def _checked(index: int, size: int) -> int:
-    if not -size <= index < size:
-        raise IndexError(f"window {index} of {size}")
-    return index % size
+def _check_index(index: int, windows: TextWindows | ExampleWindows) -> None:
+    if not 0 <= index < len(windows):
+        raise IndexError(f"window {index} of {len(windows)}")
 
 
 def _more_text(split: Split) -> str:
