@@ -73,7 +73,7 @@ class Loader:
         return self._samples / len(self.dataset)
 
     def __iter__(self) -> Iterator[Item]:
-        loader = DataLoader(
+        loader: Iterable[Item] = DataLoader(
             self.dataset,  # type: ignore[arg-type]
             batch_sampler=self._indices(self._samples),
             num_workers=self._num_workers,
