@@ -129,7 +129,7 @@ def test_one_lane_in_colour_reads_as_text_with_a_background_for_each_forward():
         return found, console.file.getvalue()
 
     found, whole = told()
-    assert "same background: written by one forward" in whole
+    assert "same background: written by one forward pass" in whole
     assert "not written yet" not in whole
     assert "\x1b[4;" not in whole  # nothing is underlined
     _, part = told(round=2)
@@ -224,7 +224,7 @@ def test_a_browser_shows_lanes_in_colour_with_their_heads(tmp_path):
             "Forward",
         ]
         assert shown["wide"] == 0
-    assert "in lane 1, written by forward 6" in answers[-1]["said"][3]
+    assert "in lane 1, written by forward pass 6" in answers[-1]["said"][3]
 
 
 # --- pictures and replays ----------------------------------------------------------------------------------------

@@ -76,14 +76,13 @@ def chunks(
         windows: How many windows of the corpus.
         seed: Seed of the masks.
     """
-    from dcdm.viewing.chunks import refuse_without_chunks, view, window_of
+    from dcdm.viewing.chunks import view, window_of
 
     if model is not None and not text and " " in str(model) and not folder_of(model).exists():
         model, text = None, (str(model),)
     given = _given_text(" ".join(text) if text else None, file, has_model=model is not None)
     model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
-    refuse_without_chunks(loaded)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
     chunked = view(

@@ -77,7 +77,7 @@ def ppl(
         samples: Mask sets drawn per window (per chunk for sequential), or all of them; acceptance
             patterns for drafted.
         commit: For trajectory of models with masks: decoders as in dcdm sample, each a line of the table (chunk:
-            one forward per chunk; steps:2, dilated:4, …).
+            one forward pass per chunk; steps:2, dilated:4, …).
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
             that each was trained with).
         seed: Seed of the draws.

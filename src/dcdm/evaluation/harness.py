@@ -60,8 +60,8 @@ class Continuation:
 def is_greedy(model: Model, tokens: Tensor, prompt: Tensor, index: Tensor, lanes: int | None = None) -> Tensor:
     """(B,) whether the most probable tokens are the true ones wherever `prompt` does not give them.
 
-    AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one forward,
-    given the earlier ones.
+    AR is asked position by position, a diffusion model chunk by chunk: every chunk is filled in one
+    forward pass, given the earlier ones.
     """
     positions = model.position_masks(tokens, prompt)
     if model.config.routes_from_noise:

@@ -31,11 +31,11 @@ def measure(
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Nats per token of a finished run on held-out windows: name → estimator, mean, forward passes, nats by window.
 
-    `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward per chunk, for kinds whose
-    valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts` bounds
-    at one acceptance pattern drawn for each window; `surrogate` is not a bound; those of other texts begin with the
-    text's name. The first figure also holds the valid ones while training, if there were any, the unigram baseline
-    of the training text, and what names each text.
+    `valid` is the kind's valid estimator; `chunk` the exact likelihood at one forward pass per chunk, for kinds
+    whose valid figure is a bound, and others those of `commits`; `S lanes` exact likelihoods, `S lanes, D drafts`
+    bounds at one acceptance pattern drawn for each window; `surrogate` is not a bound; those of other texts begin
+    with the text's name. The first figure also holds the valid ones while training, if there were any, the unigram
+    baseline of the training text, and what names each text.
     """
     import torch
 

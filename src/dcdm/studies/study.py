@@ -49,8 +49,8 @@ class Variant:
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score with; by default those that the model is trained with."""
     commits: tuple[str, ...] = ()
-    """Commit policies to score with beside one forward per chunk, for models that can fill a chunk in parts; with
-    `adablock` and a space before one, under AdaBlock's routing."""
+    """Commit policies to score with beside one forward pass per chunk, for models that can fill a chunk in parts;
+    with `adablock` and a space before one, under AdaBlock's routing."""
     drafts: tuple[int, ...] = ()
     """Numbers of draft tokens to score each number of lanes with too, for models with a draft head."""
     seeds: tuple[int, ...] = ()
@@ -382,6 +382,13 @@ DEVICE_BYTES = 80e9
 def paper_commands(name: str, experiment: Experiment) -> str:
     """Everything to start the experiment at the paper's scale, and its cost; `--dry-run` of a command says more."""
     jobs = [_job(one, rate, experiment.steps) for one in experiment.presets for rate in experiment.rates]
+    runs = [run for run, *_ in jobs]
+    folders = " ".join(f"runs/{run}" for run in runs)
+    afterwards = [
+        command.replace("{runs}", folders).replace("{run}", run)
+        for command in experiment.commands
+        for run in (runs if "{run}" in command else [""])
+    ]
     lines = [
         f"{name}: {experiment.shows} ({experiment.paper})",
         "",
@@ -392,7 +399,7 @@ def paper_commands(name: str, experiment: Experiment) -> str:
         *(command for _, command, *_ in jobs),
         "",
         "# afterwards",
-        *_afterwards(experiment.commands, [run for run, *_ in jobs]),
+        *afterwards,
         "",
         f"# costs: H800 at {UTILISATION:.0%} of 989 TFLOP/s, estimated, not measured",
         f"{'model':24}{'EFLOP':>9}{'GPU-hours':>11}",
@@ -400,16 +407,6 @@ def paper_commands(name: str, experiment: Experiment) -> str:
         f"{'together':24}{sum(job[2] for job in jobs):9.0f}{sum(job[3] for job in jobs):11,.0f}",
     ]
     return "\n".join(lines)
-
-
-def _afterwards(commands: Sequence[str], runs: Sequence[str]) -> list[str]:
-    """The experiment's own commands, for each run where they say `{run}`."""
-    folders = " ".join(f"runs/{run}" for run in runs)
-    lines: list[str] = []
-    for command in commands:
-        each = runs if "{run}" in command else [""]
-        lines += [command.replace("{runs}", folders).replace("{run}", run) for run in each]
-    return lines
 
 
 def _job(name: str, rate: float, steps: int) -> tuple[str, str, float, float]:

@@ -210,14 +210,6 @@ def _letters(piece: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def refuse_without_chunks(model: Model) -> None:
-    if model.config.kind == "ar":
-        raise ConfigError(
-            "this is an AR model, which predicts tokens from left to right and has no chunks; "
-            "choose a model of kind mdlm, bdlm, lanes or dcdm"
-        )
-
-
 @torch.no_grad()
 def view(
     model: Model,
@@ -238,8 +230,12 @@ def view(
     write in them; by default the model's own number. With `drafts` each lane has an acceptance pattern of its own,
     which is drawn.
     """
-    refuse_without_chunks(model)
     config = model.config
+    if config.kind == "ar":
+        raise ConfigError(
+            "this is an AR model, which predicts tokens from left to right and has no chunks; "
+            "choose a model of kind mdlm, bdlm, lanes or dcdm"
+        )
     levels = _levels(config, noise, round)
     lanes = resolve_lanes(config, lanes)
     drafts = resolve_drafts(config, drafts, "exact")
@@ -288,7 +284,7 @@ def rule(config: ModelConfig, lanes: int = 0, drafts: int = 0) -> str:
     if config.kind == "lanes":
         number = "One lane is written" if lanes == 1 else f"{lanes} lanes are written at once"
         if drafts:
-            return f"{number}, each as far as its draft tokens are accepted; chunk k holds what forward k brings."
+            return f"{number}, each as far as its draft tokens are accepted; chunk k holds what pass k brings."
         return f"{number}; chunk k holds the k-th token of each."
     if config.kind == "bdlm":
         return f"Every {config.block_size} tokens in a row form a chunk."
@@ -389,11 +385,16 @@ def _sizes(ids: Tensor, free: Tensor, num_chunks: int) -> list[int]:
 # --- what chunks hold, over a corpus -----------------------------------------------------------------------------
 
 
-def corpus_ids(
-    model: Model, corpus: TokenWindows, levels: Sequence[float], seed: int, lanes: int | None = None
-) -> Iterator[tuple[Tensor, list[list[bytes]]]]:
-    """Chunk ids, or lanes, of n windows (F, n, L), 0 where nothing is counted, and the pieces of these windows."""
+def _count_kinds(
+    model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
+) -> KindCounts:
+    """Kinds of tokens by chunk, at each noise level if there are any; by lane for models that write in lanes."""
     device = model.embed_tokens.weight.device
+    if lanes is None:  # windows of a corpus may be longer than the text, and have more chunks
+        longest = int(model.position_masks(corpus.tokens, corpus.prompt).free.sum(dim=1).max())
+        num_groups = max(num_groups, model.config.num_groups(longest))
+    total = torch.zeros(max(1, len(levels)), num_groups, len(KINDS), dtype=torch.long)
+    seen = 0
     for at in range(0, len(corpus.tokens), 8):
         rows = slice(at, at + 8)
         tokens, prompt, index = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device), corpus.index[rows]
@@ -405,20 +406,9 @@ def corpus_ids(
             ids_fnl = lane_partition(model.config, positions.free, positions.real, lanes)[1][None]
         else:
             ids_fnl = model.partition(tokens, prompt, index).ids[None]
-        yield torch.where(positions.free, ids_fnl, 0), corpus.pieces[rows]
-
-
-def _count_kinds(
-    model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
-) -> KindCounts:
-    if lanes is None:  # windows of a corpus may be longer than the text, and have more chunks
-        longest = int(model.position_masks(corpus.tokens, corpus.prompt).free.sum(dim=1).max())
-        num_groups = max(num_groups, model.config.num_groups(longest))
-    total = torch.zeros(max(1, len(levels)), num_groups, len(KINDS), dtype=torch.long)
-    seen = 0
-    for ids_fnl, pieces in corpus_ids(model, corpus, levels, seed, lanes):
+        ids_fnl = torch.where(positions.free, ids_fnl, 0)
         seen += int((ids_fnl[0] > 0).sum())
-        for row, texts in enumerate(pieces):
+        for row, texts in enumerate(corpus.pieces[rows]):
             kinds = kinds_of(texts)
             total += torch.tensor([counted(ids.tolist(), kinds, num_groups) for ids in ids_fnl[:, row]])
     return KindCounts(corpus.source, seen, total.tolist())

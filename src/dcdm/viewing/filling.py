@@ -26,7 +26,7 @@ class Filling:
     chunks: list[int]
     """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
     steps: list[list[int]]
-    """Positions that each forward filled."""
+    """Positions that each forward pass filled."""
     lanes: list[int] = field(default_factory=list)
     """The lane of each position, from 1, and 0 where the text was given; [] for models without lanes."""
 
@@ -77,7 +77,7 @@ class Written:
 
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
-    """The row's tokens, and the chunk and the forward that each of them came with."""
+    """The row's tokens, and the chunk and the forward pass that each of them came with."""
     events = [event for event in generation.history if event.row == row]
     ids = [token for token in generation.tokens[row].tolist() if token != tokenizer.pad_id]
     chunks, lanes = [0] * len(ids), [0] * len(ids)
@@ -90,7 +90,7 @@ def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Fi
 
 
 def as_filling(view: ChunkView) -> Filling:
-    """A text that is known, as its model would fill it: one forward for each chunk that holds free positions."""
+    """A text that is known, as its model would fill it: a forward pass for each chunk with free positions."""
     ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
     free = (token.free for token in view.tokens)  # the paper's routing puts BOS into a chunk, too
     ids = [chunk if counts else 0 for chunk, counts in zip(ids, free, strict=True)]

@@ -126,7 +126,7 @@ def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
 
 
 def lane_rows(view: ChunkView, width: int, coloured: bool) -> Text:
-    """Every lane a row, every column what one forward writes: as many columns side by side as fit."""
+    """Every lane a row, every column what one forward pass writes: as many columns side by side as fit."""
     columns: list[dict[int, list[int]]] = [{} for _ in range(view.num_chunks)]  # positions by lane
     for position, (lane, forward) in enumerate(zip(view.lanes, view.frames[-1].ids, strict=True)):
         if lane:
@@ -176,7 +176,7 @@ def _bands(rooms: list[int], width: int) -> Iterator[range]:
 
 
 def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.0) -> None:
-    """Texts that decoders filled, side by side, with what they took; in a terminal forward by forward.
+    """Texts that decoders filled, side by side, with what they took; in a terminal pass by pass.
 
     All of them move at the same number of forward passes per second, so that the longest takes about `seconds`.
     """
@@ -231,7 +231,7 @@ def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
 def _key(view: ChunkView, coloured: bool) -> str:
     if _as_running_text(view, coloured):
         parts = ["underlined: not written yet"] if any(view.hidden) else []
-        return "; ".join([*parts, "same background: written by one forward"])
+        return "; ".join([*parts, "same background: written by one forward pass"])
     if view.lanes:
         waiting = "underlined" if coloured else BLANK
         parts = [f"{waiting}: not written yet"] if any(view.hidden) else []

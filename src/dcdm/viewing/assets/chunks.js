@@ -67,7 +67,7 @@ function showToken() {
   const where = group < 0 ? "in no chunk yet" : group === 0 ? "always visible" : `in ${groupName} `;
   const name = [make("code", {}, JSON.stringify(token.text)), ` at ${position}, ${where}`];
   if (group > 0) name.push(swatch(group));
-  const state = lanes ? (chunk < 0 ? ", not written yet" : chunk > 0 ? `, written by forward ${chunk}` : "") : frame.hidden[position] ? ", MASK" : "";
+  const state = lanes ? (chunk < 0 ? ", not written yet" : chunk > 0 ? `, written by forward pass ${chunk}` : "") : frame.hidden[position] ? ", MASK" : "";
   name.push(`${state} · ${token.free ? token.kind : "not counted"}`);
   byId("token-name").replaceChildren(...name);
   const scores = frame.scores ? frame.scores[position] : [];
@@ -238,7 +238,7 @@ byId("blind").textContent = routed ? "router" : "model";
 byId("head-key").hidden = !lanes;
 if (lanes) {
   byId("masked-key").replaceChildren(make("span", { className: "token chunk-1 masked" }, "a"), " not written yet");
-  byId("visible-name").textContent = "written; the number is the forward";
+  byId("visible-name").textContent = "written; the number is the forward pass";
   byId("text-about").textContent = "Point at a token, or go through the text with the arrow keys, to see its lane and its forward.";
   byId("sizes-name").textContent = "Lanes";
   byId("sizes-about").textContent = "Tokens that each lane has written. Choose a lane to see it alone.";
