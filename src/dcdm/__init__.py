@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from dcdm.kinds import build
     from dcdm.likelihood.estimators import score
     from dcdm.model import masks
+    from dcdm.model.chunking import ChunkingAttention
 
 __version__ = VERSION
 
 __all__ = [
     "Batch",
+    "ChunkingAttention",
     "ConfigError",
     "MoEConfig",
     "ModelConfig",
@@ -45,6 +47,7 @@ _HOMES = {
     "build": "dcdm.kinds",
     "masks": "dcdm.model.masks",
     "Batch": "dcdm.diffusion.objectives",
+    "ChunkingAttention": "dcdm.model.chunking",
     "generate": "dcdm.decoding.engine",
     "load": "dcdm.io.load",
     "loss": "dcdm.diffusion.objectives",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,16 @@ class DCDMConfig(PretrainedConfig):
         return ModelConfig.from_dict(self.dcdm)
 
 
+@dataclass
+class DiffusionOutput(MaskedLMOutput):
+    """`MaskedLMOutput` with the chunks that the model formed."""
+
+    chunk_ids: Tensor | None = None
+    """(B, L): −1 padding, 0 always visible, 1…K."""
+    router_scores: Tensor | None = None
+    """r (B, L, K); None for kinds without chunking attention and for partitions that no router decides."""
+
+
 class _Wrapped(PreTrainedModel):
     config_class = DCDMConfig
     base_model_prefix = "model"
@@ -72,8 +83,8 @@ class DCDMForMaskedLM(_Wrapped):
         labels: Tensor | None = None,
         prompt_mask: Tensor | None = None,
         **_: Any,
-    ) -> MaskedLMOutput:
-        """Logits (B, L, V).
+    ) -> DiffusionOutput:
+        """Logits (B, L, V), and the chunks that the model formed.
 
         Without labels one stream runs under the decoding mask: logits are defined for the chunk that comes next
         (the lowest with MASKs in it) and equal the training pass's there. With labels, tokens are read from
@@ -85,8 +96,13 @@ class DCDMForMaskedLM(_Wrapped):
             input_ids = input_ids.masked_fill(attention_mask == 0, config.pad_id)
         prompt = None if prompt_mask is None else prompt_mask.bool()
         if labels is None:
-            states = model.denoise(input_ids, current_ids(model, input_ids, prompt))
-            return MaskedLMOutput(logits=model.head(states))
+            ids, scores = current_ids(model, input_ids, prompt), None
+            logits = model.head(model.denoise(input_ids, ids))
+            if model.chunking is not None and config.routes_from_noise:
+                real = input_ids != config.pad_id
+                scores = model.router_scores(input_ids, real)
+                ids = torch.where(real, model.chunking.assign(scores), -1)
+            return DiffusionOutput(logits=logits, chunk_ids=ids, router_scores=scores)
         masked = input_ids == config.mask_id
         tokens = torch.where(masked & (labels != IGNORED), labels, input_ids)
         masked = masked & (labels != IGNORED)
@@ -97,11 +113,12 @@ class DCDMForMaskedLM(_Wrapped):
             )
         if config.predicts_from_left:  # what is not masked is given
             given = ~masked & (tokens != config.pad_id)
-            logits = model(tokens, prompt=given if prompt is None else given | prompt).logits
+            out = model(tokens, prompt=given if prompt is None else given | prompt)
         else:
-            logits = model(tokens, masked, prompt=prompt).logits
+            out = model(tokens, masked, prompt=prompt)
+        logits = out.logits
         loss = F.cross_entropy(logits[masked], tokens[masked], reduction="sum") / masked.sum().clamp(min=1)
-        return MaskedLMOutput(loss=loss, logits=logits)
+        return DiffusionOutput(loss, logits, chunk_ids=out.chunk_ids, router_scores=out.router_scores)
 
 
 class DCDMForCausalLM(_Wrapped):

@@ -9,11 +9,12 @@ from functools import cache
 
 import torch
 
-from dcdm.config import ModelConfig
+from dcdm.config import ConfigError, ModelConfig, ObjectiveConfig
 from dcdm.lanes import decoding, likelihood, objective, reference  # noqa: F401  what the core asks for by a model's class
 from dcdm.lanes.model import LaneModel
 from dcdm.model.attention import choose_backend
 from dcdm.model.transformer import Model
+from dcdm.presets import objective_of, preset
 
 OWN_PARTS = ("chunking.", "drafting.")
 """What names of parameters begin with that no other architecture has: AR weights bring none of them."""
@@ -25,24 +26,30 @@ def network(config: ModelConfig) -> Model:
 
 
 def build(
-    config: ModelConfig,
+    config: ModelConfig | str,
     *,
     seed: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Model:
-    """A freshly initialised model. Without `seed`, PyTorch's global generator gives the weights.
+    """A freshly initialised model of settings or of a preset's name, such as "dcdm-debug".
+
+    Without `seed`, PyTorch's global generator gives the weights.
 
     `backend` forces an attention path: `reference`, `sdpa`, `sdpa-tiled` or `flex`.
     """
     choose_backend(backend, torch.device(device), training=False)
+    trained_with = objective_of(config) if isinstance(config, str) else ObjectiveConfig()
+    config = preset(config) if isinstance(config, str) else config
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"build takes a ModelConfig or the name of a preset, not {type(config).__name__}")
     with torch.device("meta"):
         model = network(config).to(dtype)
     model.to_empty(device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     model.init_weights(generator)
-    model.backend = backend
+    model.backend, model.objective = backend, trained_with
     return model
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from dcdm.config import ConfigError, ModelConfig, MoEConfig
+from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
 
 GPT2_VOCAB = 50_260  # GPT-2's 50,257 tokens and BOS, PAD, MASK
 BYTES_VOCAB = 260  # 256 bytes, EOS and BOS, PAD, MASK
@@ -113,3 +113,20 @@ def preset(name: str) -> ModelConfig:
         hint = f"did you mean {', '.join(near)}?" if near else "`dcdm presets` lists them"
         raise ConfigError(f"unknown preset {name!r}; {hint}")
     return _TABLE[name]()
+
+
+def objective_of(name: str) -> ObjectiveConfig:
+    """What a preset's model is trained with, unless somebody says otherwise."""
+    config = preset(name)
+    return ObjectiveConfig(**noise(name, config.kind, config.predict))
+
+
+def noise(name: str, kind: str, predict: str) -> dict[str, float]:
+    """The levels of noise of a preset, for a model of it that may have been changed.
+
+    The paper's are uniform up to 1. Debug models of every masked kind leave out the lowest ones, which say little to
+    models that learn for minutes, and keep t = 1, from which texts are written.
+    """
+    if "debug" not in name or kind in ("ar", "lanes") or predict == "left":
+        return {}
+    return {"t_min": 0.3, "t_max": 1.0}

@@ -9,6 +9,7 @@ from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion import noise
 from dcdm.diffusion.objectives import Batch, draw, loss, with_prompts
 from dcdm.keys import Key
+from dcdm.model.chunking import max_violation
 
 PLAIN = ObjectiveConfig(prompt_share=0.0)
 
@@ -247,3 +248,39 @@ def test_the_decoding_pass_equals_the_training_pass_on_the_active_chunk(kind):
         masked = z == model.config.mask_id
         dual = model.encode(clean, masked, chunk_ids=ids).states
         torch.testing.assert_close(model.denoise(z, ids)[inside], dual[inside], atol=1e-5, rtol=0)
+
+
+def test_a_loop_of_ones_own_balances_without_another_call():
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (16, 32)).sort(dim=1).values
+    violations = {}
+    for rate in (0.0, 0.05):
+        model = tiny.model("paper", seed=3).float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        settings = ObjectiveConfig(bias_rate=rate, chunk_loss_weight=0.0)
+        for step in range(60):
+            result = loss(model, tokens, step, settings)
+            optimizer.zero_grad()
+            result.total.backward()
+            optimizer.step()
+        violations[rate] = float(max_violation(result.counts.sum(dim=0)))
+        assert bool(model.chunking.balance_bias.any()) == (rate > 0)
+    assert violations[0.05] < 0.5 * violations[0.0]
+
+
+def test_evaluating_a_loss_leaves_the_balance_bias_alone():
+    model = tiny.model("paper")
+    with torch.no_grad():
+        loss(model, tiny.tokens(4, 16), 0)
+    loss(model, tiny.tokens(4, 16), 0)
+    assert not model.chunking.balance_bias.any()
+
+
+def test_a_model_built_by_name_trains_with_its_presets_noise():
+    model = dcdm.build("dcdm-debug", seed=0)
+    assert model.objective == dcdm.ObjectiveConfig(t_min=0.3, t_max=1.0)
+    tokens = torch.randint(0, 250, (2, 16))
+    assert loss(model, tokens, 0).total == loss(model, tokens, 0, model.objective).total
+    assert loss(model, tokens, 0).total != loss(model, tokens, 0, ObjectiveConfig()).total
+    with pytest.raises(dcdm.ConfigError, match="did you mean dcdm-debug"):
+        dcdm.build("dcdm-debg")

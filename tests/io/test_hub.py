@@ -61,3 +61,17 @@ def test_labels_that_are_never_predicted_are_refused_where_they_count(name):
     z[0, 3] = model.model.config.mask_id
     with pytest.raises(ValueError, match=f"labels hold {special} at a MASK"):
         model(input_ids=z, labels=labels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chunks_come_with_the_logits(kind):
+    model, tokens = wrapped(kind), tiny.tokens(2, 9)
+    masked = torch.zeros_like(tokens, dtype=torch.bool)
+    masked[:, 4:7] = True
+    z, labels = tokens.masked_fill(masked, model.model.config.mask_id), tokens.masked_fill(~masked, -100)
+    for out in (model(input_ids=z), model(input_ids=z, labels=labels)):
+        assert out.chunk_ids.shape == tokens.shape
+        assert (out.router_scores is not None) == (kind == "paper" or (kind == "causal" and out.loss is not None))
+    if kind == "paper":
+        torch.testing.assert_close(model(input_ids=z).router_scores, out.router_scores)
+        assert torch.equal(model(input_ids=z).chunk_ids, out.chunk_ids)

@@ -10,6 +10,7 @@ import torch
 import dcdm
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
+from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding import routes
 from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.loop import Uncached, fill_canvas, predictable
@@ -284,3 +285,13 @@ def test_zeroed_embeddings_give_a_perplexity_of_the_predictable_vocabulary():
             model.embed_tokens.weight.zero_()
         per_token = dcdm.score(model, tiny.tokens(2, 8), samples=2).per_token
         assert math.exp(per_token) == pytest.approx(23 if kind == "ar" else 20)
+
+
+def test_texts_are_scored_as_the_tokens_they_stand_for():
+    made, tokenizer = tiny.model("mdlm", symbols=257), byte_tokenizer()
+    short, long = ([made.config.bos_id, *tokenizer.encode(text)] for text in ("ab", "abcde"))
+    rows = torch.tensor([short + [made.config.pad_id] * 3, long])
+    given = dcdm.score(made, ["ab", "abcde"], samples=4, tokenizer=tokenizer)
+    torch.testing.assert_close(given.nats, dcdm.score(made, rows, samples=4).nats)
+    with pytest.raises(ConfigError, match="with tokenizer="):
+        dcdm.score(made, "ab")

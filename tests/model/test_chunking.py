@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 import tiny
 from dcdm.keys import Key
-from dcdm.model import masks
+from dcdm.model import masks, reference
 from dcdm.model.attention import AttentionPlan
 from dcdm.model.chunking import (
+    ChunkingAttention,
     alignment,
     chunk_counts,
     max_violation,
@@ -142,3 +143,48 @@ def test_gumbel_noise_stays_finite_in_float32_over_many_draws():
     noise = Key(0).gumbel_rows(torch.arange(8), 500_000).float()
     assert torch.isfinite(noise).all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=5e-3)
+
+
+# --- the layer in somebody else's network ------------------------------------------------------------------------
+
+
+def test_alone_the_layer_equals_the_literal_formula_under_any_mask_in_output_and_gradients(hidden):
+    torch.manual_seed(0)
+    layer = ChunkingAttention(16, num_chunks=5, chunk_dim=3, out_init_std=0.3).double()
+    mask = torch.rand(2, 7, 7) < 0.5
+    mask[0, 2] = False  # a query that may look at nothing
+    for given, allowed in ((mask, mask), (None, torch.ones(2, 7, 7, dtype=torch.bool))):
+        results = []
+        for run in (lambda: layer(hidden, given), lambda: reference.chunking(layer, hidden, allowed)):
+            out, r = run()
+            layer.zero_grad()
+            (out.square().sum() + r.sum()).backward()
+            results.append([out, r, *(p.grad.clone() for p in layer.parameters())])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_alone_the_layer_starts_as_the_identity_and_its_methods_balance_it():
+    torch.manual_seed(1)
+    layer = ChunkingAttention(16, num_chunks=4, chunk_dim=3)
+    h = torch.randn(8, 32, 16) + torch.linspace(0, 2, 16)
+    out, r = layer(h)
+    assert torch.equal(out, h)
+    assert layer.balance_loss(r, generator=torch.Generator().manual_seed(0)).requires_grad
+    before = max_violation(layer.counts(layer.assign(r)))
+    for _ in range(300):
+        layer.update_bias(layer.counts(layer.assign(r)), rate=0.01)
+    assert max_violation(layer.counts(layer.assign(r))) < 0.2 < before
+
+
+@pytest.mark.parametrize(("arguments", "says"), [((0, 4, 3), "d=0"), ((16, 4, 2.5), "chunk_dim=2.5")])
+def test_sizes_that_make_no_layer_are_refused_by_name(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ChunkingAttention(*arguments)
+
+
+def test_a_mask_of_another_shape_or_type_is_refused(hidden):
+    layer = ChunkingAttention(16, 4, 3).double()
+    for mask in (torch.ones(7, 7, dtype=torch.bool), torch.zeros(2, 7, 7)):
+        with pytest.raises(ValueError, match=r"mask must be bool of the shape \(2, 7, 7\)"):
+            layer(hidden, mask)

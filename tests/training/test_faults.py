@@ -205,7 +205,7 @@ LOOP = [
     Fault("step", "dcdm.training.trainer:Trainer._gradients", after=True),
     Fault("step", "dcdm.training.optimizers:Muon.step", 2, after=True),
     Fault("save", "dcdm.training.checkpoint:collect", after=True),
-    Fault("step", "dcdm.training.trainer:update_bias", 3),
+    Fault("step", "dcdm.model.chunking:ChunkingAttention.update_bias", 3),
     Fault("save", TENSORS),
     Fault("evaluation", "dcdm.training.run:evaluate"),
     Fault("metrics", "dcdm.training.metrics:_append", 2, instead=half_a_line),

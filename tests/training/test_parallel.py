@@ -16,7 +16,6 @@ from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss, w
 from dcdm.distributed import ParallelError, World, choose_device
 from dcdm.keys import Key
 from dcdm.model import products
-from dcdm.model.chunking import update_bias
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.optimizers import adamw, clip_gradients, full
@@ -79,8 +78,6 @@ def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:
         result.total.backward()
         norms.append(clip_gradients(model, 1.0).item())
         optimizer.step()
-        if result.counts is not None:
-            update_bias(model.chunking.balance_bias, distributed.sum_over_ranks(result.counts.sum(0), world), 0.1)
     weights = {name: full(value).numpy() for name, value in model.state_dict().items()}
     return {**weights, "norms": np.array(norms)}
 

@@ -84,24 +84,36 @@ class Loss:
 
 def loss(
     model: Model,
-    batch: Batch,
+    batch: Batch | Tensor,
     generator: Key | torch.Generator | int,
     settings: ObjectiveConfig | None = None,
     global_batch: GlobalBatch | None = None,
 ) -> Loss:
-    """The kind's training loss on one batch.
+    """The kind's training loss on one batch (tokens alone are a batch): `loss(…).total.backward()` trains on it.
 
     `generator` is the step's `Key`, a seed, or a `torch.Generator`; all randomness follows from it and from
-    `batch.rows`, so that splitting a batch over processes changes nothing. Without `global_batch` the batch is all
-    there is.
+    `batch.rows`, so that splitting a batch over processes changes nothing. Without `settings` the model's own hold:
+    those of its preset. Without `global_batch` the batch is all there is.
+
+    With the paper's routing, the backward pass of `total` also moves the balance bias by this batch's counts, at the
+    settings' `bias_rate`: a loop of your own balances its chunks without another call.
     """
-    settings = settings or ObjectiveConfig()
+    settings = settings or model.objective
     settings.check_fits(model.config)
     key = Key.of(generator)
-    batch = with_prompts(model, batch, key, settings)
-    return objective(
-        model, batch, key, settings, global_batch or GlobalBatch(counted(model, batch), len(batch.tokens))
-    )
+    batch = with_prompts(model, Batch(batch) if isinstance(batch, Tensor) else batch, key, settings)
+    whole = global_batch or GlobalBatch(counted(model, batch), len(batch.tokens))
+    result = objective(model, batch, key, settings, whole)
+    rate = settings.bias_rate_for(model.config)
+    if result.total.requires_grad and rate > 0:
+        result.total.register_hook(lambda _: _balance(model, result, whole, rate))
+    return result
+
+
+def _balance(model: Model, result: Loss, global_batch: GlobalBatch, rate: float) -> None:
+    assert model.chunking is not None
+    assert result.counts is not None
+    model.chunking.update_bias(global_batch.total(result.counts.sum(dim=0)), rate / global_batch.micro_steps)
 
 
 def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Batch:

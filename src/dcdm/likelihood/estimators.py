@@ -5,7 +5,7 @@ B sequences   L positions   S samples   C noise groups: chunks or blocks, or the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import routes
 from dcdm.decoding.caching import predictor_of
 from dcdm.decoding.commits import Sampling, View, commit_policy
@@ -93,17 +94,20 @@ def default_estimator(model: Model) -> Estimator:
 @torch.no_grad()
 def score(
     model: Model,
-    tokens: Tensor,
+    tokens: Tensor | str | Sequence[str],
     estimator: Estimator | Literal["auto"] = "auto",
     samples: int | Literal["all"] = 16,
     seed: int = 0,
     *,
+    tokenizer: Tokenizer | None = None,
     prompt: Tensor | None = None,
     index: Tensor | None = None,
     batch_size: int = 16,
     **options: Any,
 ) -> Score:
     """Score `tokens` (B, L), each row starting with BOS, PAD ignored, positions in `prompt` given.
+
+    With a `tokenizer`, `tokens` may be a text or several, each a row of its own.
 
     `estimator` "auto" takes a valid one for the model's kind. `samples` "all" sums over every mask set instead of
     drawing some (short chunks only). Further keywords are fields of `DecodingConfig` and choose the decoder of
@@ -125,6 +129,8 @@ def score(
         )
     decoder = decoder.resolve(model.config)
     decoder.check_likelihood()
+    if not isinstance(tokens, Tensor):
+        tokens = _rows(model.config, tokens, tokenizer)
     _check_texts(model.config, tokens, prompt, batch_size)
     if index is None:
         index = torch.arange(len(tokens))
@@ -140,6 +146,15 @@ def score(
         )
     by_position, stderr, count, forwards = (torch.cat([getattr(p, f) for p in parts]) for f in _FIELDS)
     return Score(by_position.sum(dim=-1), stderr, count, forwards, by_position, name, samples, seed)
+
+
+def _rows(config: ModelConfig, texts: str | Sequence[str], tokenizer: Tokenizer | None) -> Tensor:
+    """Texts as rows of tokens: BOS first, PAD behind the shorter ones."""
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if tokenizer is None or not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigError("score takes tokens, (B, L) whole numbers, or a text or several with tokenizer=…")
+    rows = [torch.tensor([config.bos_id, *tokenizer.encode(text)]) for text in texts]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=config.pad_id)
 
 
 def _check_texts(config: ModelConfig, tokens: Tensor, prompt: Tensor | None, batch_size: int) -> None:

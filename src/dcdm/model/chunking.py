@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcdm.config import ModelConfig
+from dcdm.config import PAPER_BALANCE
 from dcdm.model import explicit
 from dcdm.model.attention import AttentionPlan, KeysAndValues
 from dcdm.model.layout import Tile
@@ -26,21 +26,42 @@ BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at o
 class ChunkingAttention(nn.Module):
     """H + ((1/√K) Σ_k softmax(A_k)) (x W_V) W_O with A_k = p_k p_kᵀ/√h, p_k = x μ_k, x = RMSNorm(H).
 
-    Adds K·d·h + 2·d² parameters. `balance_bias` is not one of them: it acts in the hard assignment only.
+    The paper's layer, for any network with states (B, S, d):
+
+        chunking = ChunkingAttention(d, num_chunks=8, chunk_dim=32)
+        h, r = chunking(h, mask)                    # mask: (B, S, S) bool, True where a query may look; or None
+        ids = chunking.assign(r)                    # hard chunks 1…K
+        loss = loss + 0.01 * chunking.balance_loss(r)
+        ...                                         # backward, optimizer step
+        chunking.update_bias(chunking.counts(ids))  # once a step
+
+    Adds K·d·h + 2·d² parameters. `balance_bias` is not one of them: it acts in the hard assignment only. W_O starts
+    at N(0, out_init_std²), by default at 0, where the layer changes no state yet.
     """
 
     balance_bias: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, d: int, num_chunks: int, chunk_dim: int,
+        *, norm_eps: float = 1e-6, init_std: float = 0.02, out_init_std: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        assert config.num_chunks is not None
-        assert config.chunk_dim is not None
-        d = config.hidden_size
-        self.eps = config.norm_eps
-        self.mu = nn.Parameter(torch.empty(config.num_chunks, d, config.chunk_dim))
+        for name, size in (("d", d), ("num_chunks", num_chunks), ("chunk_dim", chunk_dim)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"ChunkingAttention: {name}={size!r} must be a whole number of at least 1")
+        self.eps, self.init_std, self.out_init_std = norm_eps, init_std, out_init_std
+        self.mu = nn.Parameter(torch.empty(num_chunks, d, chunk_dim))
         self.v_proj = Linear(d, d, bias=False)
         self.o_proj = Linear(d, d, bias=False)
-        self.register_buffer("balance_bias", torch.zeros(config.num_chunks))
+        self.register_buffer("balance_bias", torch.zeros(num_chunks))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initial values of μ, W_O and the balance bias; W_V is initialised as every `Linear` is."""
+        self.mu.normal_(std=self.init_std, generator=generator)
+        self.o_proj.weight.normal_(std=self.out_init_std, generator=generator)
+        self.balance_bias.zero_()
 
     def normed(self, h_bsd: Tensor) -> Tensor:
         return F.rms_norm(h_bsd, h_bsd.shape[-1:], eps=self.eps)
@@ -49,10 +70,15 @@ class ChunkingAttention(nn.Module):
         """p_{k,ℓ}: (B, K, S, h)."""
         return torch.einsum("bsd,kdh->bksh", x_bsd, self.mu)
 
-    def forward(self, h_bsd: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """The updated hidden state (B, S, d) and the router's scores r (B, S, K)."""
+    def forward(self, h_bsd: Tensor, mask: Tensor | AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
+        """The updated hidden state (B, S, d) and the router's scores r (B, S, K).
+
+        `mask` (B, S, S) is True where a query (second dimension) may look at a key; None: everywhere. A query that
+        may look at nothing keeps its state.
+        """
         x_bsd = self.normed(h_bsd)
         p_bksh = self.project(x_bsd)
+        plan = mask if isinstance(mask, AttentionPlan) else _DensePlan.of(mask, *h_bsd.shape[:2])
         mixed_bsd = subspace_mixture(p_bksh, self.v_proj(x_bsd), plan)
         return h_bsd + self.o_proj(mixed_bsd), alignment(p_bksh)
 
@@ -81,10 +107,51 @@ class ChunkingAttention(nn.Module):
         """Hard ids 1…K: argmax_k(r + b), without gradient."""
         return (r_bsk.detach() + self.balance_bias).argmax(dim=-1) + 1
 
+    def balance_loss(
+        self, r_bsk: Tensor, counted: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """L_chunk, the paper's loss that spreads each sequence over the chunks, with Gumbel noise of `generator`.
 
-def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: AttentionPlan) -> Tensor:
+        `counted` (B, S) leaves out positions such as padding.
+        """
+        gumbel_bsk = -torch.empty_like(r_bsk).exponential_(generator=generator).log()
+        counted = torch.ones_like(r_bsk[..., 0], dtype=torch.bool) if counted is None else counted
+        return sequence_balance_loss(r_bsk, counted, gumbel_bsk)
+
+    def counts(self, ids: Tensor, counted: Tensor | None = None) -> Tensor:
+        """N_k (K,): how many of the `counted` positions (default: all) each chunk has."""
+        counted = torch.ones_like(ids, dtype=torch.bool) if counted is None else counted
+        return chunk_counts(ids, counted, len(self.mu)).sum(dim=0)
+
+    def update_bias(self, counts_k: Tensor, rate: float = PAPER_BALANCE) -> None:
+        """The paper's step of the balance bias: chunks that got more than their share become less attractive."""
+        update_bias(self.balance_bias, counts_k, rate)
+
+
+@dataclass(frozen=True, eq=False)
+class _DensePlan:
+    """A mask that somebody gives as a matrix, in the form of a plan with one tile."""
+
+    mask: Tensor | None
+    tiles: list[Tile]
+
+    @classmethod
+    def of(cls, mask: Tensor | None, rows: int, slots: int) -> _DensePlan:
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != (rows, slots, slots)):
+            raise ValueError(
+                f"ChunkingAttention: mask must be bool of the shape {(rows, slots, slots)}, True where a query may "
+                f"look at a key, or None; got {mask.dtype} {tuple(mask.shape)}"
+            )
+        return cls(mask, [Tile(0, rows, 0, slots, 0, slots, masked=mask is not None)])
+
+    def tile_mask(self, tile: Tile) -> Tensor:
+        assert self.mask is not None
+        return self.mask[tile.r0 : tile.r1, tile.q0 : tile.q1]
+
+
+def subspace_mixture(p_bksh: Tensor, v_bsd: Tensor, plan: AttentionPlan | _DensePlan) -> Tensor:
     """((1/√K) Σ_k T_k) v with T_k the softmax of A_k over the keys that the plan allows: (B, S, d)."""
-    if plan.backend == "reference":
+    if isinstance(plan, AttentionPlan) and plan.backend == "reference":
         return explicit.subspace_mixture(p_bksh, v_bsd, plan.dense)
     return _Mixture.apply(p_bksh, v_bsd, plan)
 
@@ -134,7 +201,7 @@ class _Mixture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(ctx: Any, p: Tensor, v: Tensor, plan: AttentionPlan | _DensePlan) -> Tensor:
         ctx.save_for_backward(p, v)
         ctx.plan = plan
         out = torch.zeros_like(v)
@@ -163,7 +230,7 @@ class _Mixture(torch.autograd.Function):
         return dp, dv, None
 
 
-def _blocks(plan: AttentionPlan, p: Tensor) -> Iterator[Tile]:
+def _blocks(plan: AttentionPlan | _DensePlan, p: Tensor) -> Iterator[Tile]:
     """The plan's tiles, cut into blocks of queries (and of rows) that keep to the memory budget."""
     for tile in plan.tiles:
         per_query = p.shape[1] * max(1, tile.num_keys) * p.element_size()
@@ -193,7 +260,7 @@ def _add(block: Tile, total: Tensor, part: Tensor, dim: int) -> None:
             at += end - start
 
 
-def _softmaxes(plan: AttentionPlan, block: Tile, p: Tensor) -> Tensor:
+def _softmaxes(plan: AttentionPlan | _DensePlan, block: Tile, p: Tensor) -> Tensor:
     """T_k of the block's queries over its keys: (R, K, q, k)."""
     rows, queries = slice(block.r0, block.r1), slice(block.q0, block.q1)
     p_rkqh = p[rows, :, queries] * (1 / math.sqrt(p.shape[-1]))

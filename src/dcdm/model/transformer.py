@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcdm.config import NUM_SPECIALS, ModelConfig
+from dcdm.config import NUM_SPECIALS, ModelConfig, ObjectiveConfig
 from dcdm.model import layout, masks, routing
 from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_tables
 from dcdm.model.blocks import Block, Experts, Rotary
@@ -82,7 +82,16 @@ class Model(nn.Module):
         self.activation_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.chunking = ChunkingAttention(config) if config.has_chunking else None
+        self.objective = ObjectiveConfig()
+        """What `dcdm.loss` takes unless it is told otherwise."""
+        self.chunking: ChunkingAttention | None = None
+        if config.has_chunking:
+            assert config.num_chunks is not None
+            assert config.chunk_dim is not None
+            self.chunking = ChunkingAttention(
+                config.hidden_size, config.num_chunks, config.chunk_dim,
+                norm_eps=config.norm_eps, init_std=config.init_std, out_init_std=config.chunk_out_init_std,
+            )  # fmt: skip
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -103,9 +112,7 @@ class Model(nn.Module):
                 module.gate_up_proj.normal_(std=std, generator=generator)
                 module.down_proj.normal_(std=std, generator=generator)
         if self.chunking is not None:
-            self.chunking.mu.normal_(std=std, generator=generator)
-            self.chunking.o_proj.weight.normal_(std=self.config.chunk_out_init_std, generator=generator)
-            self.chunking.balance_bias.zero_()
+            self.chunking.reset_parameters(generator)
 
     def compile_blocks(self) -> None:
         """Compile every block by itself, without graph breaks; lengths may vary from batch to batch."""

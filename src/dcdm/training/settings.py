@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from dcdm.config import RETIRED, ConfigError, DataConfig, Dtype, ModelConfig, ObjectiveConfig, without_retired
 from dcdm.files import UnreadableFile, read_yaml, write_whole
-from dcdm.presets import preset
+from dcdm.presets import noise, preset
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class RunConfig:
 
 
 def preset_defaults(name: str) -> dict[str, Any]:
-    """What suits a small preset on a laptop better than the paper's settings; its noise is `preset_noise`."""
+    """What suits a small preset on a laptop better than the paper's settings; its noise is `presets.noise`."""
     if "small" in name:
         return {
             "train.steps": 4_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
@@ -183,19 +183,6 @@ def preset_defaults(name: str) -> dict[str, Any]:
 
 NOISE = {"t_shape", "t_min", "t_max"}
 """Settings of the objective that a preset's noise stands for; one of them named gives up all of it."""
-
-
-def preset_noise(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The levels of noise that suit a debug preset (docs/training.md), for a model that may have been changed.
-
-    Where every chunk has a level of its own, a middle interval; where the whole text shares one, a bell, since it
-    must be filled from nothing too.
-    """
-    if "debug" not in name or model["kind"] in ("ar", "lanes") or model.get("predict") == "left":
-        return {}
-    if model["kind"] == "bdlm" or (model["kind"] == "dcdm" and model.get("routing") != "paper"):
-        return {"objective.t_min": 0.3, "objective.t_max": 0.8}
-    return {"objective.t_shape": "bell"}
 
 
 def resolve(
@@ -234,8 +221,9 @@ def _sources(
         from_preset["model"] = preset(preset_name).to_dict()
         model = {**from_preset["model"], **from_file.get("model", {}), **asked.get("model", {})}
         named = {*from_file.get("objective", {}), *asked.get("objective", {})} & NOISE
-        noise = {} if named else preset_noise(preset_name, model)
-        for name, value in {**preset_defaults(preset_name), **noise}.items():
+        levels = {} if named else noise(preset_name, model["kind"], model.get("predict", ""))
+        from_preset["objective"] = dict(levels)
+        for name, value in preset_defaults(preset_name).items():
             _put(from_preset, name, value)
     return [(f"preset {preset_name}", from_preset), (str(file), from_file), ("command line", asked)]
 

@@ -18,7 +18,7 @@ from dcdm.diffusion import objectives
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, with_prompts
 from dcdm.distributed import World, precision, sum_over_ranks
 from dcdm.keys import Key
-from dcdm.model.chunking import max_violation, update_bias
+from dcdm.model.chunking import max_violation
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
 from dcdm.training.fsdp import run_gathered, shard, sync_gradients, unsharded
@@ -117,7 +117,7 @@ class Trainer:
         self.optimizer.step()
         if self.model.chunking is not None and self._bias_rate > 0:
             assert report.chunk_counts is not None
-            update_bias(self.model.chunking.balance_bias, report.chunk_counts, self._bias_rate)
+            self.model.chunking.update_bias(report.chunk_counts, self._bias_rate)
         self.step += 1
         self._update_average(min(settings.ema_decay, (1 + self.step) / (10 + self.step)))
         return report
