@@ -95,8 +95,8 @@ def loss(
     `batch.rows`, so that splitting a batch over processes changes nothing. Without `settings` the model's own hold:
     those of its preset. Without `global_batch` the batch is all there is.
 
-    With the paper's routing, the backward pass of `total` also moves the balance bias by this batch's counts, at the
-    settings' `bias_rate`: a loop of your own balances its chunks without another call.
+    With the paper's routing, the backward pass of `total` also moves the balance bias by this batch's counts, at
+    `settings.bias_rate`: a loop of your own balances its chunks without another call.
     """
     settings = settings or model.objective
     settings.check_fits(model.config)
