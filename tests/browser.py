@@ -98,13 +98,8 @@ class Page:
         """Take the network away, or give it back."""
         rate = 0 if yes else -1
         self.cdp("Network.enable")
-        self.cdp(
-            "Network.emulateNetworkConditions",
-            offline=yes,
-            latency=0,
-            downloadThroughput=rate,
-            uploadThroughput=rate,
-        )
+        limits = {"latency": 0, "downloadThroughput": rate, "uploadThroughput": rate}
+        self.cdp("Network.emulateNetworkConditions", offline=yes, **limits)
 
     def js(self, expression: str, *arguments: Any) -> Any:
         return self.driver.execute_script(f"return {expression}", *arguments)

@@ -15,15 +15,12 @@ import pytest
 import torch
 
 import tiny
-from browser import CHROMIUM, DRIVER, MISSING, Page, artefacts, chromium
 from dcdm.cli import main
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.serving import answers
 from dcdm.serving.schemas import queue_full
 from live import live, slow_down, until
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
 
 PROMPT = "def f([[9]]):\n    [[7]] x\n"
 BLANKS = 16
@@ -49,24 +46,6 @@ def app(server):
 @pytest.fixture
 def address(server):
     return server.url
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return artefacts(tmp_path_factory.mktemp("pictures"))
-
-
-@pytest.fixture
-def page(driver, pictures):
-    page = Page(driver, pictures)
-    yield page
-    assert page.complaints() == []
 
 
 def expected(app, prompt: str = PROMPT, **settings):
@@ -184,8 +163,8 @@ def test_two_decoders_stand_side_by_side_with_their_figures(page, app, address):
 # --- copying -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", ['it\'s "$HOME" `x` \\n [[4]]\n!', "-x [[3]] <b>&amp;</b>\tü€😀"])
-def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, prompt, tmp_path, monkeypatch):
+def test_what_is_copied_gives_the_same_text_elsewhere(page, app, address, tmp_path, monkeypatch):
+    prompt = '-x it\'s "$HOME" `x` \\n [[4]]\n! <b>&amp;</b>\tü€😀'
     folder = tmp_path / "a folder's name"
     tiny.exported("causal", folder, scale=4.0)
     monkeypatch.setitem(vars(app.state.served), "folder", str(folder))
@@ -415,9 +394,8 @@ def test_the_page_works_behind_a_key(page):
 # --- everyone's screens, keys and eyes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_phones_width_needs_no_scrolling_sideways(page, address, dark):
-    page.open(address, width=NARROW, height=740, dark=dark, prompt=PROMPT + "y" * 20, compare=1)
+def test_a_phones_width_needs_no_scrolling_sideways(page, address):
+    page.open(address, width=NARROW, height=740, prompt=PROMPT + "y" * 20, compare=1)
     assert page.overflow() == 0
     page.generate()
     for selector in ("#colours label:nth-of-type(2)", "#languages label:nth-of-type(4)", ".keys summary"):
@@ -425,7 +403,7 @@ def test_a_phones_width_needs_no_scrolling_sideways(page, address, dark):
         assert page.overflow() == 0
     page.driver.execute_script("document.querySelectorAll('details').forEach((each) => (each.open = true))")
     assert page.overflow() == 0
-    page.shot(f"phone-{'dark' if dark else 'light'}")
+    page.shot("phone")
     page.fill("prompt", "long" * 50)
     page.generate()
     assert page.overflow() == 0

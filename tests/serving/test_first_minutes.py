@@ -15,7 +15,7 @@ from tokenizers import models
 
 import dcdm
 import tiny
-from browser import Page, artefacts, chromium
+from browser import Page
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
@@ -45,6 +45,7 @@ def address():
             yield found[0]
         finally:
             process.terminate()
+            assert process.wait(60) == 0
 
 
 def test_it_serves_the_shipped_model_by_its_name(address):
@@ -95,19 +96,6 @@ def test_examples_that_a_tokenizer_cannot_spell_are_left_out_and_none_is_encoded
 # --- in a browser ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def page(driver, tmp_path):
-    page = Page(driver, artefacts(tmp_path))
-    yield page
-    assert page.complaints() == []
-
-
 def click(page: Page, number: int) -> None:
     watch = "new MutationObserver(() => { window.begun = true }).observe(document.getElementById('runs'), "
     page.driver.execute_script(f"window.begun = false; {watch}{{ attributeFilter: ['aria-busy'] }})")
@@ -125,9 +113,8 @@ def texts(page: Page) -> list[str]:
     return both
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_greets_with_the_model_and_its_examples_run_at_a_click(page, address, width):
-    page.open(address, width=width, dark=width < 1000)
+def test_the_page_greets_with_the_model_and_its_examples_run_at_a_click(page, address):
+    page.open(address)
     model, tokenizer = dcdm.load()
     blanks, function = exercises_for(tokenizer, model.config.context_length)
     assert page.text("about") == card_of(LANES).sentence
@@ -144,7 +131,8 @@ def test_the_page_greets_with_the_model_and_its_examples_run_at_a_click(page, ad
     assert f"where A took {int(both[0].forwards[0])}" in page.text("verdict")
     page.click("#languages label:nth-of-type(1)")
     assert f"dcdm sample {LANES}" in page.text("code")
-    page.shot(f"compared-orders-{width}")
+    page.shot("compared-orders")
+    page.size(390, 900)
     click(page, 2)
     assert not page.js("document.getElementById('compare').checked")
     assert len(texts(page)) == 1

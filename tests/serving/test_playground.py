@@ -7,7 +7,6 @@ import re
 import pytest
 
 from dcdm.serving.app import INDEX, load_assets
-from dcdm.viewing import palette
 
 ASSETS = {name: content.decode() for name, (content, _) in load_assets().items()}
 SCRIPTS = sorted(name for name in ASSETS if name.endswith(".js"))
@@ -28,25 +27,7 @@ def test_everything_that_is_asked_for_is_there_and_comes_from_the_server_itself(
         assert not re.search(r"\burl\(", text)
 
 
-def test_the_page_needs_no_inline_script_or_style():
-    index = ASSETS[INDEX]
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*src=)", index)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_short_and_never_read_text_as_markup(name):
+def test_scripts_never_read_text_as_markup(name):
     text = ASSETS[name]
-    assert text.count("\n") < 400
     assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|\beval\(|Function\(|Attribute\(.style", text)
-
-
-def test_every_id_that_scripts_ask_for_is_in_the_page_once():
-    ids = re.findall(r'\bid="([^"]+)"', ASSETS[INDEX])
-    assert len(ids) == len(set(ids))
-    asked = {found for name in SCRIPTS for found in re.findall(r'byId\("([^"]+)"\)', ASSETS[name])}
-    assert asked <= set(ids)
-
-
-def test_chunks_have_the_packages_colours():
-    for chunk in range(9):
-        assert f".chunk-{chunk} {{ --chunk: {palette.colour(chunk)};" in ASSETS["palette.css"]

@@ -11,7 +11,7 @@ import pytest
 
 from dcdm.serving import answers, app
 from dcdm.serving import server as serving_process
-from dcdm.serving.access import names_loopback
+from dcdm.serving.server import names_loopback
 from live import live, slow_down, until
 
 BODY = {"prompt": "a", "max_tokens": 4, "seed": 0, "stop_at_eos": False}
@@ -42,21 +42,17 @@ def hasty():
         yield running
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET / HT", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 9\r\n\r\nabc"]
-)
-def test_a_connection_without_complete_headers_is_closed(hasty, sent):
-    with connected(hasty) as connection:
-        connection.sendall(sent)
-        until(lambda: is_closed(connection), 4)  # keep-alive alone would leave it 5 s
-
-
-def test_one_letter_after_the_other_buys_no_time(hasty):
-    with connected(hasty) as connection:
-        last = time.monotonic() + 4
+def test_a_connection_without_complete_headers_is_closed_and_one_letter_after_the_other_buys_no_time(hasty):
+    begun = (b"", b"GET / HT", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 9\r\n\r\nabc")
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(hasty)) for _ in begun]
+        for connection, sent in zip(opened, begun, strict=True):
+            connection.sendall(sent)
+        until(lambda: all(map(is_closed, opened)), 4)  # keep-alive alone would leave them 5 s
+        dripping, last = stack.enter_context(connected(hasty)), time.monotonic() + 4
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() < last and not is_closed(connection):
-                connection.sendall(b"X")
+            while time.monotonic() < last and not is_closed(dripping):
+                dripping.sendall(b"X")
         assert time.monotonic() < last
 
 

@@ -7,7 +7,6 @@ import pytest
 
 import dcdm
 import tiny
-from browser import Page, artefacts, chromium
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from live import NAME, events, live
 
@@ -111,30 +110,27 @@ def test_numbers_of_lanes_and_drafts_and_policies_that_do_not_fit_are_refused(se
         assert message in refused.json()["error"]["message"]
 
 
-def test_the_playground_colours_lanes_and_marks_their_heads(server, tmp_path):
-    with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(server.url, width=390, height=844, dark=True, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
-        page.generate()
-        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
-        page.scrub(3)
-        lane = [0, 0, 1, 1, 0, *[1] * 4, *[2] * 6, *[3] * 6, *[4] * 6]
-        heads = [5, 11, 17, 23]
-        for position, cell in enumerate(page.cells()):
-            if not lane[position]:
-                assert "given" in cell["look"]
-                continue
-            assert f"chunk-{lane[position]}" in cell["look"]
-            assert ("lane-head" in cell["look"]) == (position in heads)
-            assert ("masked" in cell["look"]) == (cell["forward"] == 0)
-        assert sum(cell["forward"] > 0 for cell in page.cells()) == 12
-        assert page.overflow() == 0
-        widest = "Math.max(...[...document.querySelectorAll('#runs .token')].map((cell) => cell.offsetWidth))"
-        assert page.js(widest) < 60, "heads stand in their lines"
-        page.shot("playground-lanes-390-dark")
-        page.click("#colours label:nth-of-type(3)")  # by confidence
-        assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
-        assert page.complaints() == []
+def test_the_playground_colours_lanes_and_marks_their_heads(page, server):
+    page.open(server.url, width=390, height=844, dark=True, prompt="a[[2]]b", length="22", a_lanes="4", eos="0")
+    page.generate()
+    page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+    page.scrub(3)
+    lane = [0, 0, 1, 1, 0, *[1] * 4, *[2] * 6, *[3] * 6, *[4] * 6]
+    heads = [5, 11, 17, 23]
+    for position, cell in enumerate(page.cells()):
+        if not lane[position]:
+            assert "given" in cell["look"]
+            continue
+        assert f"chunk-{lane[position]}" in cell["look"]
+        assert ("lane-head" in cell["look"]) == (position in heads)
+        assert ("masked" in cell["look"]) == (cell["forward"] == 0)
+    assert sum(cell["forward"] > 0 for cell in page.cells()) == 12
+    assert page.overflow() == 0
+    widest = "Math.max(...[...document.querySelectorAll('#runs .token')].map((cell) => cell.offsetWidth))"
+    assert page.js(widest) < 60, "heads stand in their lines"
+    page.shot("playground-lanes-390-dark")
+    page.click("#colours label:nth-of-type(3)")  # by confidence
+    assert not any(name.startswith("chunk-") for cell in page.cells() for name in cell["look"])
 
 
 @pytest.mark.parametrize("drafts", [None, 0, 2])
@@ -157,18 +153,15 @@ def test_texts_that_must_match_are_written_without_drafts(drafting):
     assert "drafts" not in events(drafting.post("/v1/denoise", body).text)[0][1]
 
 
-def test_the_playground_has_dials_for_lanes_and_drafts_where_they_fit(drafting, other, tmp_path):
-    with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
-        assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id).value)") == ["2", "2"]
-        page.generate()
-        page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
-        forwards = int(expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=2, eos_id=-1).forwards[0])
-        assert f"24 tokens in {forwards} forward passes" in page.text("status")
-        assert all(flag in page.text("code") for flag in ("--lanes 2", "--drafts 2"))
-        page.open(other.url, prompt="ab")
-        assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id))") == [None, None]
-        colours = page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)")
-        assert colours == ["chunk", "confidence", "order"]
-        assert page.complaints() == []
+def test_the_playground_has_dials_for_lanes_and_drafts_where_they_fit(page, drafting, other):
+    page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
+    assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id).value)") == ["2", "2"]
+    page.generate()
+    page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
+    forwards = int(expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=2, eos_id=-1).forwards[0])
+    assert f"24 tokens in {forwards} forward passes" in page.text("status")
+    assert all(flag in page.text("code") for flag in ("--lanes 2", "--drafts 2"))
+    page.open(other.url, prompt="ab")
+    assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id))") == [None, None]
+    colours = page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)")
+    assert colours == ["chunk", "confidence", "order"]

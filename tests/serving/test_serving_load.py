@@ -81,15 +81,14 @@ async def hammer(url, pairs, seconds) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("queue", [64, 10])
-def test_many_callers_at_once_get_their_own_answers(queue):
+def test_many_callers_at_once_get_their_own_answers():
     made = tiny_model()
-    with live(model=made, max_queued=queue, max_texts=1) as server:
+    with live(model=made, max_queued=10, max_texts=1) as server:
         found = asyncio.run(hammer(server.url, requests_and_answers(*made, "chunk", DECODERS), 1.5))
         assert set(found) <= {200, 429}
         assert found[200] >= CLIENTS / 2
-        assert queue < CLIENTS or 429 not in found
         assert server.figure("dcdm_failures_total") == 0
+        assert server.figure("dcdm_batch_texts_sum") > server.figure("dcdm_batch_texts_count"), "some go together"
         until(lambda: server.figure("dcdm_running_texts") == server.figure("dcdm_queued_texts") == 0)
 
 

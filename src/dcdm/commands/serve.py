@@ -56,11 +56,10 @@ def serve(
     import torch
 
     from dcdm.io.load import load_model
-    from dcdm.serving.access import is_loopback
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
     from dcdm.serving.served import Served
-    from dcdm.serving.server import listen, serve_app
+    from dcdm.serving.server import is_loopback, listen, serve_app
     from dcdm.shipped import card_of, default
 
     key = limits.api_key if limits.api_key is not None else os.environ.get("DCDM_API_KEY") or None

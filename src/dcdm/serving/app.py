@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.model.transformer import Model
 from dcdm.serving import answers
-from dcdm.serving.access import Gate
 from dcdm.serving.monitoring import Metrics
 from dcdm.serving.scheduler import Models, QueuedRequest
 from dcdm.serving.schemas import (
@@ -38,6 +37,7 @@ from dcdm.serving.schemas import (
     queue_full,
 )
 from dcdm.serving.served import Served
+from dcdm.serving.server import Gate
 from dcdm.serving.settings import Settings, check_names
 from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
@@ -206,13 +206,10 @@ def _pages(app: FastAPI) -> None:
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return _asset(INDEX)
+        return await asset(INDEX)
 
     @app.get("/assets/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
-        return _asset(name)
-
-    def _asset(name: str) -> Response:
         if name not in assets:
             raise HTTPException(404)
         content, kind = assets[name]

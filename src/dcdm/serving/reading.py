@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.text import Ended, Event
 
+UTF8 = codecs.getincrementaldecoder("utf-8")
 UNFINISHED = "\ufffd"  # how a part of a character decodes
 Alternatives = list[tuple[int, float]]
 """Tokens and their log-probabilities, the most probable first."""
@@ -207,14 +208,14 @@ class _Ahead:
 
         UTF-8 can be read from any byte that does not continue a character, and from behind what was told.
         """
-        begin, text, decoder = 0, "", _utf8()
+        begin, text, decoder = 0, "", UTF8("replace")
         synchronous = False
         for at, position in enumerate(places):
             content = self._untold[position][0]
             if at == 0 or places[at - 1] != position - 1:  # behind a gap
-                begin, text, decoder = at, "", _utf8()
+                begin, text, decoder = at, "", UTF8("replace")
                 synchronous = position - 1 in self._told
-            if not synchronous and _continues(content):
+            if not synchronous and content and 0x80 <= content[0] < 0xC0:  # of a character that began before it
                 begin = at + 1
                 continue
             synchronous = True
@@ -222,12 +223,3 @@ class _Ahead:
             if not decoder.getstate()[0]:
                 yield Provisional(places[begin], at + 1 - begin, text, self._untold[places[begin]][1])
                 begin, text = at + 1, ""
-
-
-def _continues(content: bytes) -> bool:
-    """Whether the first byte belongs to a character that began before it."""
-    return bool(content) and 0x80 <= content[0] < 0xC0
-
-
-def _utf8() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("replace")

@@ -120,7 +120,6 @@ class QueuedRequest:
 
 class _Item(NamedTuple, Generic[T]):
     tag: float
-    number: int
     item: T
     caller: str
     cost: float
@@ -140,7 +139,6 @@ class FairQueue(Generic[T]):
         self._items: list[_Item[T]] = []
         self._now = 0.0
         self._served_until: dict[str, float] = {}
-        self._number = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -152,9 +150,8 @@ class FairQueue(Generic[T]):
         """An item that costs so many tokens."""
         tag = max(self._now, self._served_until.get(caller, 0.0))
         self._served_until[caller] = tag + cost
-        self._number += 1
-        self._items.append(_Item(tag, self._number, item, caller, cost))
-        self._items.sort(key=lambda entry: entry[:2])
+        self._items.append(_Item(tag, item, caller, cost))
+        self._items.sort(key=lambda entry: entry.tag)  # equal tags stay in the order in which they came
 
     def take(self, wanted: Callable[[T], bool]) -> list[T]:
         """Remove the items that are `wanted`, asked in turn, up to the first that is not."""
