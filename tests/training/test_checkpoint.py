@@ -67,17 +67,37 @@ def test_three_steps_a_resume_and_three_more_equal_six_bit_for_bit(kind, optimiz
 
 
 def interrupted_and_whole(world: World, folder: Path) -> list[toy.Weights]:
-    whole, _ = toy.train(folder / "whole", world, 6, every=3)
-    toy.train(folder / "broken", world, 3, every=3)
-    resumed_run, resumed = toy.train(folder / "broken", world, 6, every=3)
-    assert resumed.step == 3
+    whole, _ = toy.train(folder / "whole", world, 4)
+    toy.train(folder / "broken", world, 2)
+    resumed_run, resumed = toy.train(folder / "broken", world, 4)
+    assert resumed.step == 2
     return [whole, resumed_run]
 
 
-def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(tmp_path):
-    for whole, resumed_run in on_ranks(2, interrupted_and_whole, tmp_path):
+def moved(world: World, folder: Path, steps: int) -> toy.Weights:
+    return toy.train(folder / "moved", world, steps, kind="paper-moe", dtype=torch.float64, optimizer="muon")[0]
+
+
+def on_two(world: World, folder: Path) -> tuple[list[toy.Weights], toy.Weights]:
+    """All that two ranks are asked for here, in one pair of processes."""
+    save_between_passes(world, folder)
+    return interrupted_and_whole(world, folder), moved(world, folder, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> tuple[Path, list[tuple[list[toy.Weights], toy.Weights]]]:
+    """A folder and what runs in it gave; that in `moved` was of one process, then of three, then of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    moved(World(), folder, 1)
+    on_ranks(3, moved, folder, 2)
+    return folder, on_ranks(2, on_two, folder)
+
+
+def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(ranks):
+    folder, results = ranks
+    for (whole, resumed_run), _ in results:
         assert differences(resumed_run, whole) == []
-    final = tmp_path / "broken" / "step-00000006"
+    final = folder / "broken" / "step-00000004"
     assert verify_checkpoint(final) == []
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= {p.name for p in final.iterdir()}
     weights = load_weights(final)
@@ -90,6 +110,14 @@ def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(tmp_pa
         load_weights(final, "teacher")
 
 
+def test_runs_move_between_numbers_of_ranks_as_if_nothing_had_changed(ranks, tmp_path):
+    """1 → 3 → 2 → 1, float64, Muon, shards of unequal size among them, against one process throughout."""
+    folder, results = ranks
+    whole, expected = moved(World(), tmp_path, 4), moved(World(), tmp_path, 5)
+    assert [differences(run, whole, tolerance=1e-6) for _, run in results] == [[], []]
+    assert differences(moved(World(), folder, 5), expected, tolerance=1e-6) == []
+
+
 def save_between_passes(world: World, folder: Path) -> None:
     """As a run does that finds its loss not finite: the weights are still gathered then."""
     for kind in ("paper", "causal"):
@@ -99,11 +127,10 @@ def save_between_passes(world: World, folder: Path) -> None:
             checkpointer.save(0, state)
 
 
-def test_ranks_can_save_between_forward_and_backward(tmp_path):
-    on_ranks(2, save_between_passes, tmp_path)
+def test_ranks_can_save_between_forward_and_backward(ranks):
     for kind in ("paper", "causal"):
         expected = toy.new_state(kind, World()).model.state_dict()
-        found = load_weights(tmp_path / kind / "step-00000000")
+        found = load_weights(ranks[0] / kind / "step-00000000")
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -137,24 +164,6 @@ def test_record_metrics_and_optimizer_settings_come_back_with_their_types_and_th
     assert (manifest.step, manifest.metrics, manifest.format) == (3, {"loss": 2.0, "odd": None}, 3)
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.files.keys() == {"rank-00000.safetensors", "state.json"}
-
-
-# --- another topology ---------------------------------------------------------------------------------------------
-
-
-def go_on(world: World, folder: Path, steps: int) -> toy.Weights:
-    return toy.train(folder, world, steps, kind="paper-moe", dtype=torch.float64)[0]
-
-
-def test_runs_go_on_over_other_numbers_of_ranks_as_if_nothing_had_changed(tmp_path):
-    """2 → 1 → 3 → 2, float64, shards of unequal size among them, against one process throughout."""
-    whole = go_on(World(), tmp_path / "whole", 6)
-    for ranks, steps in ((2, 1), (1, 3), (3, 4), (2, 6)):
-        if ranks == 1:
-            runs = [go_on(World(), tmp_path / "moved", steps)]
-        else:
-            runs = on_ranks(ranks, go_on, tmp_path / "moved", steps)
-    assert [differences(run, whole, tolerance=1e-6) for run in runs] == [[], []]
 
 
 # --- in the background --------------------------------------------------------------------------------------------

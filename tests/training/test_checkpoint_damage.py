@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcdm.config import VERSION
-from dcdm.distributed import World
 from dcdm.training import checkpoint_folder as manifests
 from dcdm.training.checkpoint import Checkpointer, TrainState
 from dcdm.training.checkpoint_folder import (
@@ -26,7 +25,6 @@ from dcdm.training.checkpoint_folder import (
     load_weights,
     verify_checkpoint,
 )
-from ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -134,18 +132,6 @@ def test_every_single_byte_of_the_manifest_counts(run):
         (folder / "manifest.json").write_bytes(data)
         with pytest.raises(CheckpointError, match="damaged"):
             manifests.read_manifest(folder)
-
-
-def resume_on_two(world: World, run: Path) -> tuple[int, list[str]]:
-    with Checkpointer(run, world) as checkpointer:
-        resumed = checkpointer.resume(some_state(0.0))
-    return resumed.step, [reason for _, reason in resumed.skipped]
-
-
-def test_ranks_agree_on_what_to_skip(run):
-    flip(0.5)(run / "step-00000002" / "state.json")
-    first, second = on_ranks(2, resume_on_two, run)
-    assert first == second == (1, ["state.json is damaged: its SHA-256 is not the manifest's"])
 
 
 # --- what a stranger may write under a manifest of his own --------------------------------------------------------

@@ -1,17 +1,12 @@
-"""Muon: what its iterations do, what it moves, and that runs with it spread over ranks exactly."""
-
-from pathlib import Path
+"""Muon: what its iterations do and what it moves. test_checkpoint.py spreads runs with it over ranks."""
 
 import pytest
 import torch
 
 import tiny
-import toy
 from dcdm.config import ConfigError
-from dcdm.distributed import World
 from dcdm.training.optimizers import Muon, kept_bytes, make_optimizer, orthogonalised
 from dcdm.training.settings import TrainConfig
-from ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -55,16 +50,6 @@ def test_an_update_has_the_size_that_the_rate_says():
     moved = torch.linalg.svdvals(weight.detach() - before) / (1e-2 * 0.2 * max(weight.shape) ** 0.5)
     assert moved.max() < 1.3
     assert moved.median() > 0.5
-
-
-def train_with_muon(world: World, folder: Path) -> toy.Weights:
-    return toy.train(folder, world, 4, kind="paper-moe", dtype=torch.float64, optimizer="muon")[0]
-
-
-def test_ranks_end_where_one_process_does_in_float64(tmp_path):
-    whole = train_with_muon(World(), tmp_path / "one")
-    for run in on_ranks(2, train_with_muon, tmp_path / "two"):
-        assert toy.differences(run, whole, tolerance=1e-7) == []
 
 
 @pytest.mark.parametrize(("wrong", "message"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import dcdm
 import tiny
 from dcdm import distributed
 from dcdm.config import ObjectiveConfig
+from dcdm.data.loader import Loader
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss, with_prompts
 from dcdm.distributed import ParallelError, World, choose_device
 from dcdm.keys import Key
@@ -19,10 +22,11 @@ from dcdm.model import products
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.optimizers import adamw, clip_gradients, full
-from dcdm.training.trainer import TrainConfig
+from dcdm.training.trainer import TrainConfig, Trainer
 from ranks import on_ranks
+from toy import InMemory, train_windows
 
-ROWS, LENGTH, STEPS = 4, 14, 10
+ROWS, LENGTH, STEPS = 4, 14, 4
 KINDS = ("bdlm", "paper", "causal", "paper-moe", "causal-moe")
 MICRO_KINDS = ("ar", "mdlm", "paper-moe", "causal-moe")
 DRAFTS = "lanes with drafts"  # of four rows the head sees the first, so that a rank has none for it
@@ -86,22 +90,29 @@ def train_all(world: World) -> dict[str, dict[str, np.ndarray]]:
     return {kind: train(kind, world, sharded_loss=True) for kind in (*KINDS, DRAFTS)}
 
 
+def everything(world: World) -> dict[str, Any]:
+    """All that two ranks are asked for here, in one pair of processes."""
+    parts = (train_all, backward_checks, evaluate_unevenly, mixed_precision, half_precision, agree)
+    return {part.__name__: part(world) for part in parts}
+
+
 @pytest.fixture(scope="module")
-def trained_on_two_ranks() -> list[dict[str, dict[str, np.ndarray]]]:
-    return on_ranks(2, train_all)
+def two_ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, everything, timeout=240)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, DRAFTS])
-def test_ten_steps_on_two_ranks_equal_one_process_with_the_same_global_batch(kind, trained_on_two_ranks):
+def test_steps_on_two_ranks_equal_one_process_with_the_same_global_batch(kind, two_ranks):
     alone = train(kind, World(), sharded_loss=False)
-    for rank in trained_on_two_ranks:
-        assert rank[kind].keys() == alone.keys()
+    for rank in two_ranks:
+        found = rank["train_all"][kind]
+        assert found.keys() == alone.keys()
         for name, expected in alone.items():
-            np.testing.assert_allclose(rank[kind][name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def test_the_balance_bias_is_the_same_on_all_ranks_and_has_moved(trained_on_two_ranks):
-    first, second = ([rank[kind]["chunking.balance_bias"] for kind in KINDS[1:]] for rank in trained_on_two_ranks)
+def test_the_balance_bias_is_the_same_on_all_ranks_and_has_moved(two_ranks):
+    first, second = ([rank["train_all"][kind]["chunking.balance_bias"] for kind in KINDS[1:]] for rank in two_ranks)
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(first, second, strict=True))
 
 
@@ -126,40 +137,35 @@ def backward_in_micro_batches(world: World, kind: str, sync_each: bool) -> dict[
 
 def backward_checks(world: World) -> dict[str, Any]:
     # ranks hold different numbers of masked tokens: let them compute their logits in different numbers of slices
-    products.SLICE_BYTES = 3 * 4 * 23
+    whole, products.SLICE_BYTES = products.SLICE_BYTES, 3 * 4 * 23
     found: dict[str, Any] = {}
     for kind in MICRO_KINDS:
         found[kind] = [backward_in_micro_batches(world, kind, sync_each) for sync_each in (True, False)]
+    products.SLICE_BYTES = whole
     model = fsdp.shard(tiny.model("paper-moe"), world)
     found["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
     found["own"] = sum(p.to_local().numel() for p in model.parameters())
     return found
 
 
-@pytest.fixture(scope="module")
-def backward_on_two_ranks() -> list[dict[str, Any]]:
-    return on_ranks(2, backward_checks)
-
-
 @pytest.mark.parametrize("kind", MICRO_KINDS)
 def test_the_package_s_loss_and_backward_give_one_process_s_gradients_through_micro_batches_and_head_slices(
-    kind, backward_on_two_ranks
+    kind, two_ranks
 ):
     alone = backward_in_micro_batches(World(), kind, sync_each=True)
-    for rank in backward_on_two_ranks:
-        for way in rank[kind]:
+    for rank in two_ranks:
+        for way in rank["backward_checks"][kind]:
             for name, expected in alone.items():
                 np.testing.assert_allclose(way[name], expected, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
-def test_every_rank_holds_half_of_the_weights_and_few_experts_are_split_along_another_dimension(
-    backward_on_two_ranks,
-):
+def test_every_rank_holds_half_of_the_weights_and_few_experts_are_split_along_another_dimension(two_ranks):
     total = sum(p.numel() for p in tiny.model("paper-moe").parameters())
-    for rank in backward_on_two_ranks:
-        assert rank["own"] == total // 2
-        assert rank["placements"]["layers.0.mlp.experts.down_proj"] == "(Shard(dim=1),)"
-        assert rank["placements"]["layers.0.self_attn.q_proj.weight"] == "(Shard(dim=0),)"
+    for rank in two_ranks:
+        placements = rank["backward_checks"]["placements"]
+        assert rank["backward_checks"]["own"] == total // 2
+        assert placements["layers.0.mlp.experts.down_proj"] == "(Shard(dim=1),)"
+        assert placements["layers.0.self_attn.q_proj.weight"] == "(Shard(dim=0),)"
 
 
 # --- evaluation, types, agreement ---------------------------------------------------------------------------------
@@ -188,8 +194,8 @@ def evaluate_unevenly(world: World) -> dict[str, Any]:
     return found
 
 
-def test_ranks_may_evaluate_unevenly_inside_unsharded_and_training_goes_on_with_new_weights():
-    first, second = on_ranks(2, evaluate_unevenly)
+def test_ranks_may_evaluate_unevenly_inside_unsharded_and_training_continues_with_new_weights(two_ranks):
+    first, second = (rank["evaluate_unevenly"] for rank in two_ranks)
     alone = evaluate_unevenly_alone()
     masked = tiny.noise(tiny.model("paper"), tiny.tokens(2, LENGTH)).numpy()
     for kind in ("paper", "causal"):
@@ -234,12 +240,41 @@ def mixed_precision(world: World) -> dict[str, Any]:
     }
 
 
-def test_mixed_precision_computes_low_keeps_weights_and_gradients_high_and_copies_no_mask():
-    for rank in on_ranks(2, mixed_precision):
-        assert rank == {
+def test_mixed_precision_computes_low_keeps_weights_and_gradients_high_and_copies_no_mask(two_ranks):
+    for rank in two_ranks:
+        assert rank["mixed_precision"] == {
             "loss": "torch.float32", "gradient": "torch.float64", "weight": "torch.float64",
             "bias": "Tensor", "plan is passed on": True,
         }  # fmt: skip
+
+
+BF16 = TrainConfig(steps=3, batch_size=4, warmup_steps=1, learning_rate=1e-3, dtype="bf16")
+WINDOWS = tiny.tokens(8, 24)
+TOLERANCE = {
+    "ar": 1e-2,
+    "paper": 1e-2,
+    "causal-moe": 0.2,
+}  # the last: other chunks, another draw of the noise
+
+
+def half_precision(world: World) -> dict[str, tuple[float, str]]:
+    found = {}
+    for kind in TOLERANCE:
+        made = dcdm.build(tiny.config(kind), seed=0)
+        batches = Loader(InMemory(WINDOWS), seed=0, global_batch=4, rank=world.rank, world=world.size)
+        found[kind] = (Trainer(made, batches, BF16, world=world).take_step().nll, str(made.norm.weight.dtype))
+    return found
+
+
+def test_shards_compute_in_bf16_and_keep_their_weights_in_fp32(two_ranks):
+    first, second = (rank["half_precision"] for rank in two_ranks)
+    assert first == second
+    for kind, (nll, dtype) in first.items():
+        model = dcdm.build(tiny.config(kind), seed=0)
+        expected = train_windows(model, WINDOWS, replace(BF16, dtype="fp32", steps=1))[0].nll
+        assert dtype == "torch.float32"
+        assert nll != expected
+        assert nll == pytest.approx(expected, rel=TOLERANCE[kind])
 
 
 def agree(world: World) -> dict[str, Any]:
@@ -257,8 +292,8 @@ def agree(world: World) -> dict[str, Any]:
     return found
 
 
-def test_ranks_agree_on_sums_flags_objects_and_failures():
-    first, second = on_ranks(2, agree)
+def test_ranks_agree_on_sums_flags_objects_and_failures(two_ranks):
+    first, second = (rank["agree"] for rank in two_ranks)
     assert first == second
     assert first == {
         "sum": [3, 30], "any": [True, True, False],
