@@ -42,7 +42,9 @@ LEFT_OUT = {
 INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "initial weights that readers bring"),
     (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
-    (r"--steps \d+", "--steps 2", "a model of two steps will do"),
+    (r"--(steps|limit|samples) \d+", r"--\1 2", "a model of two steps will do, scored on two windows with two draws"),
+    (r"^(dcdm eval ppl (?!.*--limit).*)$", r"\1 --limit 2", "two windows are enough"),
+    (r"^(dcdm eval ppl .*--length) \d+", r"\1 32", "short ones, too"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
     (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
@@ -199,10 +201,11 @@ def forget_what_the_page_makes(page: Path, folder: Path) -> None:
 
 def trained_small(command: str) -> str:
     """Models that the documents train have the size of `MODELS`, unless a cost is asked for."""
-    if not command.startswith("dcdm train") or "--dry-run" in command:
+    if not command.startswith(("dcdm train", "dcdm adapt")) or "--dry-run" in command:
         return command
     plain, _, given = command.partition(" --set ")
-    return shlex.join([*shlex.split(plain), *SMALL, *shlex.split(given)])
+    small = SMALL if command.startswith("dcdm train") else ["--set", "data.window=64", "evaluate_sequences=2"]
+    return shlex.join([*shlex.split(plain), *small, *shlex.split(given)])
 
 
 def cases() -> list:

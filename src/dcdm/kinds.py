@@ -5,7 +5,7 @@ The paper's model and its baselines are `Model`; a model that predicts from the 
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 
 import torch
 
@@ -59,12 +59,12 @@ def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in network(config).state_dict().items()}
 
 
-@cache
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
-    """(total, active per token), counted on the meta device."""
+    """(total, active per token). Every layer has as many as the next, so one and two are counted."""
     with torch.device("meta"):
-        model = network(config)
-    total = sum(p.numel() for p in model.parameters())
+        models = [network(replace(config, num_layers=layers)) for layers in (1, 2)]
+    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+    total = one + (config.num_layers - 1) * (two - one)
     if config.moe is None:
         return total, total
     idle = config.moe.num_experts - config.moe.experts_per_token
