@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import subprocess
 import zipfile
@@ -17,8 +19,8 @@ import transformers
 import dcdm
 import pretrained
 from dcdm.cli import main
-from dcdm.config import ConfigError
-from dcdm.data.tokenizers import Tokenizer
+from dcdm.config import ConfigError, DataError
+from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import Wheel, import_model
 from dcdm.io.verify import verify_model
@@ -108,6 +110,54 @@ def test_rows_without_tokens_are_left_out_and_tokens_without_rows_refused(tmp_pa
         import_model(str(short), tmp_path / "none")
 
 
+# --- folders of strangers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**5}, "num_layers=100000, but there are weights of 2"),
+        ({"hidden_size": 10**6}, r"asks for embed_tokens\.weight \[260, 1000000\], and it holds \[260, 32\]"),
+        ({"intermediate_size": 10**15}, "describes no model|asks for"),
+        ({"vocab_size": 10**9}, r"asks for embed_tokens\.weight \[1000000000, 32\]"),
+    ],
+)
+def test_sizes_are_compared_with_the_weights_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str
+) -> None:
+    config = pretrained.saved(tmp_path / "source") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    monkeypatch.setattr(importing, "build", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(ConfigError, match=message):
+        import_model(str(config.parent), tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["huge", "pipe"])
+def test_a_tokenizer_that_is_no_file_of_a_reasonable_size_is_refused(tmp_path: Path, kind: str) -> None:
+    file = pretrained.saved(tmp_path / "source") / "tokenizer.json"
+    if kind == "huge":
+        os.truncate(file, 65 << 20)
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a regular file of at most 64 MB"):
+        import_model(str(file.parent), tmp_path / "none")
+
+
+def test_code_of_a_folder_is_never_run_whatever_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, trace = pretrained.saved(tmp_path / "source"), tmp_path / "trace"
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / "odd.py").write_text(f"open({str(trace)!r}, 'w')\nclass Odd: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(DataError):
+        import_model(str(source), tmp_path / "none")
+    assert not trace.exists()
+
+
 def test_bos_is_what_a_tokenizer_puts_before_texts_else_names_else_what_separates_texts() -> None:
     before = importing.before_text
     assert before(pretrained.tokenizer(adds_bos=True, bos_token=None)) == "<|im_start|>"
@@ -152,6 +202,15 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Pa
     assert ids == pretrained.tokenizer()(TEXT)["input_ids"]
     expected = their_logits(network, [1, *ids])
     torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
+
+
+def test_what_lies_beside_a_gguf_file_is_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network())
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "nowhere"}')
+    made = import_model(str(file), tmp_path / "imported")
+    assert (made.family, made.vocab_size, made.bos) == ("Llama", 263, "<|im_start|>")
 
 
 def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(

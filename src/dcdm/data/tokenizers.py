@@ -289,7 +289,7 @@ def ask_transformers(spec: str, **options: Any) -> Any:
     is_here = Path(spec).is_dir()
     answers = is_here or hub_answers()
     try:
-        return AutoTokenizer.from_pretrained(spec, local_files_only=is_here, **options)
+        return AutoTokenizer.from_pretrained(spec, local_files_only=is_here, trust_remote_code=False, **options)
     except Exception as error:  # network, cache, repository and format errors have no common base
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

