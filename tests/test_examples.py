@@ -45,6 +45,13 @@ def test_the_example_runs_on_the_model_that_it_makes_and_on_a_given_one(name, pl
     assert capsys.readouterr().out == said
 
 
+def test_the_layer_in_somebody_elses_transformer_learns_and_spreads_its_chunks(monkeypatch, capsys):
+    start(monkeypatch, "chunking_attention.py", 40)
+    said = capsys.readouterr().out
+    assert "step 40: loss" in said
+    assert "chunk 4: " in said
+
+
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_texts_and_chunks(tmp_path, monkeypatch):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
