@@ -1,5 +1,6 @@
 import gzip
 import json
+import lzma
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ from dcdm.data.sources import (
     stdlib_files,
 )
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from dcdm.evaluation.corpora import read_corpus
 from dcdm.files import canonical
 from dcdm.training import settings as run_settings
 
@@ -128,6 +130,45 @@ def test_the_standard_library_splits_by_file_in_a_fixed_order_with_or_without_te
         assert all({"test", "tests", "idle_test"} & {*path.parts} for path in {*code} - {*whole})
         shared = DataConfig(validation_share=STDLIB_SHARE)
         assert [file.path for file in resolve("stdlib-code", shared) if file.split == split] == code
+
+
+def test_the_addresses_are_the_lines_of_their_unpacked_file_whatever_documents_says(tmp_path, monkeypatch):
+    lines = [f"{number}. {prose(3, number)}".replace("\n", " ").strip() for number in range(200)]
+    (tmp_path / "addresses.txt").write_bytes("\ufeff{}\r\n\n \n".format("\n".join(lines)).encode())
+    (tmp_path / "addresses.txt.xz").write_bytes(lzma.compress((tmp_path / "addresses.txt").read_bytes()))
+    monkeypatch.setattr("dcdm.data.sources.HOME", tmp_path)
+    by_lines = DataConfig(documents="lines")
+    unpacked = prepare(str(tmp_path / "addresses.txt"), "bpe:280", tmp_path / "plain", settings=by_lines)
+    for number, (spec, settings) in enumerate(
+        [("addresses", None), ("addresses", by_lines), (str(tmp_path / "addresses.txt.xz"), None)]
+    ):
+        packed = prepare(spec, "bpe:280", tmp_path / f"packed{number}", settings=settings)
+        assert packed.tokenizer.fingerprint == unpacked.tokenizer.fingerprint
+        for split in ("train", "validation"):
+            assert stored(packed, split) == stored(unpacked, split) != []
+            held = read_corpus("addresses", split=split)
+            assert (list(held.texts), held.split) == (stored(unpacked, split), split)
+    assert read_corpus("addresses").fingerprint != read_corpus("addresses", split="train").fingerprint
+
+
+def test_the_shipped_addresses_are_233_and_one_in_twenty_or_so_is_held_out():
+    held, seen = (read_corpus("addresses", split=split).texts for split in ("validation", "train"))
+    assert len(held) + len(seen) == 233
+    assert len(held) == 12
+    assert all(len(text) > 1_000 for text in (*held, *seen))
+
+
+def test_packed_text_that_is_damaged_or_not_utf8_is_named(tmp_path):
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(lzma.compress(b"one\n\xff\ntwo\n"))
+    with pytest.raises(DataError, match=r"a\.txt\.xz:2: not UTF-8"):
+        texts_of(path)
+    assert texts_of(path, DataConfig(validation_share=0, max_bad=1)) == ["one", "two"]
+    path.write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt\.xz"):
+        texts_of(path)
+    with pytest.raises(DataError, match="plain text"):
+        resolve(str(path), DataConfig(messages_field="m"))
 
 
 def test_documents_are_split_by_their_contents_so_that_duplicates_stay_together(tmp_path):

@@ -80,8 +80,8 @@ def adapt(
         drafts: For lanes: train a head that drafts so many tokens ahead (docs/drafts.md; default: as the model has
             it, an AR model none).
         block_size: For bdlm: tokens of a block (default: 4).
-        data: Text to train on: stdlib, files, patterns, a hub data set, or a folder that `dcdm data prepare` wrote
-            with the model's tokenizer.
+        data: Text to train on: stdlib, addresses, files, patterns, a hub data set, or a folder that
+            `dcdm data prepare` wrote with the model's tokenizer.
         validation: Sources of the validation split; without them a share is held out.
         steps: Optimizer steps.
         batch_size: Windows of one step.

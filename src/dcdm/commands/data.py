@@ -38,8 +38,8 @@ def prepare_text(
     Run again, it finds its work done, or resumes where it was interrupted.
 
     Args:
-        sources: stdlib, stdlib-code, stdlib-library, files, folders, patterns (.txt, .jsonl, .jsonl.gz, .parquet,
-            .arrow), or a hub data set as name/config:split.
+        sources: stdlib, stdlib-code, stdlib-library, addresses (English), files, folders, patterns (.txt, .txt.xz,
+            .jsonl, .jsonl.gz, .parquet, .arrow), or a hub data set as name/config:split.
         out: Folder to write.
         tokenizer: bytes, bpe:N (learned from the corpus), a folder, or a hub name.
         validation: Sources of the validation split; without them a share is held out.

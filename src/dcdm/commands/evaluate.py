@@ -70,8 +70,8 @@ def ppl(
     Args:
         models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
         data: Files (.txt, .jsonl, .jsonl.gz, .parquet, .arrow), folders, patterns, hub data sets, folders of
-            `dcdm data prepare`, or stdlib and stdlib-code (their held-out files). The names ptb, wikitext, lm1b,
-            lambada, ag_news, pubmed and arxiv choose how a corpus is detokenised.
+            `dcdm data prepare`, or stdlib, stdlib-code and addresses (what they hold out). The names ptb, wikitext,
+            lm1b, lambada, ag_news, pubmed and arxiv choose how a corpus is detokenised.
         estimator: auto (a valid one for the model's kind), exact, bound, sequential, surrogate, trajectory or
             drafted.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them; acceptance
@@ -88,7 +88,7 @@ def ppl(
         limit: At most so many windows of each corpus, spread evenly over it.
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
-        split: Of packed shards, and of stdlib and stdlib-code.
+        split: Of packed shards, and of stdlib, stdlib-code and addresses.
         csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
     """

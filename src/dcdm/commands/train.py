@@ -72,8 +72,8 @@ def train(
     Args:
         preset: A name that `dcdm presets` lists; not needed to resume a run.
         run: The run's folder; if there is a run in it, it is resumed.
-        data: Text to train on: stdlib, stdlib-code, files, patterns, a hub data set, or a folder of `dcdm data
-            prepare`.
+        data: Text to train on: stdlib, stdlib-code, addresses (English), files, patterns, a hub data set, or a
+            folder of `dcdm data prepare`.
         tokenizer: bytes, bpe:N, a folder, or a hub name.
         validation: Sources of the validation split; without them a share is held out.
         field: Field of a row that holds its text.

@@ -1,7 +1,7 @@
 """Text, from its names to its documents: sources to files, files cut into parts, parts read document by document.
 
-A source is the standard library, local files or a data set of the hub; all of them become files. What cannot be
-read is counted, and the first of it named by file and line.
+A source is the standard library, the addresses that come with dcdm, local files or a data set of the hub; all of
+them become files. What cannot be read is counted, and the first of it named by file and line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import glob
 import gzip
 import hashlib
 import json
+import lzma
 import mmap
 import os
 import re
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcdm.config import DataConfig, DataError, Split
 from dcdm.files import file_digest
+from dcdm.shipped import HOME
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Format = Literal["text", "jsonl", "jsonl.gz", "parquet", "arrow"]
+Format = Literal["text", "lines.xz", "jsonl", "jsonl.gz", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
-    ".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet", ".arrow": "arrow",
+    ".txt": "text", ".txt.xz": "lines.xz", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet",
+    ".arrow": "arrow",
 }  # fmt: skip
 _FOREIGN = frozenset({"site-packages", "__pycache__", "lib2to3"})
 STDLIB: dict[str, frozenset[str]] = {
@@ -48,6 +51,11 @@ STDLIB: dict[str, frozenset[str]] = {
 }
 """Names of the standard library's source → folders left out: its tests, its tables and help texts, or both."""
 STDLIB_SHARE = 0.05
+ADDRESSES = "addresses"
+"""English in the package: the State of the Union addresses, each a document (`shipped/addresses.md`)."""
+OWN = (*STDLIB, ADDRESSES)
+"""The names whose held-out share is part of what they mean."""
+PACKED = {"lines.xz": lzma.open, "jsonl.gz": gzip.open}  # what cannot be read from the middle
 HUB_COPIES = {
     # 80 parquet files, 8,013,769 documents; the name alone leads to a loading script, which `datasets` 4 and later
     # refuse to run, and refs/convert/parquet has been a part of the corpus only
@@ -114,17 +122,19 @@ def resolve(
 ) -> list[SourceFile]:
     """The files of `spec`, in order; all of them of `split` if one is named. `skipped` counts what is not read.
 
-    `spec` is `stdlib`, `stdlib-code` or `stdlib-library`, a file, a folder, a glob pattern, or a data set of the
-    Hugging Face hub (`name`, `name/config` or either with `:split`; `hf:` before it forces this reading).
+    `spec` is `stdlib`, `stdlib-code`, `stdlib-library` or `addresses`, a file, a folder, a glob pattern, or a data
+    set of the Hugging Face hub (`name`, `name/config` or either with `:split`; `hf:` before it forces this).
     """
     if spec in STDLIB:
         files = _stdlib(settings, spec)
+    elif spec == ADDRESSES:
+        files = _named([HOME / "addresses.txt.xz"], HOME)
     elif spec.startswith("hf:"):
         files = _hub(spec.removeprefix("hf:"))
     else:
         local = _local(spec, skipped or Skipped())
         files = _hub(spec) if local is None else local
-    if settings.fine_tuning and (plain := next((f for f in files if f.format == "text"), None)):
+    if settings.fine_tuning and (plain := next((f for f in files if f.format in ("text", "lines.xz")), None)):
         raise DataError(f"{plain.name} is plain text; prompts and responses come from rows, as in .jsonl")
     return files if split is None else [replace(file, split=split) for file in files]
 
@@ -265,7 +275,7 @@ def _hub(spec: str) -> list[SourceFile]:
             f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}"
         )
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(spec)), "*"))
-    near = difflib.get_close_matches(spec, [*STDLIB, *beside], n=1)
+    near = difflib.get_close_matches(spec, [*OWN, *beside], n=1)
     raise DataError(
         f"{spec!r} is not a file or folder here, and the hub, which might have a data set of this name, cannot "
         f"be reached{f'; did you mean {near[0]}?' if near else ''}"
@@ -332,7 +342,7 @@ def cut_into_parts(
     few = len(undecided) * settings.validation_share < FEW
     for file in files:
         whole = Part(file, 0, file.size, file.size, file.split)
-        if file.format == "jsonl.gz":  # cannot be read from the middle
+        if file.format in PACKED:
             yield whole
         elif file.format == "parquet":
             with _arrow_errors(file.path):
@@ -432,6 +442,9 @@ class BadRows:
 
 def read_texts(part: Part, settings: DataConfig, bad: BadRows) -> Iterator[tuple[str, bool]]:
     """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
+    if part.file.format == "lines.xz":
+        yield from ((line, True) for line in _packed_lines(part, bad) if line.strip())
+        return
     if part.file.format != "text":
         for value in read_rows(part, (settings.field,), lambda row: text_of(row, settings.field), bad):
             bad.empty += not value
@@ -489,7 +502,7 @@ def _reading(part: Part) -> Iterator[None]:
     try:
         yield
         now = os.stat(part.file.path)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"cannot read {part.file.path}: {error}") from error
     if (now.st_size, now.st_mtime_ns) != (part.file.size, part.file.modified):
         raise DataError(f"{part.file.path} changed while it was being read; start the preparation again")
@@ -513,10 +526,20 @@ def _text(part: Part, bad: BadRows) -> str:
         return "\n".join(kept)
 
 
+def _packed_lines(part: Part, bad: BadRows) -> Iterator[str]:
+    """The lines of a packed text file, without those that are not UTF-8."""
+    with _reading(part):
+        for number, raw in _lines(part):
+            try:
+                yield raw.decode("utf-8").removesuffix("\n").rstrip("\r")
+            except UnicodeDecodeError as error:
+                bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+
+
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
     """The lines of a part that hold something, numbered from 1."""
-    packed, at = part.file.format == "jsonl.gz", part.start
-    with gzip.open(part.file.path, "rb") if packed else open(part.file.path, "rb") as lines:
+    packed, at = part.file.format in PACKED, part.start
+    with PACKED.get(part.file.format, open)(part.file.path, "rb") as lines:
         lines.seek(part.start)
         for number, raw in enumerate(lines, start=1):
             if at >= part.stop and not packed:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
 from dcdm.data.sources import (
-    STDLIB,
+    OWN,
     STDLIB_SHARE,
     UNREADABLE,
     BadRows,
@@ -30,6 +30,7 @@ from dcdm.data.sources import (
     examine,
     read_texts,
     resolve,
+    split_by_hash,
 )
 from dcdm.data.store import MANIFEST, PreparedData
 from dcdm.data.tokenizers import Tokenizer
@@ -177,10 +178,10 @@ def read_corpora(specs: Sequence[str], field: str = "text", split: Split = "vali
 
 
 def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> Corpus:
-    """A corpus from local files, a folder of `dcdm data prepare`, a hub data set, or `stdlib`.
+    """A corpus from local files, a folder of `dcdm data prepare`, a hub data set, `stdlib` or `addresses`.
 
-    `field` holds the text of a row; `split` is that of packed shards, and of the files of `stdlib`, as training
-    splits them: models that were trained on it have seen the others.
+    `field` holds the text of a row; `split` is that of packed shards, of the files of `stdlib` and of the documents
+    of `addresses`, as training splits them: models that were trained on it have seen the others.
     """
     name, source = split_name(spec)
     if (Path(source).expanduser() / MANIFEST).is_file():
@@ -189,16 +190,21 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
             raise DataError(f"{source}: its {split} split is empty; choose the other one with --split")
         mark = digest([prepared.fingerprint, split])
         return Corpus(name, source, prepared=prepared, split=split, fingerprint=mark)
-    recipe, part = PAPER.get(name, CorpusRecipe()), split if source in STDLIB else None
+    recipe, part = PAPER.get(name, CorpusRecipe()), split if source in OWN else None
     share = 0.0 if part is None else STDLIB_SHARE
     wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share, max_bad=0)
     skipped = Skipped()
     files = resolve(source, wanted, skipped=skipped)
-    planned = examine([file for file in files if part in (None, file.split)])
+    planned = examine([file for file in files if part is None or file.split in (None, part)])
     if skipped.counts[UNREADABLE]:
         raise DataError(f"{source}: {'; '.join(skipped.sentences())}; make them readable, or name the files")
     bad = BadRows(0)
-    texts = [text for cut in cut_into_parts(planned, wanted) for text, _ in read_texts(cut, wanted, bad)]
+    texts = [
+        text
+        for cut in cut_into_parts(planned, wanted)
+        for text, _ in read_texts(cut, wanted, bad)
+        if part is None or (cut.split or split_by_hash(text.encode(), share)) == part
+    ]
     if recipe.cut is not None:
         texts, bad.empty = recipe.cut(texts), 0  # what is empty before the cut is a blank line, not a document
     used = recipe.detokenise if is_tokenised(texts) else None
@@ -209,7 +215,7 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
     empty = bad.empty + len(texts) - len(kept) + sum(not file.size for file in planned)
     return Corpus(
         name, source, tuple(kept), split=part, detokeniser=name if used else "none",
-        fingerprint=digest([file.entry() for file in planned]), empty_documents=empty,
+        fingerprint=digest([{**file.entry(), "split": part} for file in planned]), empty_documents=empty,
     )  # fmt: skip
 
 
