@@ -78,6 +78,7 @@ _TABLE: dict[str, Callable[[], ModelConfig]] = {
     "lanes-1.7b": partial(_at_1_7b, kind="lanes"),
     "ar-small": partial(_small, kind="ar"),
     "lanes-small": partial(_small, kind="lanes", lanes=(1, 2, 4, 8)),
+    "mdlm-small": _small,
     "bdlm-small": partial(_small, kind="bdlm", block_size=8),
     "dcdm-small": partial(_chunked, _small, 8, 24),
     "ar-debug": partial(_debug, kind="ar"),
