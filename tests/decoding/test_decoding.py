@@ -207,7 +207,7 @@ def test_distributions_are_made_a_slice_at_a_time_and_change_nothing(kind, monke
     torch.testing.assert_close(sliced.by_position, score.by_position, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("routing", ["paper-step", "paper-chunk", "appendix-b"])
+@pytest.mark.parametrize("routing", ["paper-step", "paper-chunk", "paper-equal", "appendix-b"])
 def test_the_first_block_that_routed_a_canvas_is_not_computed_again(routing, monkeypatch):
     model = model_of("paper")
     clean, positions = canvases(model)

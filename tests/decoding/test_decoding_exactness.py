@@ -155,6 +155,40 @@ def test_the_trajectory_of_one_position_at_a_time_matches_brute_force(kind, rout
         torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("commit", ["chunk", "dilated:2"])
+@pytest.mark.parametrize("kind", tiny.PAPER)
+def test_trajectory_likelihoods_of_rounds_of_equal_size_sum_to_one(kind, commit):
+    model = tiny.model(kind, symbols=tiny.SYMBOLS)
+    rows = tiny.every_sequence(5)
+    scored = dcdm.score(model, rows, "trajectory", commit=commit, routing="paper-equal")
+    assert abs(float((-scored.nats).exp().sum()) - 1) < 1e-9
+    bound = dcdm.score(model, rows, "sequential", samples="all", routing="paper-equal")
+    assert float((-bound.nats).exp().sum()) <= 1 + 1e-9
+
+
+@torch.no_grad()
+def test_rounds_of_equal_size_match_a_literal_loop():
+    """Round k asks every open position how much better subspace k fits than the others do on average."""
+    model = tiny.model("paper", num_chunks=3)
+    model.chunking.balance_bias.copy_(torch.tensor([0.3, -0.2, 0.0]))
+    clean = tiny.tokens(4, 9)
+    later, expected = 99, []
+    for row in clean:
+        ids, nats = torch.tensor([0] + [later] * 8), 0.0
+        for k, size in ((1, 3), (2, 3), (3, 2)):
+            z = row.masked_fill(ids == later, model.config.mask_id)[None]
+            r = model.run_block_zero(z, torch.ones_like(z, dtype=torch.bool)).scores[0] + model.chunking.balance_bias
+            fit = r[:, k - 1] - r.mean(dim=-1)
+            chosen = sorted((at for at in range(9) if ids[at] == later), key=lambda at: -float(fit[at]))[:size]
+            ids[chosen] = k
+            log_p = predictable(model, model.denoise(z, ids[None]))[0].log_softmax(dim=-1)
+            nats -= float(log_p[chosen, row[chosen]].sum())
+        expected.append(nats)
+    scored = dcdm.score(model, clean, "trajectory", commit="chunk", routing="paper-equal")
+    torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
+    assert scored.forwards.tolist() == [3] * 4, "as many forward passes as chunks, from an empty page"
+
+
 def test_a_tempered_truncated_decoder_is_scored_by_what_it_samples_from():
     model = tiny.model("bdlm", symbols=3)
     rows = tiny.every_sequence(4, symbols=3)

@@ -266,7 +266,7 @@ def test_invisible_characters_are_shown_and_markup_stays_text(page, address):
     [
         ("ar", ["auto"], ["auto", "exact", "none"]),
         ("bdlm", ["auto", "blocks", "adablock"], ["auto", "exact", "none"]),
-        ("paper", ["auto", "paper-chunk", "paper-step", "appendix-b"], ["auto", "none", "frozen"]),
+        ("paper", ["auto", "paper-chunk", "paper-step", "paper-equal", "appendix-b"], ["auto", "none", "frozen"]),
     ],
 )
 def test_only_settings_that_fit_the_model_are_offered(page, name, routings, caches):

@@ -29,6 +29,7 @@ ROUTINGS = {
     "auto": "As this kind of model was trained.",
     "paper-chunk": "Chunks are formed from the tokens filled so far, anew whenever one is full.",
     "paper-step": "Chunks are formed anew after every forward pass.",
+    "paper-equal": "As many rounds as chunks, of equal size: each takes what fits its subspace best.",
     "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
     "blocks": "Blocks of equal length, from left to right.",
     "adablock": "A block ends where the model is sure that a line ends.",
@@ -113,8 +114,8 @@ class DecodingConfig:
     """Which positions of the active chunk a forward pass fills: chunk, position, steps:N, dilated:N,
     threshold:P, entropy:H, factor:F, ancestral:N or first-hitting."""
     routing: str = "auto"
-    """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, appendix-b,
-    blocks:N and adablock where they fit."""
+    """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, paper-equal,
+    appendix-b, blocks:N and adablock where they fit."""
     temperature: float = field(default=1.0, metadata={"least": 0, "most": 100})
     """0 takes the most probable token, 1 draws as the model says."""
     top_p: float | None = field(default=None, metadata={"least": 0, "most": 1})
@@ -288,7 +289,7 @@ def fitting_routings(config: ModelConfig) -> list[str]:
     """The routings that fit a model's kind; "auto", which is its own, comes first."""
     fits = ["auto"]
     if config.routes_from_noise:
-        fits += ["paper-chunk", "paper-step", "appendix-b"]
+        fits += ["paper-chunk", "paper-step", "paper-equal", "appendix-b"]
     if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
         fits += ["blocks", "adablock"]
     return fits

@@ -113,7 +113,7 @@ def router_of(
     config = model.config
     check_routing(config, name)
     if config.routes_from_noise:
-        return FromNoise(model, positions, name)
+        return (EqualRounds if name == "paper-equal" else FromNoise)(model, positions, name)
     if name == "adablock":
         assert adablock is not None
         return Adaptive(config, positions, adablock)
@@ -174,6 +174,31 @@ class FromNoise(Router):
 
     def state(self) -> tuple[str, ...]:
         return ("real",)
+
+
+class EqualRounds(FromNoise):
+    """The paper's routing in K rounds of equal size: round k takes the open positions that fit subspace k best.
+
+    Nothing else is taken from the argmax, which may put an empty page into one chunk. Positions keep the number of
+    their round.
+    """
+
+    def __init__(self, model: Model, positions: PositionMasks, name: str) -> None:
+        super().__init__(model, positions, name)
+        self.free = positions.free
+
+    def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
+        block_zero = self.model.run_block_zero(z[asking], self.real[asking])
+        assigned = torch.where(revealed, route.ids, 0)
+        k = (assigned.amax(dim=-1) + 1).clamp(max=self.last - 1)
+        fit = torch.zeros(*z.shape, self.last - 1, dtype=block_zero.scores.dtype, device=z.device)
+        fit[asking] = block_zero.scores + self.chunking.balance_bias
+        active = routing.causal_round(fit, revealed, self.free, k, self.model.config)
+        ids = torch.where(active, k[:, None], torch.where(revealed, assigned, LATER))
+        return Route(torch.where(self.real, ids, -1), active, block_zero)
+
+    def state(self) -> tuple[str, ...]:
+        return ("real", "free")
 
 
 class CausalRounds(Router):

@@ -244,7 +244,8 @@ class Scorer:
     def sequential(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
         """Ids from revealed tokens, frozen at each chunk's start; inside a chunk the masked diffusion bound."""
         model, mask_id = self.model, self.model.config.mask_id
-        router, route = router_of(model, positions), routes.start(positions)
+        router = router_of(model, positions, index, self.decoder.routing)
+        route = routes.start(positions)
         revealed = positions.visible
         cost = torch.zeros(tokens.shape, dtype=torch.float64)
         variance = torch.zeros(len(tokens), dtype=torch.float64)
