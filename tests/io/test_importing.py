@@ -317,7 +317,42 @@ def test_a_missing_folder_and_a_missing_or_damaged_config_are_refused(
 CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another architecture": ({"model_type": "gpt2"}, ["model_type='gpt2'", "dense Llama, Qwen2 or Qwen3"]),
     "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Llama, Qwen2 or Qwen3"]),
-    "another architecture of ours": ({"model_type": "llama"}, ["qk_norm=True", "where it is False"]),
+    "another architecture of ours": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        ["qk_norm=True", "where it is False"],
+    ),
+    "another class than its type's": (
+        {"model_type": "llama"},
+        ["'Qwen3ForCausalLM'", "LlamaForCausalLM", "--family ar"],
+    ),
+    "a diffusion model that calls itself llama": (
+        {"model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"]},
+        ["Stable-DiffCoder", "dcdm import"],
+    ),
+    "somebody's own class": (
+        {"architectures": ["MyModel"], "auto_map": {"AutoModel": "my.MyModel"}},
+        ["MyModel", "--family ar"],
+    ),
+    **{
+        f"a sign of diffusion: {name}": ({name: value}, [name, str(value), "--family ar"])
+        for name, value in {
+            "mask_token_id": 49,
+            "block_size": 4,
+            "bd_size": 32,
+            "auto_map": {"AutoModel": "m.M"},
+        }.items()
+    },
+    **{
+        f"what cannot be expressed: {name}": ({"model_type": kind, "architectures": [name]}, [name, missing])
+        for kind, name, missing in (
+            ("llada", "LLaDAMoEModelLM", "mixture of experts"),
+            ("llada2_moe", "LLaDA2MoeModelLM", "grouped sigmoid"),
+            ("sdar_moe", "SDARMoeForCausalLM", "mixture"),
+            ("wedlm", "WeDLMForCausalLM", "reorders"),
+            ("bd3lm", "bd3lm", "adaptive"),
+            ("nemotron_labs_diffusion", "nemotron_labs_diffusion", "YaRN"),
+        )
+    },
     "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
     "MLP bias": ({"mlp_bias": True}, ["mlp_bias=True", "without"]),
     "other rope scaling": ({"rope_parameters": LLAMA_3}, ["rope_scaling=None", "factor=8.0"]),

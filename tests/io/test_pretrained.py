@@ -158,6 +158,18 @@ def test_code_of_a_folder_is_never_run_whatever_is_answered(
     assert not trace.exists()
 
 
+def test_a_tokenizer_with_a_mask_token_is_a_sign_of_diffusion_unless_the_caller_knows_better(
+    tmp_path: Path,
+) -> None:
+    folder = pretrained.saved(tmp_path / "source", "Qwen2")
+    pretrained.tokenizer(mask_token="<|im_end|>").save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"mask token, '<\|im_end\|>'.*--family ar, --family open-dcoder"):
+        importing.import_model(str(folder), tmp_path / "refused")
+    importing.import_model(str(folder), tmp_path / "taken", family="ar")
+    with pytest.raises(ConfigError, match="family='gpt' is not known; choose one of ar, sdar"):
+        importing.import_model(str(folder), tmp_path / "refused", family="gpt")
+
+
 def test_bos_is_what_a_tokenizer_puts_before_texts_else_names_else_what_separates_texts() -> None:
     before = importing.before_text
     assert before(pretrained.tokenizer(adds_bos=True, bos_token=None)) == "<|im_start|>"

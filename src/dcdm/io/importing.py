@@ -1,6 +1,7 @@
-"""Start a model of any kind from a dense Llama, Qwen2 or Qwen3 of `transformers`: its settings and weights.
+"""Start a model of any kind from a published one: the settings and weights of a dense Llama, Qwen2 or Qwen3.
 
-Everything is checked before the first weight changes, so a failed import leaves the model as it was.
+`families.py` says which models that are. Settings, ids and shapes are checked before the first weight changes, and
+weights are read tensor by tensor, so that an import holds the model and one tensor more.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig, RopeScaling, many
 from dcdm.files import UnreadableFile, read_json_object
+from dcdm.io.families import BACKBONES, NAMES, Backbone, Family, family_of
 from dcdm.kinds import OWN_PARTS, state_shapes
 from dcdm.model.transformer import Model
 
@@ -36,25 +37,6 @@ def fitted(start: dict[str, Value], config: ModelConfig) -> dict[str, Value]:
         start = start | {HEAD: start[EMBEDDING]}  # its head is its embedding
     return {name: value for name, value in start.items() if config.drafts or not name.startswith("drafting.")}
 
-
-@dataclass(frozen=True)
-class Family:
-    """An architecture of `transformers` that our backbone can be."""
-
-    name: str
-    blocks: dict[str, bool]
-    """Settings of ours that make our blocks its own."""
-    theta: float | None = None
-    """RoPE's base where old folders do not name it."""
-
-
-FAMILIES = {
-    "llama": Family("Llama", {"attention_bias": False, "qk_norm": False}, theta=1e4),
-    "qwen2": Family("Qwen2", {"attention_bias": True, "qk_norm": False}),
-    "qwen3": Family("Qwen3", {"attention_bias": False, "qk_norm": True}),
-}
-"""By the `model_type` of a config.json."""
-NAMES = "Llama, Qwen2 or Qwen3"
 
 _SIZES = {
     "hidden_size": "hidden_size",
@@ -76,21 +58,32 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Source:
-    """A model of `transformers`: its settings, read and checked, and a way to its tensors."""
+    """A published model: its settings, read and checked, and a way to its tensors."""
 
     place: str
     """Where it stands, for messages."""
-    family: Family
+    backbone: Backbone
+    family: Family | None
+    """Of diffusion models; None for an AR model."""
     fields: dict[str, Any]
     """Its settings under our names, `vocab_size` aside."""
     vocab_size: int
+    given: dict[str, Any]
+    """The config.json."""
     shapes: dict[str, Shape]
     """Those of its tensors, by our names."""
-    read: Callable[[], dict[str, Tensor]]
-    """Its tensors, by our names."""
+    read: Callable[[str], Tensor]
+    """One of its tensors, by our name."""
+    spare_head: bool = False
+    """Whether it stores a head though it is tied."""
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        return self.backbone.name if self.family is None else self.family.title
 
     @classmethod
-    def in_folder(cls, folder: Path) -> Source:
+    def in_folder(cls, folder: Path, family: str | None = None) -> Source:
         """What `save_pretrained` wrote: config.json and safetensors. Of the latter only headers are read here."""
         if not folder.is_dir():
             raise ConfigError(
@@ -98,50 +91,47 @@ class Source:
             )
         path = folder / "config.json"
         settings = _read_json(path, "give the folder that `save_pretrained` wrote")
-        fields = _fields(settings, str(path))
-        files, shapes = _weight_files(folder), {}
-        for file in files:
+        known = family_of(settings, str(path), family)
+        translated = settings if known is None else known.translated(settings, str(path))
+        fields = _fields(translated, str(path), known)
+        shapes: dict[str, Shape] = {}
+        place: dict[str, tuple[Path, str]] = {}
+        for file in _weight_files(folder):
             try:
                 stored = read_header(file)
             except UnreadableFile as error:
                 raise ConfigError(f"{file} is damaged ({error}); {AGAIN}") from error
-            for name, (shape, dtype) in stored.items():
+            for theirs, (shape, dtype) in stored.items():
                 if dtype not in _FLOATS:
-                    raise ConfigError(f"{name} in {file} has the type {dtype}; save it as {', '.join(_FLOATS)}")
-                shapes[name] = shape
-        return cls._of(
-            settings,
-            str(path),
-            fields,
-            shapes,
-            lambda: {n: t for file in files for n, t in load_file(file).items()},
-        )
+                    raise ConfigError(f"{theirs} in {file} has the type {dtype}; save it as {', '.join(_FLOATS)}")
+                name = _our_name(theirs if known is None else known.tensor_name(theirs))
+                if name in shapes:
+                    raise ConfigError(f"{theirs} in {file} is stored twice; {AGAIN}")
+                shapes[name], place[name] = shape, (file, theirs)
+        return cls._of(settings, translated, str(path), known, fields, shapes, lambda name: _tensor(*place[name]))
 
     @classmethod
     def in_memory(cls, settings: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Source:
-        """A model that `transformers` has read from elsewhere."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return cls._of(settings, place, _fields(settings, place), shapes, lambda: tensors)
+        """An AR model that `transformers` has read from elsewhere."""
+        ours = {_our_name(name): tensor for name, tensor in tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+        family_of(settings, place)
+        return cls._of(settings, settings, place, None, _fields(settings, place), shapes, ours.__getitem__)
 
     @classmethod
     def _of(
-        cls, settings: dict[str, Any], place: str, fields: dict[str, Any], shapes: dict[str, Shape],
-        read: Callable[[], dict[str, Tensor]],
+        cls, given: dict[str, Any], translated: dict[str, Any], place: str, family: Family | None,
+        fields: dict[str, Any], shapes: dict[str, Shape], read: Callable[[str], Tensor],
     ) -> Source:  # fmt: skip
-        """From names of `transformers` to ours."""
-        tied = fields["tie_embeddings"]
-
-        def ours() -> dict[str, Tensor]:
-            tensors = read()
-            if tied and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[f"model.{EMBEDDING}"]):
-                raise ConfigError(
-                    f"tie_word_embeddings=True in {place}, but {HEAD} differs from model.{EMBEDDING}; "
-                    f"set tie_word_embeddings to false there, or save the model without {HEAD}"
-                )
-            return _our_names(tensors, tied)
-
-        family, vocab_size = FAMILIES[settings["model_type"]], fields.pop("vocab_size")
-        return cls(place, family, fields, vocab_size, _our_names(shapes, tied), ours)
+        """Without what published models carry for nothing: a head though it is tied, and tables of RoPE."""
+        spare = fields["tie_embeddings"] and HEAD in shapes
+        kept = {
+            name: shape for name, shape in shapes.items()
+            if not (name.endswith(".rotary_emb.inv_freq") or (spare and name == HEAD))
+        }  # fmt: skip
+        vocab_size = fields.pop("vocab_size")
+        backbone = BACKBONES[translated["model_type"]]
+        return cls(place, backbone, family, fields, vocab_size, given, kept, read, spare)
 
     def config(self, kind: Kind, *, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
         """The config of a `kind` model that this one fits into; see `config_from_transformers`."""
@@ -179,20 +169,30 @@ class Source:
     def load_into(self, model: Model) -> None:
         """Copy the weights into a model whose config `config` gives; see `load_transformers`."""
         self.check_fits(model.config)
-        tensors = fitted(self.read(), model.config)
+        if self.spare_head and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+            raise ConfigError(
+                f"tie_word_embeddings=True in {self.place}, but {HEAD} differs from model.{EMBEDDING}; "
+                f"set tie_word_embeddings to false there, or save the model without {HEAD}"
+            )
         rows = min(self.vocab_size, model.config.vocab_size - NUM_SPECIALS)
         with torch.no_grad():
             for name, target in model.named_parameters():
                 if name in (EMBEDDING, HEAD):
-                    target[:rows].copy_(tensors[name][:rows])
+                    target[:rows].copy_(self.read(name if name in self.shapes else EMBEDDING)[:rows])
                 elif not name.startswith(OWN_PARTS):
-                    target.copy_(tensors[name])
+                    target.copy_(self.read(name))
 
 
-def _our_names(theirs: dict[str, Value], tied: bool) -> dict[str, Value]:
-    """Without what published models carry for nothing: a head though it is tied, and tables of RoPE."""
-    spare = (HEAD, ".rotary_emb.inv_freq") if tied else (".rotary_emb.inv_freq",)
-    return {name.removeprefix("model."): value for name, value in theirs.items() if not name.endswith(spare)}
+def _our_name(theirs: str) -> str:
+    return theirs.removeprefix("model.")
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            return stored.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{name} in {file} cannot be read ({error}); {AGAIN}") from error
 
 
 def check_shapes(config: ModelConfig, stored: dict[str, Shape], place: str, rows: int | None = None) -> None:
@@ -229,7 +229,7 @@ def config_from_transformers(
     `vocab_size` counts BOS, PAD and MASK, and defaults to the source's vocabulary with these three appended.
     `fields` are further settings of `ModelConfig`, such as `block_size`, `num_chunks` or `context_length`.
     """
-    return Source.in_folder(Path(folder)).config(kind, vocab_size=vocab_size, **fields)
+    return ar_source(Path(folder)).config(kind, vocab_size=vocab_size, **fields)
 
 
 def load_transformers(model: Model, folder: str | Path) -> None:
@@ -238,14 +238,24 @@ def load_transformers(model: Model, folder: str | Path) -> None:
     Token ids keep their meaning: row i of the source becomes row i, as far as both vocabularies go without
     the model's specials. The other rows, the chunking attention and the draft head keep the values they have.
     """
-    Source.in_folder(Path(folder)).load_into(model)
+    ar_source(Path(folder)).load_into(model)
+
+
+def ar_source(folder: Path) -> Source:
+    """The AR model in a folder: others' diffusion models have settings that its tokenizer must tell."""
+    source = Source.in_folder(folder)
+    if source.family is not None:
+        raise ConfigError(
+            f"{folder} holds a {source.title}, a diffusion model: `dcdm import {folder} FOLDER` first"
+        )
+    return source
 
 
 def is_transformers(folder: Path) -> bool:
     """Whether the folder's config.json is that of a model which can be imported."""
     if not (folder / "config.json").is_file():
         return False
-    return _read_json(folder / "config.json", "restore it").get("model_type") in FAMILIES
+    return _read_json(folder / "config.json", "restore it").get("model_type") in BACKBONES
 
 
 def _read_json(path: Path, fix: str) -> dict[str, Any]:
@@ -261,9 +271,10 @@ def _rope_type(rope: Any) -> Any:
     return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
 
 
-def _fields(settings: dict[str, Any], place: str) -> dict[str, Any]:
+def _fields(settings: dict[str, Any], place: str, family: Family | None = None) -> dict[str, Any]:
     """The settings of a config.json under our names, refused where our backbone cannot express them."""
-    family = _family(settings, place)
+    backbone = _backbone(settings, place)
+    theta = backbone.theta if family is None else None  # classes of diffusion models have other defaults
 
     def read(name: str, what: str, values: dict[str, Any]) -> Any:
         value = values.get(name)
@@ -272,18 +283,18 @@ def _fields(settings: dict[str, Any], place: str) -> dict[str, Any]:
         return value
 
     settings = dict(settings)
-    if settings.get("num_key_value_heads") is None and ("num_key_value_heads" in settings or family.theta):
+    if settings.get("num_key_value_heads") is None and ("num_key_value_heads" in settings or theta):
         settings["num_key_value_heads"] = settings.get("num_attention_heads")
-    if settings.get("head_dim") is None and family.name != "Qwen3":
+    if settings.get("head_dim") is None and backbone.name != "Qwen3":
         settings["head_dim"] = read("hidden_size", "a whole number", settings) // max(
             1, read("num_attention_heads", "a whole number", settings)
         )
     sizes = _SIZES | {"max_position": "max_position_embeddings", "vocab_size": "vocab_size"}
-    fields = {ours: read(theirs, "a whole number", settings) for ours, theirs in sizes.items()} | family.blocks
+    fields = {ours: read(theirs, "a whole number", settings) for ours, theirs in sizes.items()} | backbone.blocks
     fields["norm_eps"] = float(read("rms_norm_eps", "a number", settings))
     rope = {"rope_theta": settings.get("rope_theta"), **(settings.get("rope_parameters") or {})}
     if rope["rope_theta"] is None:
-        rope["rope_theta"] = family.theta
+        rope["rope_theta"] = theta
     fields["rope_theta"] = float(read("rope_theta", "a number", rope))
     if _rope_type(settings.get("rope_scaling")) == "llama3":
         rope |= settings["rope_scaling"]
@@ -295,19 +306,19 @@ def _fields(settings: dict[str, Any], place: str) -> dict[str, Any]:
     return fields
 
 
-def _family(settings: dict[str, Any], place: str) -> Family:
+def _backbone(settings: dict[str, Any], place: str) -> Backbone:
     """The architecture, refused where it would load without an error and then compute something else."""
 
     def refuse(name: str, value: object, fix: str) -> None:
         raise ConfigError(f"{name}={value!r} in {place} cannot be imported: {fix}")
 
     model_type = settings.get("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(repr(name) for name in FAMILIES)
+    if model_type not in BACKBONES:
+        known = ", ".join(repr(name) for name in BACKBONES)
         refuse("model_type", model_type, f"choose a dense {NAMES} model (model_type {known})")
-    family = FAMILIES[str(model_type)]
+    backbone = BACKBONES[str(model_type)]
     for name in ("attention_bias", "mlp_bias"):
-        if settings.get(name) and not (name == "attention_bias" and family.blocks["attention_bias"]):
+        if settings.get(name) and not (name == "attention_bias" and backbone.blocks["attention_bias"]):
             refuse(name, True, "of biases, our blocks have those of Qwen2 alone; choose a model without")
     if (activation := settings.get("hidden_act", "silu")) != "silu":
         refuse("hidden_act", activation, "our MLP is SwiGLU; choose a model with 'silu'")
@@ -323,7 +334,7 @@ def _family(settings: dict[str, Any], place: str) -> Family:
         if _rope_type(settings.get(name)) not in ("default", "llama3"):
             fix = "our RoPE is plain or Llama 3's; choose a model with rope_type 'default' or 'llama3'"
             refuse(name, settings[name], fix)
-    return family
+    return backbone
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -337,7 +348,7 @@ def _weight_files(folder: Path) -> list[Path]:
             "save the model with `save_pretrained`, which writes safetensors"
         )
     weight_map = _read_json(index, AGAIN).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
+    names: set[Any] = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ConfigError(f"weight_map in {index} must name files of this folder; {AGAIN}")
     for name in sorted(names):

