@@ -36,9 +36,7 @@ class World:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """CPU group of the main thread, for objects and flags."""
-    background: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """CPU group of the saving thread: two threads on one group would mix up their messages."""
+    """CPU group for objects and flags."""
 
     @property
     def is_main(self) -> bool:
@@ -68,8 +66,7 @@ def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta 
         raise ParallelError(f"several processes run on cpu or cuda, not on {place.type}; set device=cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    background = dist.new_group(backend="gloo", timeout=6 * timeout)  # disks are slow, and nobody waits for them
-    return World(rank, size, local_rank, place, control, background)
+    return World(rank, size, local_rank, place, control)
 
 
 def shutdown(world: World) -> None:
@@ -125,7 +122,7 @@ def any_true(flag: bool, world: World) -> bool:
     return bool(value.item())
 
 
-def from_main(action: Callable[[], T], world: World, *, background: bool = False) -> T:
+def from_main(action: Callable[[], T], world: World) -> T:
     """The result of rank 0's `action` on every rank; if it fails, all raise its error."""
     result: T | None = None
     failure: Exception | None = None
@@ -136,7 +133,7 @@ def from_main(action: Callable[[], T], world: World, *, background: bool = False
             failure = error
     if world.size > 1:
         holder = [(result, failure)]
-        dist.broadcast_object_list(holder, src=0, group=_group(world, background), device=torch.device("cpu"))
+        dist.broadcast_object_list(holder, src=0, group=world.control, device=torch.device("cpu"))
         result, told = holder[0]
         failure = failure or told
     if failure is not None:
@@ -144,17 +141,13 @@ def from_main(action: Callable[[], T], world: World, *, background: bool = False
     return result  # type: ignore[return-value]
 
 
-def gather_objects(value: T, world: World, *, background: bool = False) -> list[T]:
+def gather_objects(value: T, world: World) -> list[T]:
     """Every rank's `value` on every rank, in the order of ranks."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=_group(world, background))
+    dist.all_gather_object(values, value, group=world.control)
     return values
-
-
-def _group(world: World, background: bool) -> dist.ProcessGroup | None:
-    return world.background if background else world.control
 
 
 # --- the types that a device computes in --------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from dcdm.config import ConfigError, ModelConfig, MoEConfig, ObjectiveConfig
 
@@ -122,7 +123,7 @@ def objective_of(name: str) -> ObjectiveConfig:
     return ObjectiveConfig(**noise(name, config.kind, config.predict))
 
 
-def noise(name: str, kind: str, predict: str) -> dict[str, float]:
+def noise(name: str, kind: str, predict: str) -> dict[str, Any]:
     """The levels of noise of a preset, for a model of it that may have been changed.
 
     The paper's are uniform up to 1. Debug models of every masked kind leave out the lowest ones, which say little

@@ -181,7 +181,8 @@ def test_every_setting_is_listed_with_its_value_and_where_it_comes_from(tmp_path
     assert shown["train.clip"] == ["2.0", str(file)]
     assert shown["data.reading.prompt_field"] == ["q", "command line"]
     assert shown["model.num_layers"] == ["3", "command line"]
-    assert shown["objective.t_min"] == ["0.001", "default"]
+    assert shown["objective.t_min"] == ["0.3", "preset mdlm-debug"]
+    assert shown["objective.prompt_share"][1] == "default"
     names = run_settings.flat(run_settings.to_dict(run_settings.resolve("mdlm-debug")))
     assert set(names) <= set(shown)
     assert not list(tmp_path.glob("runs"))
@@ -389,10 +390,9 @@ def test_a_preset_s_noise_fits_its_kind_and_naming_any_of_it_gives_it_up():
         found = run_settings.resolve(preset, changes={name.replace("__", "."): v for name, v in changes.items()})
         return found.objective.t_shape, found.objective.t_min, found.objective.t_max
 
-    clipped, whole = ("uniform", 0.3, 0.8), ("uniform", 0.001, 1.0)
-    assert noise("dcdm-debug") == ("bell", 0.001, 1.0)
+    clipped, whole = ("uniform", 0.3, 1.0), ("uniform", 0.001, 1.0)
     assert noise("mdlm-debug", model__kind="lanes") == whole
-    for preset in ("bdlm-debug", "dcdm-moe-debug-causal"):
+    for preset in ("dcdm-debug", "bdlm-debug"):
         assert noise(preset) == clipped
         assert noise(preset, objective__t_shape="uniform") == whole
         assert noise(preset, objective__t_max=0.9) == ("uniform", 0.001, 0.9)

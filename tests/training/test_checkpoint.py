@@ -99,7 +99,6 @@ def test_two_ranks_resume_bit_for_bit_and_one_process_reads_their_weights(ranks)
         assert differences(resumed_run, whole) == []
     final = folder / "broken" / "step-00000004"
     assert verify_checkpoint(final) == []
-    assert {"rank-00000.safetensors", "rank-00001.safetensors"} <= {p.name for p in final.iterdir()}
     weights = load_weights(final)
     assert weights.keys() == tiny.model("paper").state_dict().keys()
     for name, value in weights.items():
@@ -163,7 +162,7 @@ def test_record_metrics_and_optimizer_settings_come_back_with_their_types_and_th
     manifest = read_manifest(resumed.path)
     assert (manifest.step, manifest.metrics, manifest.format) == (3, {"loss": 2.0, "odd": None}, 3)
     assert manifest.versions["torch"] == torch.__version__
-    assert manifest.files.keys() == {"rank-00000.safetensors", "state.json"}
+    assert manifest.files.keys() == {"tensors.safetensors", "state.json"}
 
 
 # --- in the background --------------------------------------------------------------------------------------------
@@ -311,10 +310,10 @@ def test_readers_find_the_newest_whole_checkpoint_and_its_record_without_a_run(t
 def test_checkpoints_that_are_all_damaged_stop_a_run_instead_of_starting_it_anew(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, small_state())
-    (tmp_path / "step-00000001" / "rank-00000.safetensors").unlink()
+    (tmp_path / "step-00000001" / "tensors.safetensors").unlink()
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(CheckpointError, match=r"(?s)no .* whole.*rank-00000\.safetensors is missing"),
+        pytest.raises(CheckpointError, match=r"(?s)no .* whole.*tensors\.safetensors is missing"),
     ):
         checkpointer.resume(small_state())
 

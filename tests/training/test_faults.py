@@ -160,8 +160,9 @@ def result(run: Run) -> dict[str, Any]:
     written = {name: data for name, data in tree(run.folder / "run").items()
                if name == "metrics.jsonl" or name.startswith(("settings", "tokenizer/"))
                if not name.endswith(".tmp")}  # fmt: skip
-    state = {name: data for name, data in tree(last).items() if name in ("rank-00000.safetensors", "state.json")}
-    assert len(state) == 2
+    state = tree(last)
+    del state["manifest.json"]
+    state["state.json"] = state["state.json"].replace(str(run.cache).encode(), b"cache")
     kept = sorted(path.name for path in run.checkpoints.iterdir())
     return {**written, **state, "data": tree(run.cache), "checkpoints": kept}
 

@@ -55,7 +55,8 @@ ADDRESSES = "addresses"
 """English in the package: the State of the Union addresses, each a document (`shipped/addresses.md`)."""
 OWN = (*STDLIB, ADDRESSES)
 """The names whose held-out share is part of what they mean."""
-PACKED = {"lines.xz": lzma.open, "jsonl.gz": gzip.open}  # what cannot be read from the middle
+PACKED: dict[str, Callable[..., Any]] = {"lines.xz": lzma.open, "jsonl.gz": gzip.open}
+"""What cannot be read from the middle, and how it is opened."""
 HUB_COPIES = {
     # 80 parquet files, 8,013,769 documents; the name alone leads to a loading script, which `datasets` 4 and later
     # refuse to run, and refs/convert/parquet has been a part of the corpus only

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -33,8 +32,6 @@ NEEDED = {"fingerprint", "plan", "vocab_size", "dtype", "fine_tuning", "splits",
 """What is asked of a manifest later."""
 Overlong = Literal["truncate", "drop"]
 Item = dict[str, Any]
-Stamps = dict[str, list[Any]]
-"""Path of a file → its size, times, inode and SHA-256."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -135,23 +132,15 @@ class PreparedData:
             prepared.check_hashes()
         return prepared
 
-    def check_hashes(self, known: Mapping[str, Any] | None = None) -> Stamps:
-        """Read every file and compare it with the manifest's checksum; DataError at the first that differs.
+    def check_hashes(self) -> None:
+        """Read every file and compare it with the manifest's checksum; DataError at the first that differs."""
 
-        Files that look as they did when they had this checksum, by `known` (the result of an earlier call), are not
-        read again.
-        """
-
-        def stamp(entry: dict[str, Any]) -> tuple[str, list[Any]]:
-            path = str(self._path(entry).absolute())
-            stat = os.stat(path)
-            now = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, entry["sha256"]]
-            if (known or {}).get(path) != now and file_digest(path) != entry["sha256"]:
+        def check(entry: dict[str, Any]) -> None:
+            if file_digest(path := self._path(entry)) != entry["sha256"]:
                 raise DataError(f"{path} does not match its checksum in the manifest; prepare the data again")
-            return path, now
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            return dict(pool.map(stamp, self._entries()))
+            list(pool.map(check, self._entries()))
 
     @property
     def fingerprint(self) -> str:

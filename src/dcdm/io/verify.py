@@ -84,7 +84,7 @@ def _run_checks(path: Path) -> Iterator[Check]:
     record = read_state(checkpoint)[0]
     yield Check("settings", _settings(record, run))
     yield Check("tokenizer", tokenizer_problems(record, run))
-    if (problems := data_problems(record, run)) is not None:
+    if (problems := data_problems(record)) is not None:
         yield Check("data", problems)
 
 

@@ -1,8 +1,8 @@
 """Saving while a run trains, and resuming it bit for bit.
 
-A save copies the state to memory, lets training continue, and works in a thread: every rank writes the shards it
-holds aside and hashes them, rank 0 writes the manifest and renames the folder into place. A checkpoint is whole or
-not there; `checkpoint_folder.py` says what is in one. Tensors have these names:
+A save gathers the state in rank 0's main memory and lets training continue; there a thread writes it aside, hashes
+it, and renames the folder into place. A checkpoint is whole or not there; `checkpoint_folder.py` says what is in
+one. Tensors have these names:
 
     model.<parameter or buffer>    optimizer.<parameter>.<slot>    tensors.<set>.<name>
 """
@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcdm.config import ConfigError
-from dcdm.distributed import World, from_main, gather_objects
+from dcdm.distributed import World, from_main
 from dcdm.files import (
     file_digest,
     parse_json,
@@ -47,22 +47,22 @@ from dcdm.files import (
 )
 from dcdm.training.checkpoint_folder import (
     DTYPES,
-    SHARDS,
     STATE,
     STEP_NAME,
+    TENSORS,
     CheckpointError,
-    Index,
     Stored,
     UnusableCheckpoint,
     checkpoints,
     newest_whole,
-    read_index,
+    opened_tensors,
     read_manifest,
     read_state,
-    read_tensors,
     step_of,
+    stored_tensors,
     write_manifest,
 )
+from dcdm.training.optimizers import full
 
 Groups = list[dict[str, Any]]
 
@@ -152,9 +152,9 @@ class Checkpointer:
                 shutil.rmtree(left)
 
     def close(self) -> None:
-        """Finish what is under way and let others use the folder."""
+        """Finish what is under way and let others use the folder; other ranks are not waited for."""
         try:
-            self.wait()
+            self._join()
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -185,20 +185,29 @@ class Checkpointer:
             return
         tensors, groups = collect(state)
         try:
-            shared = json.dumps({"record": state.record, "optimizer": groups})
+            shared = json.dumps({"record": state.record, "optimizer": groups}).encode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"record cannot be written as JSON: {error}") from error
         figures = {name: float(x) if math.isfinite(x) else None for name, x in (metrics or {}).items()}
-        shards, places = _copied(tensors, self.world)
-        self._thread = threading.Thread(
-            target=self._save, args=(step, shards, places, shared, figures), name=f"checkpoint of step {step}"
-        )
-        self._thread.start()
+        copies = gathered(tensors, self.world)
+        self._latest = step
+        if self.world.is_main:
+            self._thread = threading.Thread(
+                target=self._save, args=(step, copies, shared, figures), name=f"checkpoint of step {step}"
+            )
+            self._thread.start()
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Return when no save is under way; raise CheckpointError if the last one failed."""
+        try:
+            from_main(self._join, self.world)
+        except CheckpointError:
+            self._latest = None
+            raise
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -206,54 +215,24 @@ class Checkpointer:
             message, self._failure = self._failure, None
             raise CheckpointError(message)
 
-    def _save(
-        self, step: int, shards: dict[str, Tensor], places: str, shared: str, metrics: dict[str, float | None]
-    ) -> None:
-        """What the thread does once the copy is made. All ranks come to the same end."""
+    def _save(self, step: int, tensors: dict[str, Tensor], shared: bytes, metrics: dict[str, float | None]) -> None:
+        """What the thread does: all files aside, the manifest, the rename, and away with what is old."""
         final = self.folder / f"step-{step:08d}"
         partial = final.with_suffix(PARTIAL)
-        mine: dict[str, str] | Exception
         try:
-            from_main(lambda: _empty(partial), self.world, background=True)
-            try:
-                mine = self._write(partial, shards, places, shared)
-            except Exception as error:  # told to the other ranks, which wait for it
-                mine = error
-            files: dict[str, str] = {}
-            for part in gather_objects(mine, self.world, background=True):
-                if isinstance(part, Exception):
-                    raise part
-                files |= part
-            from_main(lambda: self._publish(partial, final, step, files, metrics), self.world, background=True)
-            self._latest = step
-        except Exception as error:
-            reason = _advice(error)
-            if self.world.size > 1 and isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
-                reason = f"lost contact to the other processes ({error})"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_tensors(partial / TENSORS, tensors)
+            write_whole(partial / STATE, shared)
+            write_manifest(partial, step, metrics, {name: file_digest(partial / name) for name in (TENSORS, STATE)})
+            replace_folder(partial, final)
+        except Exception as error:  # told by `wait`
             self._failure = (
-                f"cannot save the checkpoint of step {step} in {self.folder}: {reason}; earlier checkpoints are "
-                "untouched"
+                f"cannot save the checkpoint of step {step} in {self.folder}: {_advice(error)}; earlier "
+                "checkpoints are untouched"
             )
-            if self.world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)
-
-    def _write(self, partial: Path, shards: dict[str, Tensor], places: str, shared: str) -> dict[str, str]:
-        """This rank's files, and the SHA-256 of each."""
-        names = [f"rank-{self.world.rank:05d}.safetensors"]
-        write_tensors(partial / names[0], shards, {SHARDS: places})
-        if self.world.is_main:
-            write_whole(partial / STATE, shared.encode())
-            names.append(STATE)
-        return {name: file_digest(partial / name) for name in names}
-
-    def _publish(
-        self, partial: Path, final: Path, step: int, files: dict[str, str], metrics: dict[str, float | None]
-    ) -> None:
-        """Manifest, rename, and away with what is old; on rank 0."""
-        if {path.name for path in partial.iterdir()} != files.keys():
-            raise CheckpointError("rank 0 does not see the files of all; the folder must be one they share")
-        write_manifest(partial, step, metrics, files)
-        replace_folder(partial, final)
+            shutil.rmtree(partial, ignore_errors=True)
+            return
         self._damaged.discard(final)
         try:
             prune(final, self.keep_last, self.keep_best, self.metric, self._damaged)
@@ -285,11 +264,6 @@ class Checkpointer:
         fill(path, state, groups)
         self._damaged, self._latest = {damaged for damaged, _ in skipped}, step_of(path)
         return Resumed(step_of(path), path, record, skipped)
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
 
 
 def prune(newest: Path, keep_last: int, keep_best: int, metric: str, damaged: Collection[Path] = ()) -> None:
@@ -375,19 +349,22 @@ def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
             _restore_settings(path, slots["param_groups"], groups)
     wanted = _named(state, slots["state"])
     _check_fit(path, wanted)
-    with torch.no_grad():
-        read_tensors(path, {name: own_shard(tensor) for name, tensor in wanted.items()})
+    with opened_tensors(path) as stored:
+        for name, tensor in wanted.items():
+            _read_own(tensor, stored.get_slice(name))
     if optimizer is not None and groups is not None:
         set_optimizer_state_dict(state.model, optimizer, slots)
 
 
 @torch.no_grad()
-def own_shard(tensor: Tensor) -> tuple[Tensor, Index]:
-    """What this rank holds of a tensor, not copied, and the index at which it begins; all of one that is whole."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.dim()
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(start)
+def _read_own(tensor: Tensor, whole: Any) -> None:
+    """Fill what this rank holds of a tensor from a stored one, of which no more is read."""
+    start: tuple[int, ...] = (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        tensor = tensor.to_local()
+    if tensor.numel():
+        tensor.copy_(whole[tuple(slice(at, at + size) for at, size in zip(start, tensor.shape, strict=True))])
 
 
 def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -405,19 +382,14 @@ def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 @torch.no_grad()
-def _copied(tensors: dict[str, Tensor], world: World) -> tuple[dict[str, Tensor], str]:
-    """Copies in main memory of what this rank writes, and as JSON where each lies in the whole tensor.
-
-    What all ranks hold alike is written by the first.
-    """
-    shards: dict[str, Tensor] = {}
-    places: dict[str, tuple[list[int], Index]] = {}
+def gathered(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Copies of whole tensors in rank 0's main memory, one after the other; empty elsewhere."""
+    copies = {}
     for name, tensor in tensors.items():
-        own, start = own_shard(tensor)
-        if world.is_main or (own.shape != tensor.shape and own.numel()):
-            shards[name] = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            places[name] = list(tensor.shape), start
-    return shards, json.dumps(places, sort_keys=True)
+        whole = full(tensor)
+        if world.is_main:
+            copies[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return copies
 
 
 def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
@@ -430,7 +402,7 @@ def _restore_settings(path: Path, groups: Groups, saved: Groups) -> None:
 
 def _check_fit(path: Path, wanted: dict[str, Tensor]) -> None:
     """Refuse a checkpoint whose tensors have other names, shapes or types than those of the run."""
-    stored = read_index(path)
+    stored = stored_tensors(path)
     asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
     if stored == asked:
         return

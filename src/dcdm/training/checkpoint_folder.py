@@ -2,7 +2,7 @@
 
     step-00001000/             a whole checkpoint; it got this name by a rename, when nothing was left to write
       manifest.json            SHA-256 of every other file, step, metrics, versions; and one of its own content
-      rank-00000.safetensors   what this rank held: its shards, and where each lies in the whole tensor
+      tensors.safetensors      weights, the optimizer's slots, averaged weights: whole, of any number of ranks
       state.json               the run's record and the optimizer's settings
     step-00001000.partial      being written, or left behind by a run that was killed
     step-00001000.replaced     an older checkpoint of the same step while the new one takes its place
@@ -14,20 +14,17 @@ damage, not against malice: who can write a checkpoint can write its manifest. B
 safetensors, so a stranger's checkpoint can be wrong and cannot run anything. There are no pickles in this format.
 
 Its record holds the settings it was trained with and fingerprints of the tokenizer and of the shards. A run is
-resumed, verified and loaded only with these. Shards are hashed before training, and remembered in the run folder by
-size, times and inode.
+resumed, verified and loaded only with these; shards are hashed before training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,10 +50,9 @@ from dcdm.files import (
 from dcdm.training import settings as run_settings
 from dcdm.training.settings import RunConfig
 
-CHECKPOINTS, SETTINGS, TOKENIZER, HASHED = "checkpoints", "settings.yaml", "tokenizer", "data_hashed.json"
+CHECKPOINTS, SETTINGS, TOKENIZER = "checkpoints", "settings.yaml", "tokenizer"
 """Names in a run's folder."""
-MANIFEST, STATE = "manifest.json", "state.json"
-SHARDS = "shards"  # entry of a safetensors header: {name: [shape of the whole tensor, where the shard begins]}
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 FORMAT = 3
 STEP_NAME = re.compile(r"step-(\d{8,})")
 DTYPES = {
@@ -65,9 +61,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 
-Index = tuple[int, ...]
-Stored = tuple[Index, torch.dtype]
-"""Shape and type of a whole tensor."""
+Shape = tuple[int, ...]
+Stored = tuple[Shape, torch.dtype]
 
 
 class CheckpointError(RuntimeError):
@@ -156,8 +151,7 @@ def verify_checkpoint(path: str | Path) -> list[str]:
     except OSError as error:
         return [f"the folder cannot be listed ({error.strerror})"]
     problems += [f"{name} is not in the manifest" for name in strays]
-    with ThreadPoolExecutor() as pool:  # hashing frees the interpreter; large checkpoints have many files
-        found = pool.map(lambda entry: _damage(folder, *entry), manifest.files.items())
+    found = (_damage(folder, name, sha256) for name, sha256 in manifest.files.items())
     return problems + [problem for problem in found if problem is not None]
 
 
@@ -211,21 +205,18 @@ def load_weights(path: str | Path, part: str = "model") -> dict[str, Tensor]:
     path = Path(path)
     check_whole(path)
     prefix = _prefix(part)
-    weights = {
-        name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in read_index(path).items()
-        if name.startswith(prefix)
-    }
+    with opened_tensors(path) as stored:
+        names = [name for name in stored.keys() if name.startswith(prefix)]  # noqa: SIM118 (it is not a dict)
+        weights = {name.removeprefix(prefix): stored.get_tensor(name) for name in names}
     if not weights:
         raise UnusableCheckpoint(f"{path} holds no {part!r}")
-    read_tensors(path, {name: (tensor, (0,) * tensor.dim()) for name, tensor in weights.items()})
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
 
 
-def stored_shapes(path: Path, part: str = "model") -> dict[str, Index]:
+def stored_shapes(path: Path, part: str = "model") -> dict[str, Shape]:
     """The shapes of what `load_weights` would give, without reading it."""
     prefix = _prefix(part)
-    return {n.removeprefix(prefix): shape for n, (shape, _) in read_index(path).items() if n.startswith(prefix)}
+    return {n.removeprefix(prefix): shape for n, (shape, _) in stored_tensors(path).items() if n.startswith(prefix)}
 
 
 def _prefix(part: str) -> str:
@@ -249,72 +240,29 @@ def read_state(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]] | None]
         raise UnusableCheckpoint(f"cannot read {path / STATE}: {error}") from error
 
 
-def read_index(folder: Path) -> dict[str, Stored]:
-    """Types and shapes of all tensors of a checkpoint; refused unless their shards make up the whole."""
-    found: dict[str, Stored] = {}
-    filled: dict[str, int] = {}
-    for file in _shard_files(folder):
-        with _opened(file) as (_, shards):
-            for name, (entry, start, sizes) in shards.items():
-                inside = all(at + size <= full for at, size, full in zip(start, sizes, entry[0], strict=True))
-                if not inside or found.setdefault(name, entry) != entry:
-                    raise UnusableCheckpoint(f"cannot read {file}: {name[:80]!r} lies outside of its tensor")
-                filled[name] = filled.get(name, 0) + math.prod(sizes)
-    for name, (shape, _) in found.items():
-        if filled[name] != math.prod(shape):
-            raise UnusableCheckpoint(f"cannot read {folder}: the shards of {name[:80]!r} do not make up the whole")
-    return found
-
-
-def read_tensors(folder: Path, targets: Mapping[str, tuple[Tensor, Index]]) -> None:
-    """Fill tensors in place: each is the part of the whole one that begins at an index, on any number of ranks."""
-    for file in _shard_files(folder):
-        with _opened(file) as (stored, shards):
-            for name in targets.keys() & shards.keys():
-                target, here = targets[name]
-                _, there, sizes = shards[name]
-                low = [max(a, b) for a, b in zip(here, there, strict=True)]
-                ends = zip(here, target.shape, there, sizes, strict=True)
-                high = [min(a + size, b + other) for a, size, b, other in ends]
-                if any(first >= last for first, last in zip(low, high, strict=True)):
-                    continue
-                into, out_of = (
-                    tuple(slice(first - at, last - at) for first, last, at in zip(low, high, start, strict=True))
-                    for start in (here, there)
-                )
-                target[into].copy_(stored.get_slice(name)[out_of])
-
-
-def _shard_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank-*.safetensors"))
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Shapes and types of all tensors of a checkpoint."""
+    with opened_tensors(folder) as stored:
+        parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (it is not a dict)
+        return {name: (tuple(part.get_shape()), DTYPES[part.get_dtype()]) for name, part in parts.items()}
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[Any, dict[str, tuple[Stored, Index, Index]]]]:
-    """An open file of shards, and for each by name: the tensor that it is a part of, its first index, its shape."""
+def opened_tensors(folder: Path) -> Iterator[Any]:
+    """The tensors of a checkpoint, as `safetensors.safe_open` gives them."""
     from safetensors import SafetensorError, safe_open
 
+    names = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    if len(names) != 1:
+        raise UnusableCheckpoint(f"cannot read {folder}: it has {len(names)} files of tensors in place of one")
     try:
-        with safe_open(listed_file(file.parent, file.name), framework="pt", device="cpu") as stored:
-            places = parse_json((stored.metadata() or {})[SHARDS].encode())
-            shards = {}
-            for name in stored.keys():  # noqa: SIM118 (it is not a dict)
-                view, (shape, start) = stored.get_slice(name), places[name]
-                sizes = tuple(view.get_shape())
-                if not (len(shape) == len(start) == len(sizes) and all(map(_is_count, [*shape, *start]))):
-                    raise ValueError(f"{name[:80]!r} has a wrong shape")
-                shards[name] = (tuple(shape), DTYPES[view.get_dtype()]), tuple(start), sizes
-            yield stored, shards
-    except UnusableCheckpoint:
-        raise
-    except (SafetensorError, UnreadableFile, OSError, KeyError, TypeError, ValueError) as error:
-        raise UnusableCheckpoint(f"cannot read {file}: {error}") from error
+        with safe_open(listed_file(folder, names[0]), framework="pt", device="cpu") as stored:
+            yield stored
+    except (SafetensorError, UnreadableFile, OSError, KeyError) as error:
+        raise UnusableCheckpoint(f"cannot read {folder / names[0]}: {error}") from error
 
 
 # --- which run a checkpoint belongs to ----------------------------------------------------------------------------
-
-Hashed = dict[str, Any]
-"""Where the prepared data are, and size, times, inode and SHA-256 of their files."""
 
 
 def record_of(config: RunConfig, data: PreparedData, types: Precision) -> dict[str, Any]:
@@ -324,6 +272,7 @@ def record_of(config: RunConfig, data: PreparedData, types: Precision) -> dict[s
         "settings": run_settings.to_dict(config),
         "tokenizer": data.tokenizer.fingerprint,
         "shards": data.content_fingerprint,
+        "data": str(data.folder.absolute()),
     }
 
 
@@ -380,22 +329,9 @@ def other_tokenizer(record: Mapping[str, Any], tokenizer: Tokenizer, folder: Pat
     return [f"{folder / TOKENIZER / 'tokenizer.json'} is not the tokenizer that its checkpoint was trained with"]
 
 
-def hash_data(data: PreparedData, folder: Path) -> Hashed:
-    """Hash the shards that the run in `folder` has not hashed before, and compare all with their manifest."""
-    known = _hashed(folder).get("files")
-    stamps = data.check_hashes(known if isinstance(known, dict) else {})
-    return {"folder": str(data.folder.absolute()), "files": stamps}
-
-
-def remember_hashes(hashed: Hashed, folder: Path) -> None:
-    """Keep what `hash_data` found for the next start of the run."""
-    if hashed != _hashed(folder):
-        write_whole(folder / HASHED, json.dumps(hashed).encode())
-
-
-def data_problems(record: Mapping[str, Any], folder: Path) -> list[str] | None:
-    """What is wrong with the data of the run in `folder`, every byte of it read; None where they are not here."""
-    place = _hashed(folder).get("folder")
+def data_problems(record: Mapping[str, Any]) -> list[str] | None:
+    """What is wrong with the data of a run, every byte of it read; None where they are not here."""
+    place = record.get("data")
     if not isinstance(place, str) or not Path(place).is_dir():
         return None
     try:
@@ -404,10 +340,3 @@ def data_problems(record: Mapping[str, Any], folder: Path) -> list[str] | None:
         return [str(error)]
     same = record.get("shards") == data.content_fingerprint
     return [] if same else [f"{place} does not hold the shards that the checkpoint was trained on"]
-
-
-def _hashed(folder: Path) -> Hashed:
-    try:
-        return read_json_object(folder / HASHED)
-    except UnreadableFile:
-        return {}

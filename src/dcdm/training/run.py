@@ -44,28 +44,22 @@ from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.checkpoint_folder import (
     CHECKPOINTS,
-    HASHED,
     SETTINGS,
     TOKENIZER,
     CheckpointError,
-    Hashed,
     check_record,
     checkpoints,
-    hash_data,
     load_record,
     newest_whole,
     record_of,
     recorded_settings,
-    remember_hashes,
     tokenizer_problems,
 )
 from dcdm.training.metrics import MAIN, Recorder, wandb_package
 from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
 from dcdm.training.trainer import NotFinite, Trainer
 
-WRITTEN = {
-    SETTINGS, TOKENIZER, CHECKPOINTS, HASHED, "metrics.jsonl", "timing.jsonl", "tensorboard", "wandb"
-}  # fmt: skip
+WRITTEN = {SETTINGS, TOKENIZER, CHECKPOINTS, "metrics.jsonl", "timing.jsonl", "tensorboard", "wandb"}
 """What a run writes into its folder."""
 ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
 """Endings of what else may lie there before a run begins."""
@@ -123,7 +117,7 @@ def _run(
         data = open_data(config, world)
         if is_prepared(config.data) and not (folder / SETTINGS).exists():
             check_as_prepared(config.data, data)
-        hashed = from_main(lambda: hash_data(data, folder), world)
+        from_main(data.check_hashes, world)
 
         types = precision(config.train.dtype, world.device)
         config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
@@ -137,7 +131,7 @@ def _run(
             for path, reason in resumed.skipped if resumed is not None else ():
                 console.print(f"skipping {path}: {reason}")
             recorder = stack.enter_context(Recorder(folder, config, console, world))
-            _begin(folder, config, data.tokenizer, hashed, console)
+            _begin(folder, config, data.tokenizer, console)
             recorder.on_resume(trainer.step)
             if trainer.step:
                 console.print(f"{folder}: resuming from step {trainer.step}")
@@ -252,13 +246,12 @@ def _trainer(
     return Trainer(model, batches, config.train, config.objective, world)
 
 
-def _begin(folder: Path, config: RunConfig, tokenizer: Tokenizer, hashed: Hashed, console: Console) -> None:
+def _begin(folder: Path, config: RunConfig, tokenizer: Tokenizer, console: Console) -> None:
     """What the main process writes to the folder once it is certain from where the run resumes."""
     kept = folder / TOKENIZER
     if kept.exists() and tokenizer_problems({"tokenizer": tokenizer.fingerprint}, folder):
         console.print(f"{kept} is damaged; written again from that of the data")
     tokenizer.save(kept)
-    remember_hashes(hashed, folder)
     run_settings.write(config, folder / SETTINGS)
 
 
