@@ -11,7 +11,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 .PHONY: help setup demo test test-all browser check format clean
 
 help:
-	@echo "make demo      watch a trained model fill in code, then train two and compare them (a few minutes)"
+	@echo "make demo      train DCDM and its baselines on English, and watch chunks form (minutes)"
 	@echo "make test      lint, types and the default test suite"
 	@echo "make test-all  the same with the slow tests and a browser"
 	@echo "make browser   Debian's Chromium, which the tests of the playground drive"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from dcdm.commands.demo import write
+from dcdm.commands.demo import in_orders
 from dcdm.config import many
 from dcdm.io.load import load_model
 from dcdm.viewing.filling import Written, exercises_for
@@ -132,7 +132,7 @@ def _panel(text: Written, layout: list[Cell], left: float, width: float, high: f
 def draw_filling(place: str) -> None:
     """The first exercise of the default model, in its lanes and in AR's order."""
     model, tokenizer = load_model()
-    texts = write(model, tokenizer, exercises_for(tokenizer, model.config.context_length)[0])
+    texts = in_orders(model, tokenizer, exercises_for(tokenizer, model.config.context_length)[0], drafts=False)
     Path(place).write_text(moving_picture(texts, "A small model fills blanks in code"), encoding="utf-8")
 
 

@@ -64,7 +64,7 @@ def test_blanks_disappear_with_the_forward_that_fills_them():
 # --- what is blanked out -----------------------------------------------------------------------------------------
 
 
-ALL = [exercise for forms in EXERCISES for exercise in forms]
+ALL = [exercise for both in EXERCISES.values() for forms in both for exercise in forms]
 
 
 def tokenizer_of(spec):
@@ -86,8 +86,9 @@ def test_blanks_are_whole_tokens_of_the_text_as_the_model_reads_it(exercise, spe
 
 def test_the_longest_form_that_fits_is_chosen():
     tokenizer = byte_tokenizer()
-    assert exercises_for(tokenizer, 1024) == [forms[0] for forms in EXERCISES]
-    assert exercises_for(tokenizer, 128) == [forms[1] for forms in EXERCISES]
-    assert exercises_for(tokenizer, 64) == []
+    for language, both in EXERCISES.items():
+        assert exercises_for(tokenizer, 1024, language) == [forms[0] for forms in both]
+        assert exercises_for(tokenizer, 128, language) == [forms[1] for forms in both]
+        assert exercises_for(tokenizer, 48, language) == []
     for one in (*exercises_for(tokenizer, 1024), *exercises_for(tokenizer, 128)):
         compile(one.text + "        pass\n" * one.text.endswith("(self):\n"), one.name, "exec")

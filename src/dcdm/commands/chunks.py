@@ -84,7 +84,7 @@ def chunks(
     model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
     shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
-    counted = _corpus(corpus, windows, loaded, tokenizer) if corpus else None
+    counted = held_out_windows(corpus, windows, loaded, tokenizer) if corpus else None
     chunked = view(
         loaded,
         shown,
@@ -133,7 +133,7 @@ def _given_text(text: str | None, file: Path | None, has_model: bool) -> str:
     return piped if piped or has_model or file is not None else EXAMPLE
 
 
-def _corpus(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:
+def held_out_windows(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:
     """Held-out windows, evenly spread."""
     import torch
 

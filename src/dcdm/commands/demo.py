@@ -1,366 +1,337 @@
-"""`dcdm demo`: the shipped models at work, two models trained here and compared, and a page about all of it."""
+"""`dcdm demo`: DCDM, BDLM and MDLM trained on English, chunks watched while they form, and a page about it."""
 
 from __future__ import annotations
 
-import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcdm.commands.chunks import held_out_windows
 from dcdm.commands.options import at_least_one
-from dcdm.config import ConfigError, many
-from dcdm.shipped import Card, card_of, default
+from dcdm.config import ConfigError
+from dcdm.shipped import card_of, default
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from dcdm.data.store import PreparedData
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import ChunkView
     from dcdm.viewing.filling import Exercise, Written
     from dcdm.viewing.tables import Table
 
-EXAMPLES = ("dcdm demo", "dcdm demo --no-train", "dcdm demo --steps 50 --folder runs/short")
+EXAMPLES = ("dcdm demo", "dcdm demo --steps 600 --folder runs/longer")
 
-WINDOWS = 64
-TEMPERATURE = 0.5
 MODELS = {
-    "lanes": ("lanes-debug", "Lanes: trained on 1 to 16 lanes at once, whose loss is an exact likelihood"),
-    "bdlm": (
-        "bdlm-debug",
-        "BDLM: blocks of 8 bytes in a row, trained with the noise levels that suit it best (0.3 to 0.8)",
-    ),
+    "dcdm": "DCDM, the paper's model: a router sends every token to one of 8 chunks",
+    "bdlm": "BDLM, block diffusion: every 8 tokens in a row are a block",
+    "mdlm": "MDLM, masked diffusion: all tokens at once",
 }
-"""The two models that are trained, as many parameters and steps each: run folder → preset, and a sentence on it."""
-FIGURES = (
-    ("exact, 16 passes", "−log p of 8 lanes, and of BDLM with one forward pass for each block of 8", 8, "chunk"),
-    (
-        "exact, 127 passes",
-        "−log p of one token with each forward pass: 1 lane, and the surest token of a block",
-        1,
-        "position",
-    ),
+"""What is trained, all alike: run folder, of the preset NAME-debug, and a sentence on it."""
+TEXT = (
+    "Fellow-citizens of the Senate and of the House of Representatives: I congratulate you on the peace and the "
+    "prosperity of the United States. In the year 1862 the revenue of the Treasury was 51 millions of dollars, and "
+    "the Army and the Navy of the Union were maintained at a cost of 39 millions."
 )
-"""What is compared: name, meaning, lanes of the one, and how the other commits."""
-COMMANDS = (
-    ('dcdm sample --prompt "def main(" --stream', "a text of your own, written in lanes"),
-    ('dcdm chunks "x = [i for i in range(9)]" --html chunks.html', "its chunks, round by round"),
-    ("dcdm models", "what comes with dcdm, and how good it is"),
-    ("dcdm serve", "the playground, and an API that OpenAI’s clients understand"),
-    (
-        "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
-        "a model of your own, whose router forms the chunks",
-    ),
-    ("dcdm presets", "every model of the paper's table, and more"),
+"""What is shown again and again while chunks form."""
+TOKENIZER, VIEWS, WINDOWS, TEMPERATURE = "bpe:1024", 5, 32, 0.5
+LEGEND_OF_FIGURES = (
+    "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: of Monte-Carlo"
 )
-"""What to try next, and what it gives."""
 CAUTION = (
-    "One seed each, a few minutes of training, each model with an objective of its own: errors over windows do not "
-    "cover any of that."
+    "One seed, and minutes of training: errors over texts do not cover that. Bounds may be compared with bounds; "
+    "the surrogate is the number that the paper reports of DCDM, and no bound."
 )
-COLUMNS = ("Lanes", "BDLM", "Lanes − BDLM")
 
 
 def demo(
-    steps: int = 240,
-    seed: int = 0,
-    folder: Path = Path("runs/demo"),
-    data: tuple[str, ...] = ("stdlib",),
-    train: bool = True,
+    steps: int = 140, seed: int = 0, folder: Path = Path("runs/demo"), data: tuple[str, ...] = ("addresses",)
 ) -> None:
-    """Watch the model that comes with dcdm fill in code, then train two small ones and compare them.
+    """Train the paper's model and its two baselines on English, and watch chunks form.
 
-    The first screen takes seconds, all of it a few minutes on two cores. Ctrl-C saves and stops; the same command
-    resumes.
+    A few minutes on two cores. Ctrl-C saves and stops; the same command resumes.
 
     Args:
-        steps: Optimizer steps of each model that is trained.
+        steps: Optimizer steps of each model.
         seed: Seed of the weights, the data order, the noise and the samples.
-        folder: Where the two runs and report.html go.
-        data: Text to train on: stdlib is the source of this Python's standard library.
-        train: Train and compare two models; --no-train ends after the first screen.
+        folder: Where the three runs and report.html go.
+        data: Text to train on: addresses comes with dcdm, the State of the Union addresses.
     """
     from rich.console import Console
 
+    from dcdm.data.prepare import prepare
     from dcdm.files import write_whole
-
-    at_least_one(steps=steps)
-    console = Console(highlight=False)
-    written = fill_exercises(console, seed)
-    views = divide_a_text(console)
-    if train:
-        lines = train_and_compare(steps, seed, folder, data, console)
-        place = folder / "report.html"
-        write_whole(place, demo_page(folder, written, views, lines, steps, data).encode())
-        console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser.")
-    console.print("[bold]dcdm serve[/bold] opens the playground. Then try")
-    for command, _ in COMMANDS[:3]:
-        console.print(f"  {command}", markup=False, soft_wrap=True)
-
-
-# --- the shipped models at work ----------------------------------------------------------------------------------
-
-
-def fill_exercises(console: Console, seed: int = 0) -> dict[str, list[Written]]:
-    """Show the default model filling code in lanes beside AR's order; what was written, by what was asked."""
-    from dcdm.decoding.engine import generate
     from dcdm.io.load import load_model
+    from dcdm.progress import ConsoleProgress
     from dcdm.viewing.filling import exercises_for
     from dcdm.viewing.terminal import show_written
 
-    model, tokenizer = load_model(default())
-    _say_card(default(), console)
-    generate(model, "x", tokenizer=tokenizer, max_new_tokens=4)  # the first forward pass of a process is slow
-    written = {}
-    for exercise in exercises_for(tokenizer, model.config.context_length):
-        texts = written[exercise.about] = write(model, tokenizer, exercise, seed)
-        console.print(f"[bold]{exercise.about}[/bold], one model, two orders:")
-        show_written(texts, console)
-    return written
+    at_least_one(steps=steps)
+    console = Console(highlight=False)
+    with ConsoleProgress() as reporter:
+        prepared = prepare(list(data), TOKENIZER, reporter=reporter)
+    for name, says in MODELS.items():
+        console.print(f"\n[bold]{says}[/bold]")
+        train(name, steps, seed, folder, data, prepared.tokenizer, console)
+    models = {name: load_model(folder / name)[0] for name in MODELS}
+
+    console.print("\n[bold]What DCDM's chunks hold[/bold], by the most frequent tokens of held-out text")
+    held = what_chunks_hold(models["dcdm"], prepared)
+    before = what_chunks_hold(untrained(folder / "dcdm", seed), prepared)
+    share = (
+        f"A frequent token goes to its usual chunk {held.share:.0%} of the time, where chance gives "
+        f"{held.chance:.0%}. Before training, when weights are random and the router sees little but the token "
+        f"itself, it was {before.share:.0%}."
+    )
+    held.table.print()
+    console.print(share)
+
+    figures = compare(folder, prepared)
+    console.print(f"\n[bold]How well each predicts held-out text[/bold], after {steps} steps")
+    figures.print(caption=LEGEND_OF_FIGURES)
+    console.print(CAUTION, style="dim")
+
+    tokenizer = prepared.tokenizer
+    fills = {}
+    for exercise in exercises_for(tokenizer, models["dcdm"].config.context_length, "english")[:1]:
+        console.print(f"\n[bold]{exercise.about}[/bold]: what each is surest of in its chunk, a token a pass")
+        fills[exercise.about] = [
+            write(model, tokenizer, exercise, name.upper(), commit="position", temperature=TEMPERATURE, seed=seed)
+            for name, model in models.items()
+        ]
+        show_written(fills[exercise.about], console)
+    fills |= beyond(console, seed)
+
+    place = folder / "report.html"
+    write_whole(place, demo_page(folder, prepared, (held.table, share), figures, fills, steps, seed).encode())
+    console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try")
+    for command, _ in next_commands(folder):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
-def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, seed: int = 0) -> list[Written]:
-    """The exercise in the model's lanes and in AR's order, with the same weights and the same seed."""
-    import torch
-
-    from dcdm.decoding.engine import generate
-    from dcdm.likelihood.estimators import score
-    from dcdm.viewing.filling import Written, filling_of
-
-    ids, blank = exercise.original(tokenizer)
-    original, given = torch.tensor([[tokenizer.bos_id, *ids]]), ~torch.tensor([[False, *blank]])
-    texts = []
-    for lanes in (model.config.default_lanes, 1):
-        done = generate(
-            model, exercise.prompt(tokenizer), tokenizer=tokenizer, lanes=lanes, temperature=TEMPERATURE, seed=seed,
-            eos_id=-1, drafts=0,
-        )  # fmt: skip
-        label = f"{lanes} lanes" if lanes > 1 else "AR’s order (1 lane)"
-        nats = score(model, original, "exact", prompt=given, lanes=lanes).per_token
-        texts.append(Written(label, filling_of(done, tokenizer), done.statistics.seconds, nats))
-    return texts
+def next_commands(folder: Path) -> tuple[tuple[str, str], ...]:
+    """What to try next, and what it gives."""
+    runs = " ".join(str(folder / name) for name in MODELS)
+    return (
+        (
+            f'dcdm chunks {folder / "dcdm"} "the people of the United States" --html chunks.html',
+            "chunks of your text",
+        ),
+        (f"dcdm eval ppl {runs} --data addresses", "the figures on more text"),
+        (f"dcdm serve {runs}", "the playground: two models fill in a text side by side"),
+        ("dcdm train --preset dcdm-small --run runs/small --data addresses", "a larger DCDM"),
+    )
 
 
-def divide_a_text(console: Console) -> list[ChunkView]:
-    """One text as the shipped models divide it, into lanes and into chunks; the chunks are shown."""
-    from dcdm.io.load import load_model
+# --- the paper's model and its baselines -------------------------------------------------------------------------
+
+
+def train(
+    name: str, steps: int, seed: int, folder: Path, data: tuple[str, ...], tokenizer: Tokenizer, console: Console
+) -> None:
+    """Train one model into the folder, or resume it; of DCDM, the chunks of `TEXT` are shown while they form."""
+    from dcdm.training.run import run_training
+    from dcdm.viewing.terminal import show_tokens
+
+    every = max(1, steps // VIEWS)
+    changes = {
+        "train.steps": steps, "train.warmup_steps": min(40, steps), "train.seed": seed, "data.sources": data,
+        "data.tokenizer": TOKENIZER, "checkpoint_every": every, "keep_last": VIEWS + 2, "log_every": 20,
+        "evaluate_every": every if name == "dcdm" else steps, "evaluate_first": name == "dcdm",
+        "evaluate_sequences": 8, "evaluate_samples": 1, "tensorboard": False,
+    }  # fmt: skip
+
+    def shown(model: Model, windows: Tensor) -> None:
+        console.print()
+        show_tokens(chunks_of(model, tokenizer), console)
+
+    try:
+        watch = shown if name == "dcdm" else None
+        code = run_training(f"{name}-debug", folder / name, changes=changes, picture=watch)
+    except ConfigError as error:
+        there = (folder / name / "settings.yaml").exists()
+        raise ConfigError(f"{error}; or take another --folder" if there else str(error)) from error
+    if code:
+        sys.exit(code)
+
+
+def chunks_of(model: Model, tokenizer: Tokenizer) -> ChunkView:
+    """The chunks of `TEXT` with nothing masked."""
     from dcdm.viewing.chunks import view, window_of
-    from dcdm.viewing.filling import exercises_for
-    from dcdm.viewing.terminal import show_text
 
-    names = dict.fromkeys([default(), default(chunks=True)])
-    loaded = {name: load_model(name) for name in names}
-    texts = [exercises_for(tokenizer, model.config.context_length)[0].text for model, tokenizer in loaded.values()]
-    views = []
-    for name, (model, tokenizer) in loaded.items():
-        window, _ = window_of(min(texts, key=len), tokenizer, model.config.context_length)
-        views.append(view(model, window, name=name))
-        if model.config.kind == "dcdm":
-            _say_card(name, console)
-            console.print("[bold]The chunks that it forms from this text[/bold], in the order of filling:")
-            frame = views[-1].frame  # with nothing marked as MASK: one looks at chunks, not at what a router knew
-            known = replace(frame, hidden=[False] * len(frame.hidden))
-            show_text(replace(views[-1], frames=[known], shown=0), console)
-    return views
-
-
-def _say_card(name: str, console: Console) -> None:
-    card = card_of(name)
-    assert card is not None
-    console.print(f"[bold]{name}[/bold]: {card.sentence}\n")
-
-
-# --- training and comparing two models ---------------------------------------------------------------------------
+    window, _ = window_of(TEXT, tokenizer, model.config.context_length)
+    return view(model, window, name="DCDM", noise=0.0)
 
 
 @dataclass(frozen=True)
-class ComparedEstimate:
-    """A likelihood of both models, each with its standard error, in nats per byte."""
+class Held:
+    """What a model's chunks hold."""
 
-    name: str
-    meaning: str
-    lanes: tuple[float, float]
-    bdlm: tuple[float, float]
-    difference: tuple[float, float]
-    """Lanes − BDLM, window by window."""
-    windows: int
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        return with_error(self.lanes), with_error(self.bdlm), with_error(self.difference, sign=True)
-
-    @property
-    def verdict(self) -> str:
-        """What the difference means, in one sentence."""
-        mean, error = self.difference
-        if not abs(mean) > 2 * error:
-            return f"By the {self.name} figure the two models do not differ by more than chance explains."
-        better, worse = ("lanes do", "BDLM") if mean < 0 else ("BDLM does", "lanes")
-        return (
-            f"By the {self.name} figure {better} better: a byte of held-out text is "
-            f"{math.exp(abs(mean)):.2f} times as probable as under {worse} (geometric mean)."
-        )
+    table: Table
+    share: float
+    """Of the occurrences of the frequent tokens, those in the chunk that the token goes to most."""
+    chance: float
+    """The same if ids were dealt out again at random among all places."""
 
 
-def with_error(value: tuple[float, float], sign: bool = False) -> str:
-    """Mean ± standard error."""
-    mean, error = value
-    return f"{mean:{'+' if sign else ''}.3f} ± {error:.3f}".replace("-", "−")
-
-
-def train_and_compare(
-    steps: int, seed: int, folder: Path, data: tuple[str, ...], console: Console
-) -> list[ComparedEstimate]:
-    """Train both models into the folder, or resume them, and compare them on held-out text."""
-    from dcdm.io.load import load_model
-    from dcdm.training.run import run_training
-
-    changes = {
-        "train.steps": steps, "train.warmup_steps": min(40, steps), "train.seed": seed,
-        "data.sources": data, "evaluate_every": steps, "evaluate_sequences": 16, "checkpoint_every": 50,
-        "log_every": 25, "tensorboard": False,
-    }  # fmt: skip
-    console.print("\n[bold]Now two models from nothing[/bold], trained here:")
-    for name, (preset, says) in MODELS.items():
-        console.print(f"[bold]{name}[/bold]: {says}")
-        try:
-            code = run_training(preset, folder / name, changes=changes)
-        except ConfigError as error:
-            there = (folder / name / "settings.yaml").exists()
-            raise ConfigError(f"{error}; or take another --folder" if there else str(error)) from error
-        if code:
-            sys.exit(code)
-    (lanes, tokenizer), (bdlm, _) = (load_model(folder / name) for name in MODELS)
-    lines = compare(lanes, bdlm, held_out(data, tokenizer, lanes.config.context_length))
-    show_comparison(lines, console)
-    return lines
-
-
-def held_out(data: tuple[str, ...], tokenizer: Tokenizer, length: int, count: int = WINDOWS) -> Tensor:
-    """Windows (N, L) of files that were not trained on, evenly spread over them."""
+def what_chunks_hold(model: Model, prepared: PreparedData, most: int = 60) -> Held:
+    """The most frequent tokens of held-out text by the chunk that they go to most, with nothing masked."""
     import torch
 
-    from dcdm.data.prepare import prepare
-
-    windows = prepare(list(data), tokenizer).dataset("validation", length)
-    places = torch.linspace(0, len(windows) - 1, min(count, len(windows))).long().tolist()
-    return torch.stack([windows[place]["tokens"] for place in places])
-
-
-def compare(lanes: Model, bdlm: Model, windows: Tensor) -> list[ComparedEstimate]:
-    """Both models on the same windows, exactly, by decoders that take the same number of forward passes."""
-    from dcdm.likelihood.estimators import score
-    from dcdm.likelihood.statistics import mean_and_stderr
-
-    lines = []
-    for name, meaning, number, commit in FIGURES:
-        ours = score(lanes, windows, "exact", lanes=number)
-        theirs = score(bdlm, windows, "trajectory", commit=commit, batch_size=len(windows))
-        counts = ours.tokens.tolist()
-        one, other, apart = (
-            mean_and_stderr(list(zip(nats.tolist(), counts, strict=True)))
-            for nats in (ours.nats, theirs.nats, ours.nats - theirs.nats)
-        )
-        lines.append(ComparedEstimate(name, meaning, one, other, apart, windows=len(windows)))
-    return lines
-
-
-def comparison_table(lines: Sequence[ComparedEstimate]) -> Table:
     from dcdm.viewing.tables import Table
 
-    return Table(("", *COLUMNS), [(line.name, *line.cells) for line in lines], ("",))
+    corpus = held_out_windows((str(prepared.folder),), WINDOWS, model, prepared.tokenizer)
+    assert model.chunking is not None
+    with torch.no_grad():
+        scores = model.router_scores(corpus.tokens, corpus.tokens != model.config.pad_id)
+    ids = model.chunking.assign(scores)[:, 1:].flatten()  # without BOS
+    words = [word for row in corpus.pieces for word in row[1:]]
+    frequent = dict(Counter(words).most_common(most))
+
+    def usual(chunks: list[int]) -> dict[bytes, tuple[int, int]]:
+        """The chunk that each frequent token goes to most, and how often."""
+        places: dict[bytes, Counter[int]] = defaultdict(Counter)
+        for word, chunk in zip(words, chunks, strict=True):
+            places[word][chunk] += 1
+        return {word: places[word].most_common(1)[0] for word in frequent}
+
+    found = usual(ids.tolist())
+    dealt = usual(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].tolist())
+    shown = {word: repr(word.decode(errors="replace"))[1:-1].replace(" ", "·") for word in frequent}
+    sizes = torch.bincount(ids, minlength=scores.shape[-1] + 1) / len(ids)
+    rows = [
+        (k, f"{sizes[k]:.0%}", "  ".join(shown[word] for word in frequent if found[word][0] == k))
+        for k in range(1, scores.shape[-1] + 1)
+    ]
+    inside, chance = (sum(number for _, number in each.values()) for each in (found, dealt))
+    total = sum(frequent.values())
+    table = Table(("chunk", "of all tokens", "usual chunk of"), rows, ("usual chunk of",))
+    return Held(table, inside / total, chance / total)
 
 
-def show_comparison(lines: Sequence[ComparedEstimate], console: Console) -> None:
-    """The table, and what it means."""
-    console.print(f"\nnats per byte, {lines[0].windows} held-out windows; lower is better")
-    comparison_table(lines).print()
-    for line in lines:
-        console.print(f"{line.name}: {line.meaning}.", style="dim")
-    console.print("±: standard error over windows; that of the difference is of window by window.", style="dim")
-    for line in lines:
-        console.print(line.verdict)
-    console.print(f"{CAUTION}\n", style="dim")
+def compare(folder: Path, prepared: PreparedData) -> Table:
+    """What `dcdm eval ppl` says of held-out windows, in few columns."""
+    from dcdm.evaluation.corpora import WindowSettings, read_corpora
+    from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
+    from dcdm.viewing.tables import Table, perplexity_table
+
+    corpora = read_corpora([f"held-out={prepared.folder}"], "text", "validation")
+    models = [str(folder / name) for name in MODELS]
+    measured = evaluate_perplexity(
+        models, corpora, ("auto", "surrogate"), EstimatorSettings(samples=4), WindowSettings(limit=WINDOWS)
+    )
+    whole = perplexity_table(measured)
+    return Table(whole.columns[1:6], [row[1:6] for row in whole.rows], ("model",))
+
+
+def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, label: str, **decoder: Any) -> Written:
+    """The exercise as a decoder fills it in."""
+    from dcdm.decoding.engine import generate
+    from dcdm.viewing.filling import Written, filling_of
+
+    done = generate(model, exercise.prompt(tokenizer), tokenizer=tokenizer, eos_id=-1, **decoder)
+    return Written(label, filling_of(done, tokenizer), done.statistics.seconds)
+
+
+# --- lanes and drafts --------------------------------------------------------------------------------------------
+
+
+def in_orders(
+    model: Model, tokenizer: Tokenizer, exercise: Exercise, drafts: bool = True, seed: int = 0
+) -> list[Written]:
+    """The exercise by a lane model: in its lanes, in AR's order and, if asked for, in that order with drafts."""
+    lanes = model.config.default_lanes
+    orders: dict[str, tuple[int, int | None]] = {f"{lanes} lanes": (lanes, 0), "AR’s order (1 lane)": (1, 0)}
+    orders |= {"1 lane with drafts": (1, None)} if drafts else {}
+    return [
+        write(model, tokenizer, exercise, label, lanes=number, drafts=ahead, temperature=TEMPERATURE, seed=seed)
+        for label, (number, ahead) in orders.items()
+    ]
+
+
+def beyond(console: Console, seed: int) -> dict[str, list[Written]]:
+    """One screen on what was found beyond the paper: the default model at work."""
+    from dcdm.decoding.engine import generate
+    from dcdm.io.load import load_model
+    from dcdm.viewing.filling import SHORT_FUNCTION
+    from dcdm.viewing.terminal import show_written
+
+    model, tokenizer = load_model(default())
+    generate(model, "x", tokenizer=tokenizer, max_new_tokens=4)  # the first forward pass of a process is slow
+    texts = in_orders(model, tokenizer, SHORT_FUNCTION, seed=seed)
+    card = card_of(default())
+    assert card is not None
+    console.print(f"\n[bold]Beyond the paper: lanes and drafts.[/bold] {card.name}: {card.sentence}")
+    console.print("Lanes are written at once, from left to right; drafts are guessed ahead, then verified:")
+    show_written(texts, console)
+    return {"Beyond the paper: a model that writes in lanes, and guesses ahead": texts}
 
 
 # --- the page ----------------------------------------------------------------------------------------------------
 
 
+def untrained(folder: Path, seed: int) -> Model:
+    """The model of a run before its first step."""
+    from dcdm.kinds import build
+    from dcdm.training.checkpoint_folder import SETTINGS
+    from dcdm.training.settings import read
+
+    return build(read(folder / SETTINGS).model, seed=seed)
+
+
+def forming(folder: Path, tokenizer: Tokenizer, seed: int) -> list[tuple[int, ChunkView]]:
+    """The chunks of `TEXT` before the first step, and at every checkpoint of the run."""
+    from dcdm.io.load import load_model
+    from dcdm.training.checkpoint_folder import CHECKPOINTS, checkpoints, step_of
+
+    steps = [(0, untrained(folder, seed))]
+    steps += [(step_of(path), load_model(path)[0]) for path in reversed(checkpoints(folder / CHECKPOINTS))]
+    return [(step, chunks_of(model, tokenizer)) for step, model in steps]
+
+
 def demo_page(
-    folder: Path, written: Mapping[str, Sequence[Written]], views: Sequence[ChunkView],
-    lines: Sequence[ComparedEstimate], steps: int, data: tuple[str, ...],
+    folder: Path, prepared: PreparedData, held: tuple[Table, str], figures: Table,
+    fills: Mapping[str, Sequence[Written]], steps: int, seed: int,
 ) -> str:  # fmt: skip
     """All of the demo as one self-contained HTML file."""
-    from dcdm.kinds import parameter_counts
-    from dcdm.presets import preset
     from dcdm.training.metrics import read_rows
-    from dcdm.viewing.pages import Curve, averaged, chart, escape, items, page
+    from dcdm.viewing.filling import as_filling
+    from dcdm.viewing.pages import Curve, averaged, chart, escape, items, page, page_data, section
 
-    replays = {f"written-{number}": texts for number, texts in enumerate(written.values(), start=1)}
-    fillings = {name: [{**asdict(t.filling), "label": t.label} for t in texts] for name, texts in replays.items()}
-    cards = [card for view in views if (card := card_of(view.model)) is not None]
-    size = parameter_counts(preset(MODELS["lanes"][0]))[0]
-    corpus = ", ".join("Python’s standard library" if source == "stdlib" else source for source in data)
-    curves = []
-    for column, name in zip(COLUMNS, MODELS, strict=False):
-        losses = [(row["step"], row["nll"]) for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row]
-        curves.append(Curve(column, averaged(losses)))
+    views = forming(folder / "dcdm", prepared.tokenizer, seed)
+    last = views[-1][1]
+    router = {"rule": last.rule, "scores": page_data(last)["frames"][last.shown]["scores"], "bias": last.bias}
+    replays: dict[str, Any] = {"viewer": [asdict(as_filling(last)) | router]}
+    sections = []
+    for number, (about, texts) in enumerate(fills.items(), start=1):
+        replays[f"filled-{number}"] = [asdict(text.filling) | {"label": text.label} for text in texts]
+        told = items([f"{text.label}: {text.sentence}." for text in texts])
+        inner = f'<div id="filled-{number}"></div><ul class="small">{told}</ul>'
+        sections.append(section(about, inner, wide=True))
+    losses = {
+        name: [(row["step"], row["nll"]) for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row]
+        for name in MODELS
+    }
+    curves = [Curve(name.upper(), averaged(points)) for name, points in losses.items()]
+    shown = (
+        f"<div><h3>{f'after step {step:,}' if step else 'before the first step'}</h3>{view.coloured}</div>\n"
+        for step, view in views
+    )
     return page(
-        "demo", "DCDM demo", {"fillings": {"viewer": [_viewed(view) for view in views], **fillings}},
-        models=items([f"{card.name}: {card.sentence}" for card in cards]),
-        written="".join(_exercise(*asked) for asked in zip(replays, written, replays.values(), strict=True)),
-        shipped="".join(_shipped(card) for card in cards),
-        summary=escape(f"{size:,} parameters each, {steps} steps on {corpus}, byte by byte"),
-        recipes=items([f"{says}." for _, says in MODELS.values()]),
-        figures=comparison_table(lines).to_html(),
-        windows=lines[0].windows,
-        meanings=items([f"{line.name}: {line.meaning}." for line in lines]),
-        verdicts="".join(f"<p><strong>{escape(line.verdict)}</strong></p>" for line in lines),
-        caution=escape(CAUTION),
-        curves=chart(curves, across="step", up="nats per byte"),
+        "demo", "DCDM: chunks that form from content", {"fillings": replays},
+        forming="".join(shown),
+        held=held[0].to_html(), share=escape(held[1]),
+        summary=escape(f"{steps} steps each on {', '.join(prepared.manifest['given']['sources'])}."),
+        models=items([f"{says}." for says in MODELS.values()]),
+        figures=figures.to_html(), legend=escape(f"{LEGEND_OF_FIGURES}."), caution=escape(CAUTION),
+        curves=chart(curves, across="step", up="nats per token"),
+        filled="".join(sections),
         commands="".join(
-            f"<dt><code>{escape(command)}</code></dt><dd>{escape(gives)}</dd>" for command, gives in COMMANDS
+            f"<dt><code>{escape(one)}</code></dt><dd>{escape(gives)}</dd>" for one, gives in next_commands(folder)
         ),
     )  # fmt: skip
-
-
-def _exercise(name: str, about: str, texts: Sequence[Written]) -> str:
-    from dcdm.viewing.pages import items, paragraph, section
-
-    what = (
-        "Grey text was given. One set of weights, one seed, different orders of writing; the replays move forward "
-        "pass by forward pass."
-    )
-    told = items([f"{text.label}: {text.sentence}." for text in texts])
-    inner = f'{paragraph(what)}<div id="{name}"></div><ul class="small">{told}</ul>'
-    return section(f"{about}: lanes beside AR’s order", inner, wide=True)
-
-
-def _shipped(card: Card) -> str:
-    """The figures of a card as a table."""
-    from dcdm.viewing.pages import escape, grid
-
-    rows = [
-        [one.lanes or "–", one.drafts or "–", f"{one.forwards_per_window:g}" if one.forwards_per_window else "–",
-         f"{one.nats_per_token:.3f}", f"{one.nats_per_byte:.3f}", one.estimator]
-        for one in card.figures
-    ]  # fmt: skip
-    header = ["lanes", "drafts", "forward passes", "nats/token", "nats/byte", "figure"]
-    return f"<div><h3>{escape(card.name)}</h3>{grid(header, rows)}</div>"
-
-
-def _viewed(view: ChunkView) -> dict[str, Any]:
-    """A text that is known, as its model would fill it, with the scores by which it was divided."""
-    from dcdm.viewing.filling import as_filling
-    from dcdm.viewing.pages import page_data
-
-    data, filling = page_data(view), as_filling(view)
-    places = many(view.num_lanes, "lane") if view.lanes else many(view.num_chunks, "chunk")
-    passes = many(len(filling.steps), "forward pass", "forward passes")
-    return {
-        **asdict(filling), "label": f"{view.model}: {places}, {passes}", "rule": view.rule,
-        "scores": data["frames"][view.shown]["scores"], "bias": data["bias"],
-    }  # fmt: skip

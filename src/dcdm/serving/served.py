@@ -168,8 +168,8 @@ class Served:
         found: list[dict[str, Any]] = []
         if "blanks" in fitting and self.model.config.kind != "ar":
             found.append({"name": "Fill blanks", "prompt": fitting["blanks"].prompt(self.tokenizer)})
-        if "function" in fitting:
-            (given, _), (_, length) = fitting["function"].segments(self.tokenizer)
+        if "ending" in fitting:
+            (given, _), (_, length) = fitting["ending"].segments(self.tokenizer)
             found.append({"name": "Complete", "prompt": given, "length": length})
         orders_differ = self.model.config.lanes is not None or not self.model.config.predicts_from_left
         if found and self.model.config.kind != "ar" and orders_differ:

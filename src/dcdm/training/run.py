@@ -1,7 +1,7 @@
 """A run from settings to its folder: data, model, steps, evaluations and checkpoints, in this order.
 
 What may go wrong is found before the first step. Initial weights come through `load_init`, and
-pictures for TensorBoard through `picture`: reading foreign folders and drawing are not training's business.
+pictures through `picture`: reading foreign folders and drawing are not training's business.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
 INTERRUPTED = 130
 
 MakePicture = Callable[[Model, torch.Tensor], Any]
-"""(model, windows of text) → a figure of their chunks."""
+"""(model, windows of text) → a figure of their chunks for TensorBoard; asked at every evaluation."""
 LoadInit = Callable[[Model, str, Tokenizer], None]
 """Copy initial weights from what `init` names into a model that reads text by this tokenizer."""
 
@@ -165,7 +165,7 @@ def _train(
 
     def assess() -> Mapping[str, float]:
         with trainer.averaged() as model:
-            if picture is not None and config.tensorboard and recorder is not None:
+            if picture is not None and recorder is not None:
                 recorder.on_picture(trainer.step, picture(model, _samples(valid_set).to(world.device)))
             figures = evaluate(
                 model, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples

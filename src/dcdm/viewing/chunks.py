@@ -138,8 +138,9 @@ class ChunkView:
         """As plain values for JSON."""
         return {**asdict(self), "kinds": KINDS}
 
-    def _repr_html_(self) -> str:
-        """For notebooks: the frame's tokens on the colours of their chunks, or outlined; a tip names the chunk."""
+    @property
+    def coloured(self) -> str:
+        """The frame as HTML: tokens on the colours of their chunks, or outlined; a tip names the chunk."""
         pieces = []
         for token, group, hidden in zip(self.tokens, self.groups, self.hidden, strict=True):
             ground = colour(group)
@@ -147,12 +148,16 @@ class ChunkView:
             name = f"{'lane' if self.lanes else 'chunk'} {group}" if group > 0 else "always visible"
             tip = "in no chunk yet" if group == UNROUTED else name
             pieces.append(f'<span style="{look}" title="{tip}">{escape(token.text)}</span>')
+        style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
+        return f'<div style="{style}">{"".join(pieces)}</div>'
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
         where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
         outlined = "not written yet" if self.lanes else "MASK here"
         chunks = many(self.num_chunks, "chunk")
         below = f"{self.model}: {chunks}, {where}; outlined: {outlined}. {self.rule} {self.note}"
-        style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
-        return f'<div style="{style}">{"".join(pieces)}</div><small>{escape(below)}</small>'
+        return f"{self.coloured}<small>{escape(below)}</small>"
 
 
 @dataclass(frozen=True)

@@ -153,23 +153,44 @@ SHORT_CLASS = Exercise(
     "        self.⟦items.append⟧(item)\n",
 )
 FUNCTION = Exercise(
-    "function",
+    "ending",
     "Complete a function",
     'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
     "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
     "    return [line.rstrip() for line in lines]\n⟧",
 )
 SHORT_FUNCTION = Exercise(
-    "function",
+    "ending",
     "Complete a function",
     'def read(filename):\n    """Return the lines of a file."""'
     "⟦\n    with open(filename) as file:\n        return file.readlines()\n⟧",
 )
-EXERCISES = ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION))
-"""Each in a longer and a shorter form."""
+PASSAGE = Exercise(
+    "blanks",
+    "Fill the blanks of a sentence",
+    "The people of⟦ the United States⟧ are at peace with all⟦ the nations of⟧ the world, and the⟦ revenue⟧ of the"
+    " Government has been more⟦ than⟧ enough to pay⟦ the⟧ expenses of the year.⟦ It is⟧ our duty to keep it so.",
+)
+SHORT_PASSAGE = Exercise(
+    "blanks",
+    "Fill the blanks of a sentence",
+    "We are⟦ at peace⟧ with all⟦ the nations of⟧ the world, and the people of⟦ the United⟧ States are⟦ free⟧.",
+)
+SENTENCE = Exercise(
+    "ending",
+    "Complete a sentence",
+    "The commerce of our country has been extended to every part of the world, and⟦ the laws of the Congress have"
+    " been carried out in all of the States.⟧",
+)
+SHORT_SENTENCE = Exercise("ending", "Complete a sentence", "The commerce of our country⟦ has been good this year.⟧")
+EXERCISES = {
+    "python": ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION)),
+    "english": ((PASSAGE, SHORT_PASSAGE), (SENTENCE, SHORT_SENTENCE)),
+}
+"""By language, each in a longer and a shorter form."""
 
 
-def exercises_for(tokenizer: Tokenizer, length: int) -> list[Exercise]:
+def exercises_for(tokenizer: Tokenizer, length: int, language: str = "python") -> list[Exercise]:
     """The exercises that fit into a context of `length` tokens, BOS among them, each in its longest form.
 
     Those that the tokenizer cannot spell are left out.
@@ -182,5 +203,5 @@ def exercises_for(tokenizer: Tokenizer, length: int) -> list[Exercise]:
             return False
         return len(ids) < length and tokenizer.decode(ids) == text
 
-    fitting = [[one for one in forms if fits(one.text)] for forms in EXERCISES]
+    fitting = [[one for one in forms if fits(one.text)] for forms in EXERCISES[language]]
     return [forms[0] for forms in fitting if forms]

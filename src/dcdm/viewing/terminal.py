@@ -40,11 +40,17 @@ def show(view: ChunkView, console: Console) -> None:
 
 def show_text(view: ChunkView, console: Console) -> None:
     """Print the tokens of the view's frame, and what they are."""
-    coloured = _in_colour(console)
     _line(headline(view), console)
     if view.note:
         _line(view.note, console)
     console.print()
+    show_tokens(view, console)
+    _line(_key(view, _in_colour(console)), console, "dim")
+
+
+def show_tokens(view: ChunkView, console: Console) -> None:
+    """Print the tokens of the view's frame and nothing else."""
+    coloured = _in_colour(console)
     if view.lanes and not _as_running_text(view, coloured):
         console.print(lane_rows(view, console.width, coloured), soft_wrap=True)
     elif coloured:
@@ -52,7 +58,6 @@ def show_text(view: ChunkView, console: Console) -> None:
     else:
         for line in numbered_lines(view, console.width):
             _line(line, console)
-    _line(_key(view, coloured), console, "dim")
 
 
 def _line(text: str, console: Console, style: str = "") -> None:
@@ -201,7 +206,7 @@ def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
         inner = Text("\n").join([filling_text(text.filling, done, coloured), Text(below, "dim")])
         panels.append(Panel(inner, title=head, title_align="left"))
     widest = max(len(line) for text in texts for line in "".join(text.filling.tokens[1:]).splitlines())
-    beside = console.width >= max(LEAST_BESIDE, 2 * (widest + 5))
+    beside = console.width >= max(LEAST_BESIDE, len(texts) * (widest + 5))
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in panels if beside else panels[:1]:
         table.add_column(ratio=1)
