@@ -19,12 +19,10 @@ from dcdm.viewing.chunks import (
     LEVELS,
     ChunkView,
     Frame,
-    KindCounts,
+    Held,
     TextWindow,
     Token,
     TokenWindows,
-    counted,
-    kinds_of,
     view,
     window_of,
 )
@@ -54,8 +52,8 @@ def test_a_replay_has_a_forward_for_each_chunk_with_something_to_fill():
     ids = [1, 3, 3, 2, 3]
     frame = Frame(0.5, ids, [False] * 5, [[0.0] * 4] * 5, [0, 1, 3, 0])
     tokens = [Token(at, letter, "word", free=at > 0) for at, letter in enumerate("^abcd")]
-    counts = KindCounts("", 0, [])
-    noisy = ChunkView("m", "dcdm", "paper", "", "noise", 4, tokens, [frame], 0, [0.0] * 4, counts)
+    held = Held("", 1, (), 0, [])
+    noisy = ChunkView("m", "dcdm", "paper", "", "noise", 4, tokens, [frame], 0, [0.0] * 4, held)
     filling = as_filling(noisy)
     assert filling.steps == [[3], [1, 2, 4]], "BOS alone is in chunk 1, and chunk 4 is empty"
     assert filling.came == [0, 2, 2, 1, 2]
@@ -133,47 +131,30 @@ def test_ar_and_settings_that_do_not_fit_are_refused(name, asked, why):
 
 
 @pytest.mark.parametrize("name", ["paper", "causal", "random"])
-def test_kinds_over_a_corpus_are_those_of_its_windows_together(name):
+def test_contents_over_a_corpus_are_those_of_the_models_own_chunks(name):
     model, rows = tiny.model(name), [window(seed=seed) for seed in range(11)]
     tokens = torch.stack([row.tokens for row in rows])
     index = torch.arange(len(rows))
     corpus = TokenWindows(
         "rows", tokens, torch.zeros_like(tokens, dtype=torch.bool), index, [row.pieces for row in rows]
     )
-    counts = view(model, rows[0], corpus=corpus).kind_counts
-    assert counts.tokens == 11 * (LENGTH - 1)
-    assert all(sum(map(sum, table)) == counts.tokens for table in counts.table)
-    assert len(counts.table) == (len(LEVELS) if name == "paper" else 1)
-    if name != "paper":
-        ids = model.partition(tokens, index=index).ids.flatten().tolist()
-        kinds = [kind for row in rows for kind in kinds_of(row.pieces)]
-        assert counts.table == [counted(ids, kinds, len(counts.table[0]))]
-
-
-# --- kinds of tokens ---------------------------------------------------------------------------------------------
-
-
-def by_byte(text: str) -> list[str]:
-    return kinds_of([bytes([byte]) for byte in text.encode()])
-
-
-def test_every_byte_of_a_word_has_the_kind_of_the_word():
-    words = {
-        "def": "keyword", "None": "keyword", "define": "name", "_x1": "name", "été": "name", "中文": "name",
-        "42": "digits", "0x1F": "digits", "3.14": "digits", "1_000": "digits", " \t\n": "whitespace",
-        "):": "punctuation", "—„": "punctuation", "→": "other", "🙂": "other",
-    }  # fmt: skip
-    for text, kind in words.items():
-        assert by_byte(text) == [kind] * len(text.encode()), text
-    line = {"if": "keyword", " ": "whitespace", "x1": "name", ">=": "punctuation", "2.5": "digits"}
-    assert by_byte("".join(line)) == [kind for part, kind in line.items() for _ in part]
-
-
-def test_a_token_has_the_kind_of_its_word_without_leading_space_and_broken_letters_are_other():
-    assert kinds_of([b"ret", b"urn", b" in", b"put", b":\n", b"  "]) == [
-        "keyword", "keyword", "name", "name", "punctuation", "whitespace",
-    ]  # fmt: skip
-    assert kinds_of([b"", b"\xa9", b"a", "é".encode()[:1]]) == ["other", "other", "name", "other"]
+    found = view(model, rows[0], corpus=corpus)
+    held = found.held
+    assert held.tokens == 11 * (LENGTH - 1)
+    assert all(frame[0].tokens == held.tokens for frame in held.frames)
+    if name == "paper":
+        assert len(held.frames) == len(LEVELS)
+        assert [[one.which for one in held.frames[at]] for at in (0, 5, -1)] == [
+            ["all", "visible"], ["all", "visible", "masked"], ["all", "masked"],
+        ]  # fmt: skip
+        half = held.frames[5]
+        assert half[1].tokens + half[2].tokens == held.tokens
+        ids = model(tokens, torch.zeros_like(tokens, dtype=torch.bool)).chunk_ids
+        held.frames[1:] = []
+    else:
+        ids = model.partition(tokens, index=index).ids
+    sizes = [int((ids[:, 1:] == k).sum()) for k in range(1, found.num_chunks + 1)]
+    assert [[sum(row) for row in one[0].kinds] for one in held.frames] == [sizes]
 
 
 # --- tokens as text ----------------------------------------------------------------------------------------------
@@ -239,7 +220,7 @@ def test_inks_are_readable_on_every_colour():
 def test_a_line_end_with_its_indentation_begins_a_line():
     tokens = [Token(0, text, "name", True) for text in ("if", " x", ":", "\n    ", " y", "\n")]
     frame = Frame(1, [1, 1, 2, 2, 1, 1], [False] * 6, [[]] * 6, [4, 2])
-    found = ChunkView("m", "bdlm", "", "", "round", 2, tokens, [frame], 0, [], KindCounts("", 0, []))
+    found = ChunkView("m", "bdlm", "", "", "round", 2, tokens, [frame], 0, [], Held("", 1, (), 0, []))
     assert coloured_text(found).plain == "if x:\n↵     y↵\n"
     rows = [line for line in numbered_lines(found, 80) if line.startswith("text")]
     assert rows == ["text   if x:", "text   ↵     y↵"]
@@ -378,6 +359,10 @@ def test_the_command_writes_a_page_and_counts_over_a_corpus(tmp_path, capsys, mo
     more = ["--corpus", str(corpus), "--windows", "3", "--noise", "0.2"]
     main(["chunks", folder, "x = 1", "--html", str(html), *more])
     assert "3 held-out windows" in html.read_text(encoding="utf-8")
+    main(["chunks", folder, *more])
+    shown = capsys.readouterr().out
+    assert "The first of 3 held-out windows" in shown
+    assert re.search(r"\n +0\.2 +\d+ visible +\d\.\d\d ", shown)
     main(["chunks", folder, "x = 1"])
     assert "noise level 0.5" in capsys.readouterr().out
 

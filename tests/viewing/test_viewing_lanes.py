@@ -68,13 +68,13 @@ def test_the_default_number_is_the_models_and_others_have_none():
 
 def test_kinds_are_counted_by_lane_over_the_text_or_a_corpus():
     window, _ = window_of(TEXT, byte_tokenizer(), 128)
-    counts = seen(3).kind_counts
-    assert [sum(row) for row in counts.table[0]] == [6, 5, 5]
+    ((one,),) = seen(3).held.frames
+    assert [sum(row) for row in one.kinds] == [6, 5, 5]
     tokens = window.tokens[None].repeat(3, 1)
     index = tokens[:, 0] * 0
     corpus = TokenWindows("rows", tokens, tokens < 0, index, [window.pieces] * 3)
-    many = view(model(), window, lanes=3, corpus=corpus).kind_counts
-    assert many.table == [[[3 * count for count in row] for row in counts.table[0]]]
+    ((many,),) = view(model(), window, lanes=3, corpus=corpus).held.frames
+    assert many.kinds == [[3 * count for count in row] for row in one.kinds]
 
 
 def test_with_drafts_a_forward_writes_as_far_as_drafts_are_accepted():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "dcdm chunks",
+    "dcdm chunks runs/first --corpus addresses --noise 0",
     'dcdm chunks "for i in range(10): print(i)"',
     'dcdm chunks runs/first "for i in range(10): print(i)"',
     'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
@@ -71,20 +72,24 @@ def chunks(
             colour of the page.
         drafts: For models with a draft head: lanes as that many draft tokens would have written them.
         window: Which window to show of a text that is longer than the model's context.
-        corpus: Count kinds of tokens over held-out windows of these sources, not over the text: what
-            `dcdm data prepare` reads, or a folder that it wrote.
+        corpus: Tell what chunks hold, and what decides them, over held-out windows of these sources: what
+            `dcdm data prepare` reads, or a folder that it wrote. Without a text their first window is shown.
         windows: How many windows of the corpus.
         seed: Seed of the masks.
     """
-    from dcdm.viewing.chunks import view, window_of
+    from dcdm.viewing.chunks import view, window_from, window_of
 
     if model is not None and not text and " " in str(model) and not folder_of(model).exists():
         model, text = None, (str(model),)
-    given = _given_text(" ".join(text) if text else None, file, has_model=model is not None)
+    told = " ".join(text) if text else None
+    given = None if corpus and told is None and file is None else _given_text(told, file, model is not None)
     model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
-    shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
+    if given is not None:
+        shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
     counted = held_out_windows(corpus, windows, loaded, tokenizer) if corpus else None
+    if given is None and counted is not None:
+        shown, note = window_from(counted.tokens[0].tolist(), tokenizer), f"The first of {counted.source}."
     chunked = view(
         loaded,
         shown,

@@ -12,11 +12,7 @@ round: there, colours, sizes and kinds of tokens are those of the lanes, and a c
 
 from __future__ import annotations
 
-import keyword
-import re
-import string
-import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, Literal
@@ -31,12 +27,12 @@ from dcdm.keys import Key
 from dcdm.lanes.likelihood import forwards_along
 from dcdm.lanes.masks import lane_partition
 from dcdm.model.transformer import Model, Partition
+from dcdm.viewing.contents import Contents, contents, kinds_for, kinds_of
 from dcdm.viewing.palette import colour, ink
 
 LEVELS = tuple(number / 10 for number in range(11))
 DEFAULT_LEVEL = 0.5
 UNROUTED = -1
-KINDS = ("keyword", "name", "digits", "punctuation", "whitespace", "other")
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Token:
     text: str
     """What it stands for: letters, a byte as \\xNN, or the name of a special token."""
     kind: str
-    """One of `KINDS`."""
+    """One of `CODE`, or of `PROSE`."""
     free: bool
     """Whether it may be masked and is counted; BOS is not."""
 
@@ -69,13 +65,17 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class KindCounts:
-    """Kinds of tokens in each chunk, or lane, over a corpus."""
+class Held:
+    """What each chunk, or lane, holds over a corpus."""
 
     source: str
+    windows: int
+    """Of a single one, kinds of tokens are counted; bits need several."""
+    kinds: tuple[str, ...]
     tokens: int
-    table: list[list[list[int]]]
-    """(F or 1, K, kinds): for each noise level; one table where ids do not depend on noise."""
+    frames: list[list[Contents]]
+    """For each noise level those of all tokens, of visible and of masked ones; one of all where noise decides
+    nothing."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ChunkView:
     """The frame to begin with."""
     bias: list[float]
     """b (K), which the paper's routing adds to r before it takes the largest; else []."""
-    kind_counts: KindCounts
+    held: Held
     note: str = ""
     """What a reader must know about the text, such as that it was cut."""
     lanes: list[int] = field(default_factory=list)
@@ -106,6 +106,11 @@ class ChunkView:
     @property
     def frame(self) -> Frame:
         return self.frames[self.shown]
+
+    @property
+    def contents(self) -> list[Contents]:
+        """What the chunks of the frame hold: all tokens, and visible and masked ones where ids depend on noise."""
+        return self.held.frames[self.shown if len(self.held.frames) > 1 else 0]
 
     @property
     def num_lanes(self) -> int:
@@ -136,7 +141,7 @@ class ChunkView:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return {**asdict(self), "kinds": KINDS}
+        return asdict(self)
 
     @property
     def coloured(self) -> str:
@@ -178,7 +183,7 @@ class TextWindow:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Windows (N, L) that kinds of tokens are counted over."""
+    """Windows (N, L) that the contents of chunks are measured over."""
 
     source: str
     tokens: Tensor
@@ -231,7 +236,7 @@ def view(
 ) -> ChunkView:
     """The chunks of a window, beginning at the noise level or round asked for.
 
-    Kinds of tokens are counted over `corpus`, or over the window itself. `lanes` is how many, for models that
+    What chunks hold is measured over `corpus`, or over the window itself. `lanes` is how many, for models that
     write in them; by default the model's own number. With `drafts` each lane has an acceptance pattern of its own,
     which is drawn.
     """
@@ -263,7 +268,7 @@ def view(
     if corpus is None:
         here = torch.zeros_like(tokens, dtype=torch.bool)
         corpus = TokenWindows("this text", tokens, here, torch.zeros(1, dtype=torch.long), [window.pieces])
-    kinds = kinds_of(window.pieces)
+    kinds = kinds_of(window.pieces, kinds_for(window.pieces))
     return ChunkView(
         model=name,
         kind=config.kind,
@@ -275,7 +280,7 @@ def view(
         frames=frames,
         shown=_shown(frames, levels, noise, round),
         bias=model.chunking.balance_bias.tolist() if levels and model.chunking else [],
-        kind_counts=_count_kinds(model, corpus, levels, max(lane) if lane else num_chunks, seed, lanes),
+        held=_held(model, corpus, levels, max(lane) if lane else num_chunks, seed, lanes),
         note=note,
         lanes=lane,
         drafts=drafts,
@@ -390,77 +395,39 @@ def _sizes(ids: Tensor, free: Tensor, num_chunks: int) -> list[int]:
 # --- what chunks hold, over a corpus -----------------------------------------------------------------------------
 
 
-def _count_kinds(
+def _held(
     model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
-) -> KindCounts:
-    """Kinds of tokens by chunk, at each noise level if there are any; by lane for models that write in lanes."""
+) -> Held:
+    """What chunks, or lanes, hold: at each noise level, if there are any, of visible and masked tokens, too."""
     device = model.embed_tokens.weight.device
+    free = model.position_masks(corpus.tokens, corpus.prompt).free
     if lanes is None:  # windows of a corpus may be longer than the text, and have more chunks
-        longest = int(model.position_masks(corpus.tokens, corpus.prompt).free.sum(dim=1).max())
-        num_groups = max(num_groups, model.config.num_groups(longest))
-    total = torch.zeros(max(1, len(levels)), num_groups, len(KINDS), dtype=torch.long)
-    seen = 0
+        num_groups = max(num_groups, model.config.num_groups(int(free.sum(dim=1).max())))
+    kinds = kinds_for([piece for row in corpus.pieces for piece in row])
+    kinds_nl = torch.tensor([list(map(kinds.index, kinds_of(row, kinds))) for row in corpus.pieces])
+    masks_fnl = nested_masks(corpus.index, free, levels, seed) if levels else torch.zeros_like(free)[None]
+    ids_fnl = torch.zeros(masks_fnl.shape, dtype=torch.long)
     for at in range(0, len(corpus.tokens), 8):
         rows = slice(at, at + 8)
         tokens, prompt, index = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device), corpus.index[rows]
-        positions = model.position_masks(tokens, prompt)
         if levels:
-            masks = nested_masks(index, positions.free, levels, seed)
-            ids_fnl = torch.stack([_routed(model, tokens, masked)[0] for masked in masks])
+            found = torch.stack([_routed(model, tokens, masked.to(device))[0] for masked in masks_fnl[:, rows]])
         elif lanes is not None:
-            ids_fnl = lane_partition(model.config, positions.free, positions.real, lanes)[1][None]
+            positions = model.position_masks(tokens, prompt)
+            found = lane_partition(model.config, positions.free, positions.real, lanes)[1][None]
         else:
-            ids_fnl = model.partition(tokens, prompt, index).ids[None]
-        ids_fnl = torch.where(positions.free, ids_fnl, 0)
-        seen += int((ids_fnl[0] > 0).sum())
-        for row, texts in enumerate(corpus.pieces[rows]):
-            kinds = kinds_of(texts)
-            total += torch.tensor([counted(ids.tolist(), kinds, num_groups) for ids in ids_fnl[:, row]])
-    return KindCounts(corpus.source, seen, total.tolist())
+            found = model.partition(tokens, prompt, index).ids[None]
+        ids_fnl[:, rows] = found.cpu()
+    pairs = zip(corpus.tokens.flatten().tolist(), (one for row in corpus.pieces for one in row), strict=True)
+    names = {token: _letters(piece) for token, piece in pairs}
 
+    def of(ids: Tensor, counted: Tensor, which: str) -> Contents:
+        return contents(ids, corpus.tokens, kinds_nl, counted, num_groups, len(kinds), names, which, seed)
 
-# --- kinds of tokens: keyword, name, digits, punctuation, white space, other -------------------------------------
-
-
-_RUN = re.compile(r"(?P<name>[^\W\d]\w*)|(?P<digits>\d\w*(?:\.\d\w*)*)|(?P<whitespace>\s+)")
-
-
-def kinds_of(pieces: Sequence[bytes]) -> list[str]:
-    """The kind of every token of a text, given the bytes that each stands for.
-
-    A token belongs to the word around it: each byte of `def` is part of a keyword, each of `define` of a name.
-    One that spans several goes with the first that is not white space. Keywords are Python's. Bytes that are not
-    UTF-8, as at the edges of a window, are other.
-    """
-    kinds: list[str] = []  # of every byte
-    for run, kind in _runs(b"".join(pieces).decode("utf-8", errors="surrogateescape")):
-        kinds += [kind] * len(run.encode("utf-8", errors="surrogateescape"))
-    token_kinds, at = [], 0
-    for piece in pieces:
-        own = kinds[at : at + len(piece)]
-        token_kinds.append(next((k for k in own if k != "whitespace"), "whitespace" if own else "other"))
-        at += len(piece)
-    return token_kinds
-
-
-def counted(chunks: Iterable[int], kinds: Iterable[str], num_chunks: int) -> list[list[int]]:
-    """How many tokens of each kind chunks 1…K hold: K rows in the order of `KINDS`."""
-    table = [[0] * len(KINDS) for _ in range(num_chunks)]
-    for chunk, kind in zip(chunks, kinds, strict=True):
-        if chunk >= 1:
-            table[chunk - 1][KINDS.index(kind)] += 1
-    return table
-
-
-def _runs(text: str) -> Iterator[tuple[str, str]]:
-    at = 0
-    while at < len(text):
-        match = _RUN.match(text, at)
-        run, kind = (text[at], _sign(text[at])) if match is None else (match[0], str(match.lastgroup))
-        yield run, "keyword" if kind == "name" and keyword.iskeyword(run) else kind
-        at += len(run)
-
-
-def _sign(letter: str) -> str:
-    is_punctuation = letter in string.punctuation or unicodedata.category(letter).startswith("P")
-    return "punctuation" if is_punctuation else "other"
+    every = [of(ids, free, "all") for ids in ids_fnl]
+    frames = [[one] for one in every]
+    for frame, ids, masked in zip(frames, ids_fnl, masks_fnl, strict=True):
+        if levels:
+            parts = {"visible": free & ~masked, "masked": masked}
+            frame += [of(ids, counted, which) for which, counted in parts.items() if bool(counted.any())]
+    return Held(corpus.source, len(free), kinds, int(free.sum()), frames)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcdm.config import many
-from dcdm.viewing.chunks import KINDS, UNROUTED, ChunkView
+from dcdm.viewing.chunks import UNROUTED, ChunkView
 from dcdm.viewing.filling import Filling, Written
 from dcdm.viewing.palette import colour, on_colour
 
@@ -24,15 +24,26 @@ CONTROLS = {code: sign for code, sign in SIGNS.items() if chr(code) not in "\n\t
 LEAST_BESIDE = 96
 """Columns of a terminal from which on two texts stand side by side."""
 MOST_ROWS = 32
+TOLD = (0, 0.3, 0.6, 0.9, 1)
+"""Noise levels of the table of bits, beside the one that is shown."""
+BITS = (
+    "bits of the chunk, and how many position and token explain alone, chance taken out; left: to context, noise, "
+    "and both together; same chunk: tokens that go where most of their type go (so many by chance)"
+)
 BLANK = "░"
 
 
 def show(view: ChunkView, console: Console) -> None:
-    """Print the view's frame: tokens, sizes and kinds of tokens."""
+    """Print the view's frame: tokens, sizes and kinds of tokens; over a corpus, what chunks hold and why."""
     show_text(view, console)
     console.print()
     console.print(_legend(view, _in_colour(console)))
-    _line(f"sizes: this text; kinds: {view.kind_counts.source}", console, "dim")
+    _line(f"sizes: this text; kinds: {view.held.source}", console, "dim")
+    if view.held.windows > 1:
+        for table in (_typical(view, _in_colour(console)), _bits(view)):
+            console.print()
+            console.print(table)
+        _line(BITS, console, "dim")
     if len(view.sizes) > MOST_ROWS:
         name = "lanes" if view.lanes else "chunks"
         console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
@@ -249,23 +260,59 @@ def _key(view: ChunkView, coloured: bool) -> str:
 
 
 def _legend(view: ChunkView, coloured: bool) -> Table:
-    """Sizes of the chunks and what kinds of tokens they hold."""
-    counts = view.kind_counts.table[view.shown if len(view.kind_counts.table) > 1 else 0]
+    """Sizes of the chunks and what kinds of tokens they hold; kinds that hardly occur are left out."""
+    counts = view.contents[0].kinds
+    sums = [sum(column) for column in zip(*counts, strict=True)]
+    kinds = [number for number, total in enumerate(sums) if 200 * total >= sum(sums)]
     table = Table(box=None, pad_edge=False)
     table.add_column("lane" if view.lanes else "chunk", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("", width=BAR, no_wrap=True)
-    for kind in KINDS:
-        table.add_column(kind, justify="right", no_wrap=True)
+    for kind in kinds:
+        table.add_column(view.held.kinds[kind], justify="right", no_wrap=True)
     most = max(1, *view.sizes)
     for k, size, row in islice(zip(range(1, len(view.sizes) + 1), view.sizes, counts, strict=False), MOST_ROWS):
         length = round(BAR * size / most)
         bar = Text("█" * length, style=colour(k)) if coloured else Text("#" * length)
-        number = Text(f" {k} ", style=on_colour(k) if coloured else "")
-        table.add_row(number, str(size), bar, *_shares(row))
+        table.add_row(_number(k, coloured), str(size), bar, *(_share(row[kind], sum(row)) for kind in kinds))
     return table
 
 
-def _shares(row: list[int]) -> list[str]:
-    total = sum(row)
-    return [f"{count / total:.0%}" if total else "–" for count in row]
+def _number(chunk: int, coloured: bool) -> Text:
+    return Text(f" {chunk} ", style=on_colour(chunk) if coloured else "")
+
+
+def _share(count: float, total: float) -> str:
+    return f"{count / total:.0%}" if total else "–"
+
+
+# --- over a corpus -----------------------------------------------------------------------------------------------
+
+
+def _typical(view: ChunkView, coloured: bool) -> Table:
+    """The tokens that are typical of each chunk, of those that the router sees where it sees any."""
+    held = view.contents[min(1, len(view.contents) - 1)]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("lane" if view.lanes else "chunk", justify="right", no_wrap=True)
+    which = "" if held.which == "all" else f", {held.which} to the router"
+    table.add_column(f"typical tokens (· is a space){which}", no_wrap=True)
+    for k, words in enumerate(held.words[:MOST_ROWS], start=1):
+        texts = [word.text.replace(" ", "·").translate(SIGNS) for word in words]
+        table.add_row(_number(k, coloured), Text("  ".join(texts) or "–"))
+    return table
+
+
+def _bits(view: ChunkView) -> Table:
+    """What position alone and the token alone explain of the chunk, at some noise levels."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("noise", "tokens", "bits", "position", "token", "left", "same chunk"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for frame, held in zip(view.frames if view.axis == "noise" else [None], view.held.frames, strict=True):
+        if frame is None or frame.at in TOLD or frame is view.frame:
+            for one in held[1:] or held:
+                parts = [f"{value:.2f} ({_share(value, one.bits)})" for value in
+                         (one.position.bits, one.token.bits, one.left)]  # fmt: skip
+                same = "–" if one.constant is None else f"{one.constant:.0%} ({one.constant_by_chance:.0%})"
+                level = "–" if frame is None else f"{frame.at:g}"
+                table.add_row(level, f"{one.tokens:,} {one.which}", f"{one.bits:.2f}", *parts, same)
+    return table

@@ -55,7 +55,7 @@ function show(number) {
   showToken();
   showSizes();
   showMask();
-  showKinds();
+  showHeld();
 }
 
 // --- one token ---------------------------------------------------------------------------------------------------
@@ -201,24 +201,43 @@ function pointAtMask(event) {
   byId("mask-cell").textContent = `${called(query)} ${verb} ${called(key)}`;
 }
 
-// --- kinds of tokens ---------------------------------------------------------------------------------------------
+// --- what chunks hold --------------------------------------------------------------------------------------------
 
-function showKinds() {
-  const { source, tokens: total, table } = data.kind_counts;
-  const rows = table.length > 1 ? table[frames.indexOf(frame)] : table[0];
+const held = data.held;
+
+function showHeld() {
+  const parts = held.frames.length > 1 ? held.frames[frames.indexOf(frame)] : held.frames[0];
+  const rows = parts[0].kinds;
+  const typical = parts[Math.min(1, parts.length - 1)];
   const sum = (row) => row.reduce((a, b) => a + b, 0);
   const cells = (row) => row.map((count) => {
     const cell = make("td", { className: count ? "share" : "share none", title: `${count} tokens` }, percent(count, sum(row)));
     cell.style.setProperty("--share", sum(row) ? count / sum(row) : 0);
     return cell;
   });
-  const head = make("tr", {}, make("th", {}, groupName), ...data.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"));
-  const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en"))));
-  const all = data.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
+  const words = (k) => held.windows > 1 ? [make("td", { className: "words" }, ...typical.words[k].map((word) => make("code", { title: `${percent(word.count * word.share, word.count)} of its ${word.count.toLocaleString("en")} occurrences are here` }, word.text.replaceAll(" ", "·"))))] : [];
+  const typicalName = held.windows > 1 ? [make("th", { className: "words" }, `typical${typical.which === "all" ? "" : `, ${typical.which}`}`)] : [];
+  const head = make("tr", {}, make("th", {}, groupName), ...held.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"), ...typicalName);
+  const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en")), ...words(k)));
+  const all = held.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
   body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
   byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
-  const level = table.length > 1 ? ` at noise level ${frame.at}` : "";
-  byId("kinds-source").textContent = `Shares of each ${groupName} over ${source}${level}: ${total.toLocaleString("en")} tokens. A token counts as the word that it lies in; keywords are Python’s.`;
+  const level = held.frames.length > 1 ? ` at noise level ${frame.at}` : "";
+  const source = held.kinds.includes("keyword") ? "A token counts as the word that it lies in; keywords are Python’s." : "A token that does not begin its word is a piece.";
+  byId("kinds-source").textContent = `Shares of each ${groupName} over ${held.source}${level}: ${held.tokens.toLocaleString("en")} tokens. ${source}`;
+}
+
+/** What position alone and the token alone explain, a row for each noise level and what the router saw. */
+function showBits() {
+  const names = ["noise", "", "tokens", "bits of chunk", "position alone", "token alone", "left", "same chunk", "by chance"];
+  const share = (value) => (value === null ? "–" : percent(value, 1));
+  const rows = held.frames.flatMap((parts, number) => (parts.length > 1 ? parts.slice(1) : parts).map((one) => {
+    const part = (bits, title) => make("td", { title }, `${bits.toFixed(2)} (${one.bits ? percent(bits, one.bits) : "–"})`);
+    const [place, token] = [one.position, one.token].map((each) => part(each.bits, `${each.counted.toFixed(2)} counted, ${each.chance.toFixed(2)} after shuffling`));
+    const noise = held.frames.length > 1 ? String(frames[number].at) : "–";
+    return make("tr", {}, ...[noise, one.which, one.tokens.toLocaleString("en"), one.bits.toFixed(2)].map((text) => make("td", {}, text)), place, token, part(one.left, "left to context, to noise, and to both together"), ...[one.constant, one.constant_by_chance].map((value) => make("td", {}, share(value))));
+  }));
+  byId("bits").replaceChildren(make("thead", {}, make("tr", {}, ...names.map((name) => make("th", {}, name)))), make("tbody", {}, ...rows));
 }
 
 // --- begin -------------------------------------------------------------------------------------------------------
@@ -242,9 +261,11 @@ if (lanes) {
   byId("text-about").textContent = "Point at a token, or go through the text with the arrow keys, to see its lane and its forward.";
   byId("sizes-name").textContent = "Lanes";
   byId("sizes-about").textContent = "Tokens that each lane has written. Choose a lane to see it alone.";
-  byId("kinds-name").textContent = "What kinds of tokens a lane holds";
+  byId("kinds-name").textContent = "What a lane holds";
 }
 byId("noise-choice").hidden = !routed;
+byId("bits-panel").hidden = held.windows === 1;
+showBits();
 byId("slider").addEventListener("input", (event) => show(Number(event.target.value)));
 for (const name of ["numbers", "patterns", "covered"]) {
   byId(name).addEventListener("change", (event) => byId("tokens").classList.toggle(name, event.target.checked));

@@ -1,0 +1,102 @@
+"""What chunks hold: routers that one variable decides have all of their bits there, and a random one none."""
+
+import pytest
+import torch
+
+from dcdm.viewing.contents import CODE, LEAST, PROSE, contents, kinds_for, kinds_of
+
+WINDOWS, LENGTH, CHUNKS, TYPES = 40, 65, 4, 30
+GENERATOR = torch.Generator().manual_seed(0)
+TOKENS = torch.randint(TYPES, (WINDOWS, LENGTH), generator=GENERATOR).square() % TYPES  # some far more often
+POSITION = torch.arange(LENGTH).expand(WINDOWS, -1)
+ROUTERS = {
+    "position": POSITION % CHUNKS,
+    "token": TOKENS % CHUNKS,
+    "left": TOKENS.roll(1, dims=1) % CHUNKS,  # context: the token before
+    "random": torch.randint(CHUNKS, (WINDOWS, LENGTH), generator=GENERATOR),
+}
+
+
+def measured(ids, tokens=TOKENS):
+    counted = POSITION > 0
+    names = {token: f"t{token}" for token in range(TYPES)}
+    return contents(ids + 1, tokens, tokens % 2, counted, CHUNKS, 2, names)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_bits_go_to_what_decides_and_to_nothing_else(name):
+    found = measured(ROUTERS[name])
+    bits = {"position": found.position.bits, "token": found.token.bits, "left": found.left}
+    own = "left" if name == "random" else name
+    assert found.bits == pytest.approx(2, abs=0.15)
+    assert bits.pop(own) == pytest.approx(found.bits, rel=0.02)
+    assert max(bits.values()) < 0.02
+    assert found.token.counted > 0.005, "chance is there, and is taken out"
+    assert (found.constant == 1) == (name == "token")
+    if name == "random":
+        assert found.constant == pytest.approx(found.constant_by_chance, abs=0.02)
+
+
+def test_half_of_the_tokens_routed_by_themselves_explain_a_part():
+    own = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    found = measured(torch.where(own, ROUTERS["token"], ROUTERS["random"]))
+    assert 0.3 < found.token.bits < found.left
+    assert found.position.bits < 0.02
+
+
+def test_windows_that_go_whole_into_one_chunk_are_not_explained_by_their_tokens():
+    """Else a text's own vocabulary would pass for a rule of the router."""
+    window = torch.arange(WINDOWS)[:, None] % CHUNKS
+    tokens = TOKENS // 2 + window * (TYPES // 8)
+    found = measured(window.expand(-1, LENGTH), tokens)
+    assert found.token.counted > 0.1
+    assert found.token.bits == pytest.approx(0, abs=1e-6)
+
+
+def test_typical_tokens_are_frequent_and_go_to_their_chunk():
+    found = measured(ROUTERS["token"])
+    for k, words in enumerate(found.words):
+        assert all(int(word.text[1:]) % CHUNKS == k and word.share == 1 and word.count >= LEAST for word in words)
+        counts = [word.count for word in words]
+        assert counts == sorted(counts, reverse=True), "of tokens that are always here, the frequent ones first"
+    assert sum(map(sum, found.kinds)) == found.tokens == WINDOWS * (LENGTH - 1)
+    assert [row[1] > 0 for row in found.kinds] == [False, True] * 2, "chunks of even tokens hold no odd ones"
+
+
+# --- kinds of tokens ---------------------------------------------------------------------------------------------
+
+
+def by_byte(text: str) -> list[str]:
+    return kinds_of([bytes([byte]) for byte in text.encode()])
+
+
+def test_every_byte_of_a_word_of_code_has_the_kind_of_the_word():
+    words = {
+        "def": "keyword", "None": "keyword", "define": "name", "_x1": "name", "été": "name", "中文": "name",
+        "42": "digits", "0x1F": "digits", "3.14": "digits", "1_000": "digits", " \t\n": "whitespace",
+        "):": "punctuation", "—„": "punctuation", "→": "other", "🙂": "other",
+    }  # fmt: skip
+    for text, kind in words.items():
+        assert by_byte(text) == [kind] * len(text.encode()), text
+    line = {"if": "keyword", " ": "whitespace", "x1": "name", ">=": "punctuation", "2.5": "digits"}
+    assert by_byte("".join(line)) == [kind for part, kind in line.items() for _ in part]
+
+
+def test_a_token_has_the_kind_of_its_word_without_leading_space_and_broken_letters_are_other():
+    assert kinds_of([b"ret", b"urn", b" in", b"put", b":\n", b"  "]) == [
+        "keyword", "keyword", "name", "name", "punctuation", "whitespace",
+    ]  # fmt: skip
+    assert kinds_of([b"", b"\xa9", b"a", "é".encode()[:1]]) == ["other", "other", "name", "other"]
+
+
+def test_in_prose_a_token_within_a_word_is_a_piece_and_a_capital_within_a_sentence_a_name():
+    line = [
+        ("The", "function"), (" citiz", "word"), ("ens", "piece"), (" of", "function"), (" Texas", "name"),
+        (",", "punctuation"), (" Pres", "name"), ("ident", "piece"), (".", "punctuation"), (" Trade", "word"),
+        (" was", "function"), (" $", "punctuation"), ("1,000", "digits"), ("\n", "whitespace"),
+        ("People", "word"), ("'s", "piece"),
+    ]  # fmt: skip
+    pieces = [text.encode() for text, _ in line]
+    assert kinds_of(pieces, PROSE) == [kind for _, kind in line]
+    assert kinds_for(pieces) == PROSE
+    assert kinds_for([b"for i in range(3):\n    x[i] = i\n"]) == CODE
