@@ -56,15 +56,13 @@ class Arrival:
 class Answered:
     """How one request fared; seconds from its arrival, None if it was refused or not answered in time."""
 
-    shown: float | None
-    """The first text of any place: models that write out of reading order show what they wrote ahead."""
     first: float | None
     """The first text that can be read from the beginning."""
     last: float | None
     tokens: int
 
 
-LOST = Answered(None, None, None, 0)
+LOST = Answered(None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,6 @@ class Load:
     rate: float | None
     requests: int
     lost: int
-    shown_p50: float
-    shown_p95: float
     first_p50: float
     first_p95: float
     last_p95: float
@@ -91,7 +87,7 @@ def request_body(number: int, rng: random.Random, decoders: Decoders) -> dict[st
     prompt = "".join(rng.choice("abcdef (),:=") for _ in range(rng.choice(PROMPTS)))
     return {
         "prompt": prompt, "max_tokens": rng.choice(LENGTHS), "seed": number, "stop_at_eos": False, "stream": True,
-        "stream_options": {"include_usage": True}, "provisional": True, **rng.choice(decoders),
+        "stream_options": {"include_usage": True}, **rng.choice(decoders),
     }  # fmt: skip
 
 
@@ -120,7 +116,7 @@ async def ask(port: int, body: dict[str, Any]) -> Answered:
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     )
-    shown, first, tokens, ended = None, None, 0, False
+    first, tokens, ended = None, 0, False
     try:
         writer.write(head.encode() + content)
         await writer.drain()
@@ -132,11 +128,8 @@ async def ask(port: int, body: dict[str, Any]) -> Answered:
                 if "error" in data:
                     return LOST
                 now = time.perf_counter() - began
-                for choice in data.get("choices", ()):
-                    if choice["text"] and first is None:
-                        first = now
-                    if (choice["text"] or choice.get("provisional")) and shown is None:
-                        shown = now
+                if first is None and any(choice["text"] for choice in data.get("choices", ())):
+                    first = now
                 if data.get("usage"):
                     tokens = data["usage"]["completion_tokens"]
             ended = ended or line.startswith(b"data: [DONE]")
@@ -145,8 +138,7 @@ async def ask(port: int, body: dict[str, Any]) -> Answered:
     last = time.perf_counter() - began
     if not ended:
         return LOST
-    first = last if first is None else first
-    return Answered(first if shown is None else shown, first, last, tokens)
+    return Answered(last if first is None else first, last, tokens)
 
 
 async def replay(port: int, arrivals: Sequence[Arrival]) -> tuple[list[Answered], float]:
@@ -210,13 +202,10 @@ def measure(name: str, model: Model, tokenizer: Tokenizer, count: int) -> list[L
 
 def summary(model: str, server: str, rate: float | None, answers: Sequence[Answered], seconds: float) -> Load:
     answered = [answer for answer in answers if answer.last is not None]
-    shown, first, last = (
-        sorted(getattr(answer, name) for answer in answered) for name in ("shown", "first", "last")
-    )
+    first, last = (sorted(getattr(answer, name) for answer in answered) for name in ("first", "last"))
     return Load(
         model, server, rate, len(answers), len(answers) - len(answered),
-        quantile(shown, 0.5), quantile(shown, 0.95), quantile(first, 0.5), quantile(first, 0.95),
-        quantile(last, 0.95),
+        quantile(first, 0.5), quantile(first, 0.95), quantile(last, 0.95),
         sum(answer.tokens for answer in answered) / seconds,
     )  # fmt: skip
 
@@ -227,7 +216,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def print_loads(rows: Sequence[Load]) -> None:
-    names = ("shown_p50", "shown_p95", "first_p50", "first_p95", "last_p95")
+    names = ("first_p50", "first_p95", "last_p95")
     columns = ["model", "server", "requests/s", *(name.replace("_", " ") for name in names), "tokens/s", "lost"]
     lines = [
         [row.model, row.server, "as answered" if row.rate is None else f"{row.rate:.2g}"]

@@ -29,7 +29,7 @@ def test_every_rate_meets_a_server_that_batches_and_one_that_does_not(load, monk
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["server"] for row in rows] == ["batched", "one at a time"] * 4
     assert [row["rate"] is None for row in rows] == [True] * 2 + [False] * 6
-    assert all(row["lost"] == 0 < row["shown_p95"] <= row["first_p95"] <= row["last_p95"] for row in rows)
+    assert all(row["lost"] == 0 < row["first_p95"] <= row["last_p95"] for row in rows)
     assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
@@ -39,7 +39,7 @@ def test_arrivals_are_a_poisson_process_and_what_is_refused_is_lost(load):
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 5, rel=0.05)
     assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
     assert load.poisson(5.0, 9, 1, [{}]) == arrivals[:9], "the same for every server"
-    answers = [load.Answered(0.1, 0.2, 0.3, 4), load.Answered(0.1, 0.3, 0.4, 4), load.LOST]
+    answers = [load.Answered(0.2, 0.3, 4), load.Answered(0.3, 0.4, 4), load.LOST]
     row = load.summary("model", "batched", 5.0, answers, 2.0)
     assert (row.requests, row.lost, row.first_p95, row.tokens_per_second) == (3, 1, 0.3, 4.0)
 

@@ -82,14 +82,14 @@ BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", POSTS)
-def test_known_bad_bodies_are_refused(http, path):
+def test_known_bad_bodies_are_refused(http):
     blanks = (b"[[9", b'"a[[9', b"[[1", b"[[7", b'"delimiters"')  # a completion takes them literally
-    for body in BODIES:
-        answer = send(http, path, body)
-        fine = path == "/v1/denoise" or any(part in body for part in blanks)
-        if not fine or answer.status_code != 200:
-            check_refused(answer, 400, 404)
+    for number, body in enumerate(BODIES):
+        fine = any(part in body for part in blanks)
+        for path in POSTS if fine or number < 12 else POSTS[:1]:
+            answer = send(http, path, body)
+            if not fine or answer.status_code != 200:
+                check_refused(answer, 400, 404)
     assert http.get("/healthz").status_code == 200
 
 

@@ -13,7 +13,7 @@ from live import NAME, events, live
 
 def lane_server(**changes):
     plain = byte_tokenizer()
-    tokenizer = Tokenizer(plain.backend, plain.eos_id, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = Tokenizer(plain.backend, plain.eos_id)
     size = tokenizer.vocab_size - 3
     network = tiny.model("mdlm", size, kind="lanes", lanes=(1, 2, 4), scale=6.0, **changes).float()
     return live(model=(network, tokenizer), timeout_seconds=60)
@@ -59,30 +59,6 @@ def test_completions_are_the_librarys_for_every_number_of_lanes_that_the_card_na
     body = {"model": NAME, "prompt": "ab", "max_tokens": 12, "seed": 0, "stop_at_eos": False, "lanes": lanes}
     text = expected(server, "ab", max_new_tokens=12, lanes=lanes, eos_id=-1).texts[0]
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == text
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_tells_ahead_what_it_is_asked_to_and_its_text_stays_the_same(server, path):
-    asked = {"messages": [{"role": "user", "content": "ab"}]} if "chat" in path else {"prompt": "ab"}
-    body = {**asked, "max_tokens": 12, "seed": 0, "lanes": 4, "stop_at_eos": False}
-
-    def text(choice):
-        return choice["delta"].get("content", "") if "chat" in path else choice["text"]
-
-    plain, told = streamed(server, path, body), streamed(server, path, body | {"provisional": True})
-    generated = expected(server, "ab", max_new_tokens=12, lanes=4, eos_id=-1)
-    assert "".join(map(text, plain)) == "".join(map(text, told)) == generated.texts[0]
-    assert not any({"provisional", "reading"} & set(choice) for choice in plain)
-    assert told[-1]["reading"] == 12
-    tokens, tokenizer = generated.completions[0], server.app.state.served.tokenizer
-    ahead = [one for choice in told for one in choice.get("provisional", [])]
-    assert {one["lane"] for one in ahead} == {2, 3, 4}
-    for one in ahead:
-        assert one["lane"] == 1 + one["position"] // 3
-        before, behind = tokens[: one["position"]], tokens[one["position"] + one["tokens"] :]
-        assert tokenizer.decode(before) + one["text"] + tokenizer.decode(behind) == tokenizer.decode(tokens)
-    refused = server.post(path, body | {"provisional": True})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "provisional")
 
 
 def test_fillings_name_the_lane_of_every_position(server, other):

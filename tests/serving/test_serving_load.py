@@ -100,7 +100,7 @@ def figure(url, name) -> float:
 def test_32_callers_for_a_minute_leave_memory_flat(tmp_path):
     model = dcdm.build(dcdm.preset("dcdm-debug-causal"), seed=0)
     write_export(model, byte_tokenizer(), tmp_path / "model", "")
-    command = [sys.executable, "-m", "dcdm", "serve", str(tmp_path / "model"), "--port", "0", "--dtype", "float64"]
+    command = [sys.executable, "-m", "dcdm", "serve", str(tmp_path / "model"), "--port", "0", "--dtype", "fp64"]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:

@@ -13,7 +13,7 @@ import tiny
 from corpora import metaspace_tokenizer
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.decoding.text import Ended, Event
-from dcdm.serving.reading import Provisional, TextReader
+from dcdm.serving.reading import TextReader
 from expressions import compile_here
 from live import events, live
 
@@ -30,17 +30,9 @@ def shuffled(tokens, order):
         yield event_of(tokens, places[at : at + 3])
 
 
-def in_lanes(tokens, lanes):
-    """Events that write a text in lanes of equal length, one token of each at a time."""
-    size = -(-len(tokens) // lanes)
-    for step in range(size):
-        now = list(range(step, len(tokens), size))
-        yield event_of(tokens, now, [1 + place // size for place in now])
-
-
-def event_of(tokens, now, lanes=()):
+def event_of(tokens, now):
     places, log_p = [FIRST + p for p in now], [-float(p) for p in now]
-    return Event(0, 0, 1, 1, places, [tokens[p] for p in now], log_p, lanes=list(lanes))
+    return Event(0, 0, 1, 1, places, [tokens[p] for p in now], log_p)
 
 
 def written(reader, tokens, order, ended="length"):
@@ -67,8 +59,9 @@ def test_the_pieces_joined_are_the_decoded_tokens_in_any_order(name, data):
     tokens = data.draw(any_tokens(tokenizer))
     pieces = written(TextReader(tokenizer, FIRST), tokens, data.draw(st.integers(0, 99)))
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(tokens)
-    assert [token for piece in pieces for token in piece.tokens] == tokens
-    assert [p for piece in pieces for p in piece.log_p] == [-float(p) for p in range(len(tokens))]
+    assert [(each.token, each.log_p) for piece in pieces for each in piece.tokens] == [
+        (token, -float(place)) for place, token in enumerate(tokens)
+    ]
 
 
 @given(tokens=st.lists(st.integers(0, 9), max_size=12), order=st.integers(0, 99))
@@ -135,67 +128,3 @@ def test_an_eos_ends_the_text_and_a_blank_ends_where_its_positions_do():
         assert pieces[-1].finish == "stop"
     reader = TextReader(tokenizer, FIRST, last=FIRST + 2)
     assert "".join(piece.text for piece in written(reader, list(b"abcde"), 1)) == "abc"
-
-
-# --- what is written ahead ---------------------------------------------------------------------------------------
-
-
-@given(text=st.text(alphabet="abc ", max_size=24), order=st.integers(0, 99), lanes=st.integers(0, 5))
-def test_with_what_is_ahead_a_reader_knows_at_every_moment_just_what_is_written(text, order, lanes):
-    """Bytes of ASCII: a token is a character."""
-    tokenizer, tokens = TOKENIZERS["bytes"], list(text.encode())
-    reader, plain = TextReader(tokenizer, FIRST, provisional=True), TextReader(tokenizer, FIRST)
-    known, read, written_places = {}, "", set()
-    for event in in_lanes(tokens, lanes) if lanes else shuffled(tokens, order):
-        piece, without = reader.event(event), plain.event(event)
-        written_places |= {position - FIRST for position in event.positions}
-        assert (piece.text if piece else "") == (without.text if without else "")
-        if piece is None:
-            continue
-        read += piece.text
-        assert piece.reading == len(read)
-        for one in piece.ahead:
-            assert one.position > len(read)
-            assert not known.keys() & set(range(one.position, one.position + one.tokens)), "nothing is told twice"
-            known |= dict(enumerate(one.text, start=one.position))
-            assert one.lane == (1 + one.position // -(-len(tokens) // lanes) if lanes else None)
-        shown = {**known, **dict(enumerate(read))}
-        assert shown == {place: text[place] for place in written_places}, "as written, and nowhere else"
-    last, plain_last = reader.end(ENDED["length"]), plain.end(ENDED["length"])
-    assert (last.text, last.tokens, last.reading) == (plain_last.text, plain_last.tokens, len(tokens))
-    assert read + last.text == text
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@given(data=st.data())
-def test_a_piece_ahead_is_what_stands_there_in_the_whole_text(name, data):
-    """Any tokens, broken characters too: the text is what stands before the piece, the piece, and what follows."""
-    tokenizer = TOKENIZERS[name]
-    tokens = data.draw(any_tokens(tokenizer))
-    reader = TextReader(tokenizer, FIRST, provisional=True)
-    for piece in written(reader, tokens, data.draw(st.integers(0, 99))):
-        for one in piece.ahead:
-            before, behind = tokens[: one.position], tokens[one.position + one.tokens :]
-            assert tokenizer.decode(before) + one.text + tokenizer.decode(behind) == tokenizer.decode(tokens)
-
-
-def test_a_character_ahead_is_told_when_it_is_whole_and_once():
-    tokens = list("ab日c".encode())
-    reader = TextReader(TOKENIZERS["bytes"], FIRST, provisional=True)
-    assert reader.event(event_of(tokens, [3])) is None  # its middle
-    assert reader.event(event_of(tokens, [2])) is None
-    assert reader.event(event_of(tokens, [4])).ahead == [Provisional(2, 3, "日", None)]
-    piece = reader.event(event_of(tokens, [0, 5]))
-    assert (piece.text, piece.reading, [one.text for one in piece.ahead]) == ("a", 1, ["c"])
-    piece = reader.event(event_of(tokens, [1]))
-    assert (piece.text, piece.reading, piece.ahead) == ("b日c", 6, [])
-
-
-def test_behind_an_eos_that_is_known_nothing_is_told_ahead():
-    tokenizer = TOKENIZERS["bytes"]
-    tokens = [*b"abc", tokenizer.eos_id, *b"def"]
-    reader = TextReader(tokenizer, FIRST, eos_id=tokenizer.eos_id, provisional=True)
-    assert [one.text for one in reader.event(event_of(tokens, [2, 3, 5])).ahead] == ["c"]
-    assert reader.event(event_of(tokens, [4, 6])) is None
-    assert reader.event(event_of(tokens, [0, 1])).text == "abc"
-    assert reader.end(ENDED["eos"]).reading == 3

@@ -209,8 +209,7 @@ class Session:
             fill = committed.fill[row]
             if not bool(fill.any()):
                 continue
-            if text.on_forward is not None:
-                text.on_forward()
+            text.forwards += 1
             places = committed.position[row][fill].tolist()
             others = []
             if text.alternatives:

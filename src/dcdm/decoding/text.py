@@ -80,13 +80,13 @@ class Text:
     """Asked after each window, with the completion so far."""
     on_event: Callable[[Event], None] | None = None
     on_end: Callable[[Ended], None] | None = None
-    on_forward: Callable[[], None] | None = None
-    """Told of every forward pass that the text took part in, also where it makes no event."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         """The whole text so far."""
         self.left = self.new_tokens
+        self.forwards = 0
+        """Forward passes so far that brought it tokens."""
         self.finished = ""
         """Why it ended: "eos", "length", "stop" or "cancelled"; empty while it is being written."""
         self.costs = dict.fromkeys(COSTS, 0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import torch
@@ -20,8 +20,8 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import blank_tokens, read_prompts, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.masks import lane_partition
-from dcdm.serving.reading import UNFINISHED, Piece, TextReader, own_costs, token_text
-from dcdm.serving.scheduler import Last, QueuedRequest, TextRow
+from dcdm.serving.reading import UNFINISHED, Piece, ReadToken, TextReader, own_costs, token_text
+from dcdm.serving.scheduler import Last, QueuedRequest, QueuedText
 from dcdm.serving.schemas import (
     APIError,
     ChatRequest,
@@ -44,17 +44,12 @@ def prepare_completion(served: Served, request: CompletionRequest) -> Answer:
     given = request.prompt
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = [served.encode(one) if isinstance(one, str) else served.check_ids(one) for one in several]
-    texts = [
-        one if isinstance(one, str) else served.tokenizer.decode(ids)
-        for one, ids in zip(several, prompts, strict=True)
-    ]
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
     rows = _rows(served, request, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
     for row in rows:
         row.alternatives = request.logprobs or 0
-    echoes = [texts[row.index // (request.n or 1)] if request.echo else "" for row in rows]
-    form = Texts(served.tokenizer, echoes, request.logprobs is not None)
-    return Answer(served, request, rows, form, sum(len(ids) + len(behind or ()) for ids in prompts), texts)
+    form = CompletionChoices(served.tokenizer, request.logprobs is not None)
+    return Answer(served, request, rows, form, sum(len(ids) + len(behind or ()) for ids in prompts))
 
 
 def prepare_chat(served: Served, request: ChatRequest) -> Answer:
@@ -75,13 +70,13 @@ def prepare_chat(served: Served, request: ChatRequest) -> Answer:
     rows = _rows(served, request, [ids], getattr(request, length), ("messages", length))
     for row in rows:
         row.alternatives = request.top_logprobs or 0
-    return Answer(served, request, rows, Messages(served.tokenizer, bool(request.logprobs)), len(ids), [text])
+    return Answer(served, request, rows, ChatChoices(served.tokenizer, bool(request.logprobs)), len(ids))
 
 
 def _rows(
     served: Served, request: OpenAIRequest, prompts: Sequence[list[int]], new_tokens: int | None,
     names: tuple[str, str] = ("prompt", "max_tokens"), behind: list[int] | None = None,
-) -> list[TextRow]:  # fmt: skip
+) -> list[QueuedText]:  # fmt: skip
     """The texts of every prompt; with something `behind` it the new tokens are a blank.
 
     `names` are what callers call the prompt and the number of new tokens.
@@ -95,7 +90,7 @@ def _rows(
     decoding = served.decoding(request)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     eos_id = served.eos_id(request.stop_at_eos is not False)
-    rows: list[TextRow] = []
+    rows: list[QueuedText] = []
     for ids in prompts:
         given, last = ids, None
         if behind is None:
@@ -109,44 +104,40 @@ def _rows(
             served.check_lengths(given, 0, "suffix" if len(behind) > len(ids) else "prompt")
         spans = served.spans(request.response_format, given, length, eos_id)
         for _ in range(n):
-            writer = TextReader(
+            reader = TextReader(
                 served.tokenizer, 1 + len(ids), last=last, stops=request.stops(), eos_id=eos_id,
-                provisional=bool(request.provisional), begins=not ids and not spans, in_pieces=bool(request.stream),
+                begins=not ids and not spans, in_pieces=bool(request.stream),
             )  # fmt: skip
-            rows.append(TextRow(given, length, seed, len(rows), decoding, eos_id, writer, spans=spans))
+            rows.append(QueuedText(given, length, seed, len(rows), decoding, eos_id, reader, spans=spans))
     return rows
 
 
-class Texts:
-    """OpenAI's text completions."""
+class CompletionChoices:
+    """The choices of OpenAI's text completions."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    opening: ClassVar[dict[str, Any]] = {}
+    """Of a stream: the choice that comes before there is text, if any."""
 
-    def __init__(self, tokenizer: Tokenizer, echoes: list[str], with_log_p: bool) -> None:
-        self.tokenizer, self.echoes, self.with_log_p = tokenizer, echoes, with_log_p
+    def __init__(self, tokenizer: Tokenizer, with_log_p: bool) -> None:
+        self.tokenizer, self.with_log_p = tokenizer, with_log_p
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of a stream's first chunk, if it needs one of its own."""
-        return self.choice(index, Piece(self.echoes[index])) if self.echoes[index] else None
+    def choice(self, piece: Piece, whole: bool = False) -> dict[str, Any]:
+        """What a stream's chunk, or an answer in one piece, says of a text."""
+        log_p = self._log_p(piece.tokens) if self.with_log_p else None
+        return {"text": piece.text, "finish_reason": piece.finish, "logprobs": log_p}
 
-    def choice(self, index: int, piece: Piece, whole: bool = False) -> dict[str, Any]:
-        """The choice of a stream's chunk, or that of an answer in one piece."""
-        return {
-            "index": index, "text": (self.echoes[index] if whole else "") + piece.text,
-            "finish_reason": piece.finish, "logprobs": self._log_p(piece) if self.with_log_p else None,
-            **provisional_of(piece),
-        }  # fmt: skip
-
-    def _log_p(self, piece: Piece) -> dict[str, Any]:
+    def _log_p(self, tokens: list[ReadToken]) -> dict[str, Any]:
         top = [
-            {self._name(token): log_p for token, log_p in [*others, (own, own_log_p)]}
-            for own, own_log_p, others in zip(piece.tokens, piece.log_p, piece.alternatives, strict=True)
+            {self._name(token): log_p for token, log_p in [*each.alternatives, (each.token, each.log_p)]}
+            for each in tokens
         ]
         return {
-            "tokens": [token_text(self.tokenizer, token) for token in piece.tokens],
-            "token_logprobs": piece.log_p, "top_logprobs": top if any(piece.alternatives) else None,
-            "text_offset": piece.offsets,
-        }  # fmt: skip
+            "tokens": [token_text(self.tokenizer, each.token) for each in tokens],
+            "token_logprobs": [each.log_p for each in tokens],
+            "top_logprobs": top if any(each.alternatives for each in tokens) else None,
+            "text_offset": [each.offset for each in tokens],
+        }
 
     def _name(self, token: int) -> str:
         """A token's text; what is no whole character is named by its bytes, so that no two share a name."""
@@ -157,40 +148,35 @@ class Texts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in held) if held else f"token:{token}"
 
 
-class Messages:
-    """OpenAI's chat completions."""
+class ChatChoices:
+    """The choices of OpenAI's chat completions."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    opening: ClassVar[dict[str, Any]] = {
+        "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None
+    }  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, with_log_p: bool) -> None:
         self.tokenizer, self.with_log_p = tokenizer, with_log_p
 
-    def opening(self, index: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-
-    def choice(self, index: int, piece: Piece, whole: bool = False) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+    def choice(self, piece: Piece, whole: bool = False) -> dict[str, Any]:
+        if whole:
+            said: dict[str, Any] = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        else:
+            said = {"delta": {"content": piece.text} if piece.text else {}}
         tokens = [
-            {**self._token(token, log_p), "top_logprobs": [self._token(*other) for other in others]}
-            for token, log_p, others in zip(piece.tokens, piece.log_p, piece.alternatives, strict=True)
+            {
+                **self._token(each.token, each.log_p),
+                "top_logprobs": [self._token(*other) for other in each.alternatives],
+            }
+            for each in piece.tokens
         ]
-        return {
-            "index": index, **({"message": message} if whole else {"delta": delta}), "finish_reason": piece.finish,
-            "logprobs": {"content": tokens, "refusal": None} if self.with_log_p else None, **provisional_of(piece),
-        }  # fmt: skip
+        log_p = {"content": tokens, "refusal": None} if self.with_log_p else None
+        return {**said, "finish_reason": piece.finish, "logprobs": log_p}
 
     def _token(self, token: int, log_p: float) -> dict[str, Any]:
         held = list(self.tokenizer.pieces([token])[0])
         return {"token": token_text(self.tokenizer, token), "logprob": log_p, "bytes": held}
-
-
-def provisional_of(piece: Piece) -> dict[str, Any]:
-    """What a choice says of the text ahead; nothing where nobody asked."""
-    if piece.reading is None:
-        return {}
-    return {"reading": piece.reading, "provisional": [asdict(each) for each in piece.ahead]}
 
 
 @dataclass
@@ -199,11 +185,9 @@ class Answer:
 
     served: Served
     request: OpenAIRequest
-    rows: list[TextRow]
-    form: Texts | Messages
+    rows: list[QueuedText]
+    form: CompletionChoices | ChatChoices
     prompt_tokens: int
-    prompts: list[str]
-    """For the log, if the operator wants them there."""
 
     def __post_init__(self) -> None:
         self.costs: dict[str, int] = {}
@@ -214,32 +198,32 @@ class Answer:
     async def whole(self, queued: QueuedRequest, notes: dict[str, Any]) -> dict[str, Any]:
         with queued:
             pieces = {row.index: piece async for row, piece in self._pieces(queued, notes)}
-        choices = [self.form.choice(row.index, pieces[row.index], whole=True) for row in self.rows]
+        choices = [{"index": at, **self.form.choice(pieces[at], whole=True)} for at in sorted(pieces)]
         return {**self.head, "object": self.form.object, "choices": choices, **self._sums()}
 
     async def stream(self, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
         options = self.request.stream_options
         include_usage = bool(options and options.include_usage)
-        usage = {"usage": None} if include_usage else {}
+        head = {**self.head, "object": self.form.chunk_object, **({"usage": None} if include_usage else {})}
 
-        def chunk(*choices: dict[str, Any], **more: Any) -> str:
-            data = {**self.head, "object": self.form.chunk_object, "choices": choices, **usage, **more}
+        def sse(data: dict[str, Any]) -> str:
             return f"data: {encode(data)}\n\n"
 
-        for row in self.rows:
-            if (opening := self.form.opening(row.index)) is not None:
-                yield chunk(opening)
+        for row in self.rows if self.form.opening else ():
+            yield sse({**head, "choices": [{"index": row.index, **self.form.opening}]})
         try:
             async for row, piece in self._pieces(queued, notes):
-                yield chunk(self.form.choice(row.index, piece))
+                yield sse({**head, "choices": [{"index": row.index, **self.form.choice(piece)}]})
             if include_usage:
-                yield chunk(**self._sums())
+                yield sse({**head, "choices": [], **self._sums()})
         except APIError as error:
             notes["code"] = error.code
-            yield f"data: {encode(error.body())}\n\n"
+            yield sse(error.body())
         yield "data: [DONE]\n\n"
 
-    async def _pieces(self, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[tuple[TextRow, Piece]]:
+    async def _pieces(
+        self, queued: QueuedRequest, notes: dict[str, Any]
+    ) -> AsyncIterator[tuple[QueuedText, Piece]]:
         notes |= {"texts": len(self.rows), "prompt_tokens": self.prompt_tokens}
         async for row, message in queued.messages():
             if isinstance(message, Last):
@@ -247,8 +231,6 @@ class Answer:
                 for name, value in own_costs(message.ended.costs).items():
                     self.costs[name] = self.costs.get(name, 0) + value
             yield row, message.message if isinstance(message, Last) else message
-        if self.served.settings.log_prompts:
-            notes |= {"prompts": self.prompts, "completions": [row.reader.text for row in self.rows]}
 
     def _sums(self) -> dict[str, Any]:
         prompt, new = self.prompt_tokens, self.costs["new_tokens"]
@@ -265,7 +247,7 @@ def _note_costs(notes: dict[str, Any], last: Last) -> None:
 # --- a canvas being filled ---------------------------------------------------------------------------------------
 
 
-def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
+def prepare_denoising(served: Served, request: DenoiseRequest) -> QueuedText:
     """The row that a request asks for, checked."""
     decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
@@ -273,24 +255,22 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> TextRow:
     if decoding.revise is not None:
         _check_revision(served, request, ids)
         reader = CommitReader(served.tokenizer, "", False, begins=True)
-        return TextRow(ids, 0, request.seed, 0, decoding, eos_id, reader)
+        return QueuedText(ids, 0, request.seed, 0, decoding, eos_id, reader)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     spans = served.spans(request.response_format, ids, new_tokens, eos_id)
     reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids and not spans)
-    return TextRow(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
+    return QueuedText(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
 
 
 def _check_revision(served: Served, request: DenoiseRequest, ids: list[int]) -> None:
     """Refuse a draft whose least sure tokens cannot be written again."""
     if request.response_format is not None:
         raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
-    served.check_prompt(ids, served.window - 1)  # BOS comes before it
+    served.check_prompt(ids, min(served.window - 1, served.settings.max_tokens))  # BOS comes before it
     try:
         read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
     except ConfigError as error:
         raise bad_request(str(error), "revise") from error
-    if len(ids) > served.settings.max_tokens:
-        raise bad_request(f"the draft has more than {served.settings.max_tokens} tokens, the limit here", "prompt")
 
 
 class CommitReader:
@@ -301,7 +281,6 @@ class CommitReader:
     def __init__(self, tokenizer: Tokenizer, prompt: str, blanks: bool, *, begins: bool) -> None:
         """If the text `begins`, it has no prompt."""
         self.tokenizer, self.prompt, self.blanks, self.begins = tokenizer, prompt, blanks, begins
-        self.text = ""
 
     def event(self, event: Event, seconds: float) -> dict[str, Any]:
         return {
@@ -314,16 +293,15 @@ class CommitReader:
     def end(self, ended: Ended, seconds: float) -> dict[str, Any]:
         filled = self.blanks and bool(blank_tokens(self.prompt))
         decode = self.tokenizer.decode if filled or self.begins else self.tokenizer.continuation
-        self.text = whole_text(self.prompt, decode(ended.completion), self.blanks)
         new, forwards = ended.costs["new_tokens"], ended.costs["forwards"]
         return {
-            "text": self.text, "finish_reason": ended.finished,
+            "text": whole_text(self.prompt, decode(ended.completion), self.blanks), "finish_reason": ended.finished,
             "costs": own_costs(ended.costs), "seconds": seconds, "tokens_per_second": new / max(seconds, 1e-9),
             "tokens_per_forward": new / max(forwards, 1),
         }  # fmt: skip
 
 
-def _start(served: Served, row: TextRow) -> dict[str, Any]:
+def _start(served: Served, row: QueuedText) -> dict[str, Any]:
     """The canvas: the whole text as far as it is known."""
     tokenizer, decoding = served.tokenizer, row.decoding
     tokens = [tokenizer.bos_id, *row.prompt, *[tokenizer.mask_id] * row.new_tokens]
@@ -366,8 +344,6 @@ async def stream_denoising(served: Served, queued: QueuedRequest, notes: dict[st
         async for _, message in queued.messages():
             if isinstance(message, Last):
                 _note_costs(notes, message)
-                if served.settings.log_prompts:
-                    notes |= {"completions": [row.reader.text]}
                 yield sse("done", message.message)
             else:
                 yield sse("commit", message)

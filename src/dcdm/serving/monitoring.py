@@ -1,6 +1,6 @@
 """What an operator sees: logs as one JSON object per line, and the figures that Prometheus reads under /metrics.
 
-What callers wrote is in the log only if the operator asks for it. Whether a prompt was known already is in the log
+What callers wrote is in neither. Whether a prompt was known already is in the log
 and not among the figures: callers can read those, and could try out what others have sent.
 """
 

@@ -1,6 +1,6 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
-Requests come from the event loop's thread as a `QueuedRequest` of `TextRow`s: what a caller asked for, and the
+Requests come from the event loop's thread as a `QueuedRequest` of `QueuedText`s: what a caller asked for, and the
 reader that makes messages of what is written. Texts join and leave between two forward passes: whoever waits is
 taken in as soon as there is room, whatever the others are doing. A row that joins becomes a `Text` of the decoder:
 a `Session` (decoding.session) writes it and calls back at every commit and at its end. Messages go back into the
@@ -34,8 +34,6 @@ class Reader(Protocol):
 
     satisfied: bool
     """Nothing more is needed; asked between forward passes."""
-    text: str
-    """Whole when the row has ended."""
 
     def event(self, event: Event, seconds: float) -> Any:
         """A message for the route, or None. `seconds` count from when the row was begun."""
@@ -45,7 +43,7 @@ class Reader(Protocol):
 
 
 @dataclass
-class TextRow:
+class QueuedText:
     """One text to write."""
 
     prompt: list[int]
@@ -63,7 +61,8 @@ class TextRow:
     """Of which it is row number `index`."""
     size: int = 0
     """Positions of its canvas in a window."""
-    forwards: int = 0
+    text: Text = field(init=False, repr=False)
+    """What the decoder has of it, once it has joined."""
     began: float = 0.0
     heard: bool = False
     """Its caller has been told something of it."""
@@ -80,7 +79,7 @@ class Last:
 class QueuedRequest:
     """The rows of one request. Leaving its context before they have ended stops them between two forward passes."""
 
-    def __init__(self, rows: Sequence[TextRow], seconds: float) -> None:
+    def __init__(self, rows: Sequence[QueuedText], seconds: float) -> None:
         self.rows, self.seconds = rows, seconds
         for row in rows:
             row.request = self
@@ -88,7 +87,7 @@ class QueuedRequest:
         self.deadline = self.arrived + seconds
         self.given_up = False
         self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[tuple[TextRow, Any]] = asyncio.Queue()
+        self._messages: asyncio.Queue[tuple[QueuedText, Any]] = asyncio.Queue()
 
     def __enter__(self) -> QueuedRequest:
         return self
@@ -96,7 +95,7 @@ class QueuedRequest:
     def __exit__(self, *_: object) -> None:
         self.given_up = True
 
-    async def messages(self) -> AsyncIterator[tuple[TextRow, Any]]:
+    async def messages(self) -> AsyncIterator[tuple[QueuedText, Any]]:
         """Rows and what their readers say, until all have ended; raises an `APIError` if that cannot be."""
         left = len(self.rows)
         while left:
@@ -110,7 +109,7 @@ class QueuedRequest:
             left -= isinstance(message, Last)
             yield row, message
 
-    def tell(self, row: TextRow, message: Any) -> None:
+    def tell(self, row: QueuedText, message: Any) -> None:
         """Called in the model's thread."""
         try:
             self._loop.call_soon_threadsafe(self._messages.put_nowait, (row, message))
@@ -196,10 +195,10 @@ class Scheduler:
     def __init__(self, served: Served, metrics: ModelMetrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: FairQueue[TextRow] = FairQueue()
+        self._waiting: FairQueue[QueuedText] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._running: list[TextRow] = []
+        self._running: list[QueuedText] = []
         self.prefixes = PrefixCache(self.settings.prefix_tokens)
         self._session = session_of(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
@@ -213,7 +212,7 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, rows: Sequence[TextRow], caller: str = "") -> QueuedRequest:
+    def submit(self, rows: Sequence[QueuedText], caller: str = "") -> QueuedRequest:
         """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
         queued = QueuedRequest(rows, self.settings.timeout_seconds)
         with self._changed:
@@ -274,12 +273,12 @@ class Scheduler:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
         return False
 
-    def _fitting(self) -> Callable[[TextRow], bool]:
+    def _fitting(self) -> Callable[[QueuedText], bool]:
         """Whether a text still fits beside those that run and those that were taken before it."""
         settings = self.settings
         count, longest = len(self._running), max((row.size for row in self._running), default=0)
 
-        def fits(row: TextRow) -> bool:
+        def fits(row: QueuedText) -> bool:
             nonlocal count, longest
             size = max(longest, row.size)
             if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
@@ -289,7 +288,7 @@ class Scheduler:
 
         return fits
 
-    def _join(self, rows: list[TextRow]) -> None:
+    def _join(self, rows: list[QueuedText]) -> None:
         now = time.monotonic()
         self._running = [*self._running, *rows]
         taken = len(self._running) * max((row.size for row in self._running), default=0)
@@ -301,12 +300,12 @@ class Scheduler:
             self._session.add(self._text(row))
         self.metrics.running.set(len(self._running))
 
-    def _text(self, row: TextRow) -> Text:
+    def _text(self, row: QueuedText) -> Text:
         request, window = row.request, self.served.window
 
         def over() -> bool:
             return (
-                request.given_up or row.reader.satisfied or row.forwards >= self.settings.max_forwards
+                request.given_up or row.reader.satisfied or row.text.forwards >= self.settings.max_forwards
                 or time.monotonic() > request.deadline
             )  # fmt: skip
 
@@ -319,16 +318,14 @@ class Scheduler:
                 if isinstance(message, APIError):
                     request.given_up = True
 
-        def forward() -> None:
-            row.forwards += 1
-
-        return (Text if row.decoding.revise is None else Revision)(
+        row.text = (Text if row.decoding.revise is None else Revision)(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
             row.seed, row.index, row.eos_id, row.index, row.alternatives, row.spans,
-            cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended), on_forward=forward,
+            cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended),
         )  # fmt: skip
+        return row.text
 
-    def _read(self, row: TextRow, read: Callable[[T, float], Any], what: T) -> Any:
+    def _read(self, row: QueuedText, read: Callable[[T, float], Any], what: T) -> Any:
         """What a row's reader makes of an event; its defect, or its tokenizer's panic, is that row's alone."""
         try:
             return read(what, time.monotonic() - row.began)
@@ -341,18 +338,18 @@ class Scheduler:
         self.metrics.failures.inc()
         return APIError(500, "the model failed on this request", code="failed")
 
-    def _heard(self, row: TextRow) -> None:
+    def _heard(self, row: QueuedText) -> None:
         if not row.heard:
             row.heard = True
             self.metrics.first.observe(time.monotonic() - row.request.arrived)
 
-    def _end(self, row: TextRow, ended: Ended) -> None:
+    def _end(self, row: QueuedText, ended: Ended) -> None:
         message: Last | APIError
         if ended.finished != "cancelled" or row.reader.satisfied:
             read = self._read(row, row.reader.end, ended)
             message = read if isinstance(read, APIError) else Last(read, ended)
             self._heard(row)
-        elif row.forwards >= self.settings.max_forwards:
+        elif row.text.forwards >= self.settings.max_forwards:
             message = too_many_forwards(self.settings.max_forwards, self.served.model.config.kind)
         else:
             message = too_long(self.settings.timeout_seconds)

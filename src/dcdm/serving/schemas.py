@@ -29,13 +29,13 @@ def _whole(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole)]
-Short = Annotated[Text, Field(max_length=256)]
+Utf8Text = Annotated[str, AfterValidator(_whole)]
+Short = Annotated[Utf8Text, Field(max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
-Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
+Stop = Annotated[Utf8Text, Field(min_length=1, max_length=1024)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -50,7 +50,7 @@ class StreamOptions(Body):
 
 class JsonSchema(Body):
     name: Short | None = None
-    description: Text | None = None
+    description: Utf8Text | None = None
     strict: bool | None = Field(None, description="Answers match the schema in any case.")
     json_schema: dict[str, Any] = Field(alias="schema", description="docs/serving.md says which keywords.")
 
@@ -60,7 +60,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
-    regex: Annotated[Text, Field(max_length=4096)] | None = Field(
+    regex: Annotated[Utf8Text, Field(max_length=4096)] | None = Field(
         None, description="Matched as a whole; in the syntax of Rust's regex."
     )
 
@@ -129,11 +129,8 @@ class OpenAIRequest(Generating):
     seed: Seed | None = Field(None, description="Equal requests with equal seeds give equal texts.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    provisional: bool | None = Field(
-        None, description="In a stream: also send what is written ahead of the reading order, marked as such."
-    )
     stop_at_eos: bool | None = Field(None, description="False continues after an EOS. Default true.")
-    user: Text | None = Field(None, description="Whose request it is: the model is shared fairly among users.")
+    user: Utf8Text | None = Field(None, description="Whose request it is: the model is shared fairly among users.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
@@ -143,9 +140,8 @@ class OpenAIRequest(Generating):
     @model_validator(mode="after")
     def fits_together(self) -> Self:
         constrained = self.response_format is not None and self.response_format.type != "text"
-        for name in ("stream_options", "provisional"):
-            if getattr(self, name) and not self.stream:
-                raise bad_request(f"{name} needs stream=true", name)
+        if self.stream_options and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
         if self.stop and constrained:
             raise bad_request("stop would cut what response_format completes; give one of them", "stop")
         if self.revise is not None:
@@ -160,38 +156,30 @@ class OpenAIRequest(Generating):
 
 class CompletionRequest(OpenAIRequest):
     prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        Utf8Text
+        | Annotated[list[Utf8Text], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="A text, several, token ids, or several lists of them. `[[8]]` is taken literally.")
     max_tokens: MaxTokens | None = Field(None, description="New tokens of each text. Default 16.")
-    suffix: Text | None = Field(
+    suffix: Utf8Text | None = Field(
         None, description="What follows: exactly max_tokens tokens are filled in between. Not for AR models."
     )
-    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    echo: Literal[False] | None = Field(None, description="Only false: the caller has the prompt.")
     logprobs: int | None = Field(
         None, ge=0, le=5,
         description="Each token's log-probability at its commit, and those of so many most probable ones.",
     )  # fmt: skip
 
-    @model_validator(mode="after")
-    def has_no_log_p_of_prompts(self) -> Self:
-        if self.logprobs is not None and self.echo:
-            raise bad_request(
-                "log-probabilities of prompts are not defined here; leave out echo or logprobs", "logprobs"
-            )
-        return self
-
 
 class TextPart(Body):
     type: Literal["text"]
-    text: Text
+    text: Utf8Text
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Utf8Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Short | None = None
 
     def plain(self) -> dict[str, str]:
@@ -221,7 +209,7 @@ class ChatRequest(OpenAIRequest):
 
 
 class DenoiseRequest(Generating):
-    prompt: Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
+    prompt: Utf8Text = Field(description="A text in which `[[8]]` is a blank of 8 tokens.")
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         None,
         description="New tokens behind the prompt. Default: none if it has blanks, else what there is room for.",

@@ -31,7 +31,6 @@ from dcdm.decoding.engine import blank_tokens, read_prompts, with_blanks
 from dcdm.model.transformer import Model
 from dcdm.serving.schemas import (
     FORMAT,
-    APIError,
     Generating,
     ResponseFormat,
     bad_request,
@@ -127,7 +126,10 @@ class Served:
         """Refuse a prompt with more tokens than there is room for, or than the operator grants."""
         most = min(room, self.settings.max_prompt_tokens or room)
         if len(ids) > most:
-            raise _too_much(f"{len(ids)} tokens of the {param}, blanks counted, are more than {most}", param)
+            raise bad_request(
+                f"{len(ids)} tokens of the {param}, blanks counted, are more than {most}, for which there is room",
+                param, "context_length_exceeded",
+            )  # fmt: skip
 
     def check_lengths(
         self, ids: list[int], new_tokens: int | None, param: str = "prompt", length: str = "max_tokens"
@@ -136,28 +138,18 @@ class Served:
 
         `param` and `length` are what the caller calls the prompt and the number of new tokens.
         """
-        blanks = ids.count(self.model.config.mask_id)
-        self.check_prompt(ids, self.window if blanks else self.max_prompt_tokens, param)
-        if blanks and len(ids) + 1 + bool(new_tokens) > self.window:
-            raise _too_much(
-                f"{len(ids)} tokens of the {param}, blanks counted, are too many for the context of {self.window}",
-                param,
-            )
+        blanks, most = ids.count(self.model.config.mask_id), self.settings.max_tokens
+        self.check_prompt(ids, self.window - 1 - bool(new_tokens) if blanks else self.window - 2, param)
         try:
             wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
         except ConfigError as error:
             raise invalid_setting(ConfigError(str(error).replace("max_new_tokens", length))) from error
-        room = self.settings.max_tokens - blanks
         if new_tokens is None and not blanks:
-            return min(wanted, room)
-        if blanks > self.settings.max_tokens:
-            raise bad_request(
-                f"{blanks} tokens in blanks are more than {self.settings.max_tokens}, the limit here", param
-            )
-        if wanted > room:
+            return min(wanted, most)
+        if wanted + blanks > most:
             counted = f" and {blanks} in blanks" if blanks else ""
             raise bad_request(
-                f"{length}={wanted}{counted} is more than {self.settings.max_tokens}, the limit here", length
+                f"{wanted} new tokens{counted} are more than {most}, the limit here", length if wanted else param
             )
         return wanted
 
@@ -262,10 +254,6 @@ class Constraints:
             while len(self._last) > self._remembered:
                 self._last.popitem(last=False)
         return made
-
-
-def _too_much(message: str, param: str) -> APIError:
-    return bad_request(message, param, "context_length_exceeded")
 
 
 def _choice(name: str, about: str, **number: Any) -> dict[str, Any]:

@@ -51,8 +51,6 @@ class Settings:
     """Size of a request."""
     body_seconds: Suppress[float] = 10.0
     """How long a request's body may take to arrive."""
-    log_prompts: bool = False
-    """Write prompts and completions into the log."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
