@@ -1,4 +1,4 @@
-"""Lanes as people see them: rows in a terminal, colours on a page, a picture and a replay."""
+"""Lanes as people see them: in a terminal, colours on a page, a picture and a replay."""
 
 import io
 import json
@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 import dcdm
 import tiny
@@ -21,7 +20,7 @@ from dcdm.lanes.masks import lane_partition
 from dcdm.viewing.chunks import TokenWindows, view, window_of
 from dcdm.viewing.filling import Filling, filling_of
 from dcdm.viewing.pages import chunks_page, replay_page
-from dcdm.viewing.terminal import lane_rows, show
+from dcdm.viewing.terminal import coloured_text, numbered_lines
 
 TEXT = "if x:\n    y = 1\n"  # 16 bytes
 
@@ -85,9 +84,6 @@ def test_with_drafts_a_forward_writes_as_far_as_drafts_are_accepted():
     assert found.frames[-1].ids == came
     assert found.num_chunks == max(came) < 8
     assert "as far as its draft tokens are accepted" in found.rule
-    lines = lane_rows(found, 80, False).plain.split("\n")
-    letters = ["".join(line[9:].split()) for line in lines if line.startswith("lane")]
-    assert "".join(letters) == TEXT.replace(" ", "·").replace("\n", "↵")
     with pytest.raises(ConfigError, match="draft head"):
         seen(drafts=2)
 
@@ -95,62 +91,23 @@ def test_with_drafts_a_forward_writes_as_far_as_drafts_are_accepted():
 # --- the terminal ------------------------------------------------------------------------------------------------
 
 
-def test_every_lane_is_a_row_and_every_forward_a_column():
-    assert lane_rows(seen(round=2), 80, False).plain.split("\n") == [
-        "forward  1 2 3 4 5 6",
-        "lane 1   i f ░ ░ ░ ░",
-        "lane 2   · · ░ ░ ░",
-        "lane 3   · = ░ ░ ░",
+def test_without_colour_the_lane_and_the_forward_pass_stand_below_each_token():
+    assert list(numbered_lines(seen(round=2), 80))[5:] == [
+        "text       y = 1↵",
+        "lane   2222233333",
+        "pass   1234512345",
+        "mask     ###  ###",
         "",
     ]
-    assert lane_rows(seen(), 80, False).plain.split("\n")[1:4] == [
-        "lane 1   i f · x : ↵",
-        "lane 2   · · · · y",
-        "lane 3   · = · 1 ↵",
-    ]
 
 
-def test_wide_texts_go_on_below_and_nothing_is_lost():
-    lines = lane_rows(seen(2), 20, False).plain.split("\n")
-    assert max(map(len, lines)) <= 20
-    letters = ["".join(line[9:].split()) for line in lines if line.startswith("lane")]
-    assert "".join(letters[::2]) + "".join(letters[1::2]) == TEXT.replace(" ", "·").replace("\n", "↵")
-    numbers = " ".join(line[9:] for line in lines if line.startswith("forward")).split()
-    assert numbers == [str(number) for number in range(1, 9)]
-
-
-def test_one_lane_in_colour_reads_as_text_with_a_background_for_each_forward():
-    def told(**more):
-        network = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2, 4), drafts=3)
-        window, _ = window_of(TEXT, byte_tokenizer(), 128)
-        found = view(network, window, lanes=1, drafts=3, name="m", **more)
-        console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
-        show(found, console)
-        return found, console.file.getvalue()
-
-    found, whole = told()
-    assert "same background: written by one forward pass" in whole
-    assert "not written yet" not in whole
-    assert "\x1b[4;" not in whole  # nothing is underlined
-    _, part = told(round=2)
-    assert part.count("\x1b[4;") == sum(chunk > 2 for chunk in found.frames[-1].ids)
-    assert "underlined: not written yet" in part
-    by_forward = filling_of(
-        dcdm.generate(
-            tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2), drafts=3), ["ab"], tokenizer=byte_tokenizer(),
-            max_new_tokens=12, lanes=1, eos_id=-1,
-        ),
-        byte_tokenizer(),
-    )  # fmt: skip
-    assert by_forward.lanes == []
-    assert by_forward.groups == by_forward.came
-
-
-def test_colours_are_lanes_and_heads_are_reversed():
-    rows = lane_rows(seen(round=2), 80, True)
-    styles = [str(span.style) for span in rows.spans]
-    assert sum("reverse" in style for style in styles) == 3
-    assert sum("underline" in style for style in styles) == 16 - 6
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_in_colour_a_background_is_a_lane_or_of_a_single_lane_a_forward_pass(lanes):
+    found = seen(lanes, round=2)
+    styles = [str(span.style) for span in coloured_text(found).spans]
+    assert sum("reverse" in style for style in styles) == sum(found.heads) == lanes
+    assert sum("underline" in style for style in styles) == sum(found.hidden) == 16 - 2 * lanes
+    assert len({style.split()[-1] for style in styles if " on " in style}) == 1 + max(2, lanes)
     html = seen(round=2)._repr_html_()  # in a notebook
     assert html.count('title="lane 2"') == 5
     assert "outlined: not written yet" in html
@@ -241,6 +198,10 @@ def test_a_filling_knows_its_lanes_and_others_have_none():
     assert found.lanes == [0, 0, 1, 1, 2, 0, 2, 3, 3]
     done = dcdm.generate(tiny.model("bdlm", 257), ["a[[3]]"], tokenizer=byte_tokenizer())
     assert filling_of(done, byte_tokenizer()).lanes == []
+    drafting = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2), drafts=3)
+    done = dcdm.generate(drafting, ["ab"], tokenizer=byte_tokenizer(), max_new_tokens=12, lanes=1, eos_id=-1)
+    alone = filling_of(done, byte_tokenizer())
+    assert (alone.lanes, alone.groups) == ([], alone.came), "one lane with drafts: coloured by forward passes"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")

@@ -1,4 +1,4 @@
-"""Chunks in a terminal: on coloured ground, or numbered where there is no colour. Lanes: each a row."""
+"""Chunks, or lanes, in a terminal: on coloured ground, or numbered where there is no colour."""
 
 from __future__ import annotations
 
@@ -61,10 +61,7 @@ def show_text(view: ChunkView, console: Console) -> None:
 
 def show_tokens(view: ChunkView, console: Console) -> None:
     """Print the tokens of the view's frame and nothing else."""
-    coloured = _in_colour(console)
-    if view.lanes and not _as_running_text(view, coloured):
-        console.print(lane_rows(view, console.width, coloured), soft_wrap=True)
-    elif coloured:
+    if _in_colour(console):
         console.print(coloured_text(view), soft_wrap=True)
     else:
         for line in numbered_lines(view, console.width):
@@ -74,11 +71,6 @@ def show_tokens(view: ChunkView, console: Console) -> None:
 def _line(text: str, console: Console, style: str = "") -> None:
     """Text that is not ours: neither markup nor wrapped."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _as_running_text(view: ChunkView, coloured: bool) -> bool:
-    """Whether one lane is shown as running text: each forward pass on a colour of its own."""
-    return coloured and view.num_lanes == 1
 
 
 def _in_colour(console: Console) -> bool:
@@ -97,14 +89,15 @@ def headline(view: ChunkView) -> str:
 
 
 def coloured_text(view: ChunkView) -> Text:
-    """Every token on its chunk's colour; what is not known: in its chunk's colour, underlined."""
+    """Every token on the colour of its chunk or lane, of a single lane on that of its forward pass; what is not
+    known: in that colour, underlined; of lanes what is written now: reversed."""
     text = Text()
-    ids = view.frames[-1].ids if view.lanes else view.frame.ids
-    for token, chunk, hidden in zip(view.tokens, ids, view.hidden, strict=True):
+    groups = view.frames[-1].ids if view.num_lanes == 1 else view.groups
+    for token, group, hidden, head in zip(view.tokens, groups, view.hidden, view.heads, strict=True):
         if _begins_line(token.text):
             text.append("\n")
-        style = "dim" if chunk < 0 else f"underline {colour(chunk)}" if hidden else on_colour(chunk)
-        text.append(token.text.translate(SIGNS), style=style)
+        shown = f"underline {colour(group)}" if hidden else f"{'bold reverse ' if head else ''}{on_colour(group)}"
+        text.append(token.text.translate(SIGNS), style="dim" if group < 0 else shown)
         if token.text.endswith("\n"):
             text.append("\n")
     return text
@@ -116,9 +109,11 @@ def _begins_line(token: str) -> bool:
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
-    """Rows of tokens, the chunk's number under each, and a # under what is MASK to the router."""
-    heads = ("text   ", "chunk  ", "mask   ")
-    rows = [""] * 3
+    """Rows of tokens; under each the number of its chunk, or of its lane and its forward pass, and a # under what is
+    not known."""
+    named = {"lane": view.lanes, "pass": view.frames[-1].ids} if view.lanes else {"chunk": view.frame.ids}
+    heads = [f"{name:<7}" for name in ("text", *named, "mask")]
+    rows = [""] * len(heads)
 
     def finished() -> Iterator[str]:
         for head, row in zip(heads, rows, strict=True):
@@ -127,68 +122,19 @@ def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
         yield ""
 
     spaced = view.num_chunks > 9  # sets numbers of several digits apart
-    for token, chunk, hidden in zip(view.tokens, view.frame.ids, view.frame.hidden, strict=True):
-        cells = (token.text.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if hidden else "")
+    for token, hidden, *numbers in zip(view.tokens, view.hidden, *named.values(), strict=True):
+        below = ("." if number < 0 else str(number) for number in numbers)
+        cells = (token.text.translate(SIGNS), *below, "#" if hidden else "")
         room = max(map(cell_len, cells)) + spaced
         if rows[0] and (_begins_line(token.text) or len(heads[0]) + cell_len(rows[0]) + room > width):
             yield from finished()
-            rows = [""] * 3
+            rows = [""] * len(heads)
         rows = [row + cell + " " * (room - cell_len(cell)) for row, cell in zip(rows, cells, strict=True)]
         if token.text.endswith("\n"):
             yield from finished()
-            rows = [""] * 3
+            rows = [""] * len(heads)
     if rows[0]:
         yield from finished()
-
-
-def lane_rows(view: ChunkView, width: int, coloured: bool) -> Text:
-    """Every lane a row, every column what one forward pass writes: as many columns side by side as fit."""
-    columns: list[dict[int, list[int]]] = [{} for _ in range(view.num_chunks)]  # positions by lane
-    for position, (lane, forward) in enumerate(zip(view.lanes, view.frames[-1].ids, strict=True)):
-        if lane:
-            columns[forward - 1].setdefault(lane, []).append(position)
-    numbers = [str(number) for number in range(1, len(columns) + 1)]
-    texts = [token.text.translate(SIGNS) for token in view.tokens]
-    if not coloured:
-        waiting = zip(texts, view.hidden, strict=True)
-        texts = [BLANK if hidden else text.replace(" ", "·") for text, hidden in waiting]
-    rooms = [
-        max(cell_len(number), *(sum(cell_len(texts[at]) for at in cell) for cell in column.values())) + 1
-        for number, column in zip(numbers, columns, strict=True)
-    ]
-    edge = len("forward  ")
-    lines = []
-    for band in _bands(rooms, width - edge):
-        head = "".join(numbers[k].ljust(rooms[k]) for k in band).rstrip()
-        lines.append(Text("forward".ljust(edge) + head, "dim"))
-        for lane in range(1, view.num_lanes + 1):
-            line = Text(f"lane {lane}".ljust(edge))
-            for k in band:
-                if lane in columns[k]:
-                    line.pad_right(edge + sum(rooms[band[0] : k]) - line.cell_len)
-                    for here in columns[k][lane]:
-                        line.append(texts[here], _lane_style(view, here) if coloured else "")
-            lines.append(line)
-        lines.append(Text())
-    return Text("\n").join(lines)
-
-
-def _lane_style(view: ChunkView, position: int) -> str:
-    if view.hidden[position]:
-        return f"underline {colour(view.lanes[position])}"
-    return ("bold reverse " if view.heads[position] else "") + on_colour(view.lanes[position])
-
-
-def _bands(rooms: list[int], width: int) -> Iterator[range]:
-    """Columns in bands that are no wider than `width`, each at least one column."""
-    start = 0
-    while start < len(rooms):
-        end, used = start + 1, rooms[start]
-        while end < len(rooms) and used + rooms[end] <= width:
-            used += rooms[end]
-            end += 1
-        yield range(start, end)
-        start = end
 
 
 def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.0) -> None:
@@ -245,15 +191,14 @@ def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
 
 
 def _key(view: ChunkView, coloured: bool) -> str:
-    if _as_running_text(view, coloured):
-        parts = ["underlined: not written yet"] if any(view.hidden) else []
-        return "; ".join([*parts, "same background: written by one forward pass"])
-    if view.lanes:
-        waiting = "underlined" if coloured else BLANK
-        parts = [f"{waiting}: not written yet"] if any(view.hidden) else []
-        return "; ".join([*parts, f"{'reversed' if coloured else f'column {view.frame.at:g}'}: written now"])
-    who = "router" if any(view.frame.scores) else "model"
     masked, unrouted = ("underlined", "dim") if coloured else ("#", ".")
+    if view.lanes:
+        parts = [f"{masked}: not written yet"] if any(view.hidden) else []
+        if coloured:
+            alike = "one forward pass" if view.num_lanes == 1 else "one lane"
+            parts += [f"same background: written by {alike}", "reversed: written now"]
+        return "; ".join(parts)
+    who = "router" if any(view.frame.scores) else "model"
     parts = [f"{masked}: MASK to the {who} here"] if any(view.frame.hidden) else []
     parts += [f"{unrouted}: in no chunk yet"] if UNROUTED in view.frame.ids else []
     return "; ".join(parts)
