@@ -177,7 +177,10 @@ def test_rounds_of_equal_size_match_a_literal_loop():
         ids, nats = torch.tensor([0] + [later] * 8), 0.0
         for k, size in ((1, 3), (2, 3), (3, 2)):
             z = row.masked_fill(ids == later, model.config.mask_id)[None]
-            r = model.run_block_zero(z, torch.ones_like(z, dtype=torch.bool)).scores[0] + model.chunking.balance_bias
+            r = (
+                model.run_block_zero(z, torch.ones_like(z, dtype=torch.bool)).scores[0]
+                + model.chunking.balance_bias
+            )
             fit = r[:, k - 1] - r.mean(dim=-1)
             chosen = sorted((at for at in range(9) if ids[at] == later), key=lambda at: -float(fit[at]))[:size]
             ids[chosen] = k

@@ -41,7 +41,12 @@ def decoders(kind, rng):
         if options["routing"] == "adablock":
             options["adablock"] = dcdm.decoding.config.AdaBlock((1, 2), 2, 0.2)
     if config.routes_from_noise:
-        fits = ["paper-chunk", "paper-step", "paper-equal", *([] if options["cache"] == "frozen" else ["appendix-b"])]
+        fits = [
+            "paper-chunk",
+            "paper-step",
+            "paper-equal",
+            *([] if options["cache"] == "frozen" else ["appendix-b"]),
+        ]
         options["routing"] = rng.choice(fits)
     return options
 

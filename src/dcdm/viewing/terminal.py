@@ -109,7 +109,7 @@ def _begins_line(token: str) -> bool:
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
-    """Rows of tokens; under each the number of its chunk, or of its lane and its forward pass, and a # under what is
+    """Rows of tokens; under each the number of its chunk, or of its lane and its forward pass, and a # where it is
     not known."""
     named = {"lane": view.lanes, "pass": view.frames[-1].ids} if view.lanes else {"chunk": view.frame.ids}
     heads = [f"{name:<7}" for name in ("text", *named, "mask")]
