@@ -93,13 +93,14 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except Exception as error:
         text = str(error)
-        if isinstance(error, WRONG_PATH) and error.filename is not None:
-            text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror is not None:
+            place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            text = f"{place}{error.strerror}"
         elif not type(error).__module__.startswith("dcdm."):
             raise  # the package's own errors say what to do; anything else is a defect and shows where it happened
         if "--debug" in given:
             raise
-        print(f"dcdm: {text}", file=sys.stderr)
+        print(f"dcdm: {options.harmless(text)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, WRONG_USE) else 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -62,8 +63,9 @@ def _at_least(name: str, value: object, least: int) -> None:
 
 
 def _within(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must lie between {low:g} and {high:g}")
+    held = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if not (held or value == math.inf) or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{name}={str(value)[:40]} must lie between {low:g} and {high:g}")
 
 
 @dataclass(frozen=True)

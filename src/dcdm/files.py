@@ -95,7 +95,8 @@ def file_digest(path: Path | str) -> str:
 
 MEGABYTE = 1 << 20
 JSON_LIMIT = 64 * MEGABYTE  # far above any configuration, manifest or record
-YAML_LIMIT = MEGABYTE
+YAML_LIMIT = MEGABYTE // 4  # reading a megabyte takes half a minute
+LONGEST_NUMBER = 400  # more digits than any float has
 
 
 class UnreadableFile(ValueError):
@@ -113,7 +114,7 @@ def read_limited(path: Path | str, limit: int = JSON_LIMIT) -> bytes:
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error
     if len(data) > limit:
-        raise UnreadableFile(f"it is larger than {limit // MEGABYTE} MB, which nothing of its kind is")
+        raise UnreadableFile(f"it is larger than {limit / MEGABYTE:g} MB, which nothing of its kind is")
     return data
 
 
@@ -148,14 +149,30 @@ def read_json_object(path: Path | str, limit: int = JSON_LIMIT, **options: Any) 
 
 
 def read_yaml(path: Path | str, limit: int = YAML_LIMIT) -> Any:
-    """The content of a YAML file of plain values, without aliases: a few lines of these stand for gigabytes."""
+    """The content of a YAML file of plain values, each name once.
+
+    Aliases are refused, a few lines of which stand for gigabytes, and numbers that take seconds to read.
+    """
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise UnreadableFile("it has aliases (*name), which settings do without; write the values out")
-            return super().compose_node(parent, index)
+            node = super().compose_node(parent, index)
+            if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+                raise UnreadableFile(f"it has a number of {len(node.value)} characters")
+            return node
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value in seen:
+                    raise UnreadableFile(
+                        f"line {key.start_mark.line + 1} names {key.value!r} again; keep one of them"
+                    )
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(read_text(path, limit), PlainLoader)

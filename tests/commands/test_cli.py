@@ -95,6 +95,26 @@ def test_a_wrong_path_or_setting_is_one_line_and_exit_code_2(given, tmp_path, mo
     assert len(wrong_use(given, capsys).strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "shown", "code"),
+    [
+        (OSError(28, "No space left on device"), "dcdm: No space left on device\n", 1),
+        (OSError(30, "Read-only file system", "out/x"), "dcdm: out/x: Read-only file system\n", 1),
+        (ConfigError("a name \x1b]0;evil\x07 of somebody"), "dcdm: a name ␛]0;evil␇ of somebody\n", 2),
+    ],
+)
+def test_a_full_disk_and_names_that_steer_a_terminal_end_in_one_harmless_line(
+    error, shown, code, monkeypatch, capsys
+):
+    def fails(arguments):
+        raise error
+
+    monkeypatch.setattr("dcdm.cli.run", fails)
+    with pytest.raises(SystemExit) as stop:
+        main(["models"])
+    assert (stop.value.code, capsys.readouterr().err) == (code, shown)
+
+
 def test_debug_shows_where_an_error_arose(capsys):
     command = ["sample", "nowhere", "--prompt", "x"]
     assert "nowhere is not a folder" in wrong_use(command, capsys)

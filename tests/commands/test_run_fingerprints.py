@@ -124,10 +124,13 @@ def test_without_settings_the_checkpoint_s_are_used_and_no_others(place):
     assert (place / "settings.yaml").read_text() == whole
 
 
-def test_settings_with_aliases_or_deep_nesting_or_too_large_are_refused_at_once(place, tmp_path):
+def test_settings_that_are_slow_large_or_say_one_thing_twice_are_refused_at_once(place, tmp_path):
     file = tmp_path / "bomb.yaml"
     lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
-    for text, reason in (("\n".join(lines), "aliases"), ("[" * 5000, "nested"), ("# " + "x" * (1 << 20), "larger")):
+    for text, reason in (
+        ("\n".join(lines), "aliases"), ("[" * 1500, "nested"), ("# " + "x" * (1 << 20), "larger"),
+        ("train: {steps: 1" + ":1" * 1_000 + "}", "a number of"), ("seed: 1\nseed: 2", "line 2 names 'seed' again"),
+    ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"--config .*{reason}"):
             run("bdlm-debug", tmp_path / "other", file=file)

@@ -51,7 +51,9 @@ class InThisProcess:
             options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
             dcdm.train(run=options["--run"], config=options["--config"], device=options["--device"])
         else:
-            measuring.write_figures(*arguments)
+            folder, measured_with, settings = arguments
+            figures = measuring.measure(Path(folder), **json.loads(settings))
+            measuring.write_figures(Path(folder), measured_with, figures)
 
     def wait(self):
         return 0
@@ -117,8 +119,7 @@ def test_a_surrogate_is_named_as_no_bound_and_has_no_difference(tmp_path, capsys
         names = {"surrogate" if name == "surrogate" else "valid": name for name in figures[run.variant]}
         found = {"nats_per_token": 2.0, "forwards": None}
         measured = {figure: {"estimator": name, **found} for figure, name in names.items()}
-        kept = {"measured_with": run.measured_with(), "figures": measured}
-        (tmp_path / run.name / "figures.json").write_text(json.dumps(kept))
+        measuring.write_figures(tmp_path / run.name, run.measured_with(), measured)
     assert [row.difference is None for row in compare(asked, collected(asked, tmp_path))] == [True, False, True]
     main(["study", str(path), "--work", str(tmp_path), "--report"])
     printed = capsys.readouterr().out.splitlines()
@@ -184,6 +185,23 @@ def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     assert "nats" not in summary(asked, collected(asked, work))["runs"]["ar-s0"]["valid"]
 
 
+def test_a_changed_digit_of_a_figure_is_noticed(finished, tmp_path):
+    study, folder = finished[0], finished[1]
+    run = study.runs()[0]
+    (tmp_path / run.name).mkdir()
+    place, content = tmp_path / run.name / "figures.json", (folder / run.name / "figures.json").read_text()
+    place.write_text(content)
+    assert runner.figures_of(run, tmp_path) == runner.figures_of(run, folder)
+    for changed in (
+        content.replace('"nats_per_token": ', '"nats_per_token": 1', 1),
+        content[: len(content) // 2],
+        "[]",
+    ):
+        place.write_text(changed)
+        with pytest.raises(ConfigError, match=r"figures\.json is damaged.*; delete it"):
+            runner.figures_of(run, tmp_path)
+
+
 def test_other_windows_and_other_settings_are_other_figures(finished):
     asked, work = finished
     for changes in ({"windows": 2}, {"settings": {**asked.settings, "train.steps": 3}}):
@@ -233,6 +251,12 @@ def beside(**variants) -> dict:
         (alone(preset="mdlm-debug", commits=["first-hitting"]), "random order"),
         (alone(preset="mdlm-debug", commits=["blocks steps:2"]), "blocks"),
         (alone(preset="dcdm-debug", commits=["adablock chunk"]), "adablock"),
+        (beside(**{"../../evil": {"preset": "ar-debug"}}), r"variants\.'../../evil': a name has"),
+        (beside(**{"/abs/path": {"preset": "ar-debug"}}), "'/abs/path': a name has"),
+        (beside(**{"n" * 300: {"preset": "ar-debug"}}), "a name has at most 100"),
+        (beside(**{"a\0b": {"preset": "ar-debug"}}), "a name has"),
+        ({"corpora": {"../x": "text.txt"}}, r"corpora\.'../x': a name has"),
+        ({"seeds": list(range(1_001))}, "seeds: 1001 are more than 1000"),
         (beside(b={"preset": "ar-debug", "init": "nobody"}), "variants.b.init"),
         (beside(ar={"preset": "ar-debug", "init": "lanes"}), "in a circle"),
         (beside(ar={"preset": "ar-debug", "seeds": [3]}), "variants.ar.seeds"),
@@ -307,7 +331,6 @@ def test_every_study_that_is_shipped_can_be_read_and_its_results_are_its_own(pat
     [
         ("x", "nowhere.txt", r"corpora: .*nowhere\.txt"),
         ("x", "rows.jsonl", r"corpora\.x: "),
-        ("my text", "text.txt", r"corpora\.my text: "),
     ],
 )
 def test_texts_that_cannot_be_read_are_named_before_anything_starts(
@@ -341,8 +364,7 @@ def test_seeds_of_a_variant_on_different_texts_are_not_put_together(finished, tm
     figures = json.loads((work / "ar-s0" / "figures.json").read_text())["figures"]
     figures["valid"]["text"] = {"": "another"}
     (tmp_path / "ar-s1").mkdir()
-    kept = {"measured_with": Run(two, "ar", 1).measured_with(), "figures": figures}
-    (tmp_path / "ar-s1" / "figures.json").write_text(json.dumps(kept))
+    measuring.write_figures(tmp_path / "ar-s1", Run(two, "ar", 1).measured_with(), figures)
     out = tmp_path / "results.json"
     out.write_text(json.dumps(summary(asked, collected(asked, work))))
     with pytest.raises(ConfigError, match="the seeds of ar were trained or measured on different texts"):

@@ -16,6 +16,7 @@ from dcdm.commands.options import (
     ModelArgument,
     at_least_one,
     compute_on,
+    harmless,
     print_json,
     print_rows,
 )
@@ -180,9 +181,9 @@ def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:
     for check in verify_model(path):
         problems[check.name] = check.problems
         if not json:
-            print("FAIL" if check.problems else "ok  ", check.name)
+            print("FAIL" if check.problems else "ok  ", harmless(check.name))
             for problem in check.problems:
-                print("    ", problem)
+                print("    ", harmless(problem))
     if json:
         print_json(problems)
     if any(problems.values()):

@@ -133,11 +133,13 @@ def _max_violation(model: Model, text: WindowBatch) -> float:
     return float(max_violation(chunk_counts(ids, free, model.config.num_chunks).sum(dim=0)))
 
 
-def write_figures(folder: str, measured_with: str, settings: str) -> None:
-    """Measure a run and keep its figures beside its weights."""
-    content = {"measured_with": measured_with, "figures": measure(Path(folder), **json.loads(settings))}
-    write_whole(Path(folder) / "figures.json", json.dumps(content).encode() + b"\n")
+def write_figures(folder: Path, measured_with: str, figures: Mapping[str, Any]) -> None:
+    """Keep a run's figures beside its weights, with a checksum."""
+    plain = json.loads(json.dumps(figures))
+    content = {"measured_with": measured_with, "sha256": digest(plain), "figures": plain}
+    write_whole(folder / "figures.json", json.dumps(content).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    write_figures(*sys.argv[1:])
+    run, measured_with, settings = sys.argv[1:]
+    write_figures(Path(run), measured_with, measure(Path(run), **json.loads(settings)))

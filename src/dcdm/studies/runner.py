@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError, DataError
-from dcdm.files import UnreadableFile, read_json_object, stops_handled_by, write_whole
+from dcdm.files import UnreadableFile, digest, read_json_object, stops_handled_by, write_whole
 from dcdm.studies.results import same_texts
 from dcdm.studies.study import Run, Study
 
@@ -35,8 +34,15 @@ def figures_of(run: Run, work: Path) -> dict[str, Any] | None:
     path = work / run.name / "figures.json"
     if not path.is_file():
         return None
-    stored = read_json_object(path)
-    return stored["figures"] if stored.get("measured_with") == run.measured_with() else None
+    try:
+        stored = read_json_object(path)
+        if stored.get("measured_with") != run.measured_with():
+            return None
+        if stored.get("sha256") != digest(stored["figures"]):
+            raise UnreadableFile("its figures are not those that were written")
+    except (UnreadableFile, KeyError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); delete it, and the run is measured again") from error
+    return stored["figures"]
 
 
 def stored_figures(study: Study, results: Path) -> dict[str, dict[str, Any]]:
@@ -150,8 +156,6 @@ def _check_corpora(study: Study) -> None:
     if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
         raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
     for name, path in study.corpora.items():
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(f"corpora.{name}: a name has letters, digits, '-', '_' and '.' only")
         try:
             read_corpus(f"{name}={path}")
         except (ConfigError, DataError) as error:

@@ -20,6 +20,7 @@ experiments:          # claims and variants under a name, for `dcdm reproduce`
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BALANCE, STEP = "MaxVio", "step "
 """Figures of claims beside those that are measured: the balance of chunks, and the valid one while training."""
+MOST_SEEDS = 1000
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
 
@@ -112,6 +114,14 @@ class Study:
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
             raise ConfigError("a study needs variants and seeds")
+        if len(self.seeds) > MOST_SEEDS:
+            raise ConfigError(f"seeds: {len(self.seeds)} are more than {MOST_SEEDS}")
+        for group, names in (("variants", self.variants), ("corpora", self.corpora)):
+            if odd := next((name for name in names if not re.fullmatch(r"\w[\w.-]{0,99}", name)), None):
+                raise ConfigError(
+                    f"{group}.{odd[:100]!r}: a name has at most 100 letters, digits, '-', '_' and '.', and "
+                    "begins with a letter or digit, as files are called so"
+                )
         if len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds={list(self.seeds)} must name each seed once")
         for counted in ("windows", "samples"):
