@@ -39,8 +39,7 @@ class Recorder:
     def __init__(self, folder: Path, config: RunConfig, console: Console, world: World | None = None) -> None:
         self.folder, self.config, self.console = folder, config, console
         self.figures: dict[str, float] = {}
-        self._flops = cost_estimate(config.model, config.window).training
-        self._peak = _global_peak(world or World())
+        self._utilisation_at_one = _utilisation_at_one(config, world or World())
         self._since = (time.perf_counter(), 0, 0)
         self._speed: Mapping[str, float] = {}  # as last logged
         self._wide = console.width >= WIDE
@@ -111,12 +110,11 @@ class Recorder:
         timing = {
             "step": step,
             **speed,
-            "flops_per_second": self._flops * self.config.train.batch_size / speed["seconds_per_step"],
             "peak_memory_gb": _peak_memory(),
             "seconds_left": (self.config.train.steps - step) * speed["seconds_per_step"],
         }
-        if self._peak is not None:  # absent where nobody knows what the device could do
-            timing["utilisation"] = timing["flops_per_second"] / self._peak
+        if self._utilisation_at_one is not None:
+            timing["utilisation"] = self._utilisation_at_one / speed["seconds_per_step"]
         self._speed = timing
         _append(self.folder / "timing.jsonl", timing)
         self._since = (time.perf_counter(), step, 0)
@@ -226,10 +224,12 @@ def _spelled(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _global_peak(world: World) -> float | None:
-    """Dense bf16 operations per second of all devices of the run together; None where that is not known."""
+def _utilisation_at_one(config: RunConfig, world: World) -> float | None:
+    """The share of the dense bf16 peak of all devices that steps of one second use; None where it is not known."""
     peak = bf16_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return None if peak is None else peak * world.size
+    if peak is None:
+        return None
+    return cost_estimate(config.model, config.window).training * config.train.batch_size / (peak * world.size)
 
 
 def _peak_memory() -> float:
