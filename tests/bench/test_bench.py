@@ -85,12 +85,6 @@ def test_wrong_use_is_refused_before_anything_is_measured(arguments, said, measu
     assert not measured
 
 
-def test_peak_memory_is_left_out_where_there_is_no_proc(monkeypatch):
-    monkeypatch.setattr(paths.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(paths.subprocess, "run", lambda *_, **__: pytest.fail("measured"))
-    assert paths.peak_memory("step", "L=64", "production") is None
-
-
 def test_a_ratio_is_to_the_fastest_baseline():
     waits = {"fast": 0, "slow": 300_000, "slower": 900_000}
 

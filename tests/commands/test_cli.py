@@ -7,7 +7,6 @@ import pytest
 
 import dcdm
 from dcdm.cli import COMMANDS, main
-from dcdm.commands.options import compute_on
 from dcdm.config import ConfigError
 
 
@@ -123,11 +122,6 @@ def test_debug_shows_where_an_error_arose(capsys):
 
 
 # --- values and tables -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("given", "type_of_weights"), [("fp64", "float64"), ("auto", "float32")])
-def test_names_of_types_are_understood(given, type_of_weights):
-    assert str(compute_on("cpu", given)[1]) == f"torch.{type_of_weights}"
 
 
 def test_presets_lists_every_preset_as_a_table_and_as_json(capsys):

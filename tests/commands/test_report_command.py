@@ -81,11 +81,3 @@ def test_charts_are_drawn_of_any_numbers_and_escape_names():
         assert drawn.count("a&lt;b $1") == 2  # in the legend, and for those who cannot see it
         assert palette.colour(2) in drawn
         assert palette.colour(1) not in drawn, "a run has its colour in every chart"
-
-
-def test_the_same_numbers_are_drawn_by_the_same_bytes_that_ask_for_nothing_from_outside():
-    curves = [Curve("a", [(1.0, 2.0), (2.0, 3.0)], [(2.0, 3.0)], [0.1])]
-    first, second = (chart(curves, "x", "y", "held out") for _ in range(2))
-    assert first == second
-    assert not re.search(r"https?:|url\((?!#)|<metadata|<style|font-family", first)
-    assert "fill: #000000" not in first  # text has the page's colour, on light and on dark ground

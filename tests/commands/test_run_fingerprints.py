@@ -339,14 +339,13 @@ def test_a_hangup_saves_and_leaves_like_a_request_to_stop(place, monkeypatch):
         load_record(place)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_fails_while_a_run_trains_is_told_in_one_line_and_the_run_resumes_later(
-    number, place, capsys, monkeypatch
+    place, capsys, monkeypatch
 ):
     from dcdm.training import metrics
 
     def full(path: Path, row: object) -> None:
-        raise OSError(number, os.strerror(number), str(path))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics, "_append", full)
@@ -354,6 +353,6 @@ def test_a_disk_that_fails_while_a_run_trains_is_told_in_one_line_and_the_run_re
             main(["train", "--run", str(place)])
     said = capsys.readouterr().err.splitlines()[-1]
     assert ending.value.code == 1
-    assert os.strerror(number) in said
+    assert os.strerror(errno.ENOSPC) in said
     assert "the same command resumes" in said
     assert run(None, place) == 0

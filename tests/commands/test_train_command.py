@@ -39,7 +39,7 @@ SMALL = {
     "train.warmup_steps": 2, "evaluate_sequences": 4, "evaluate_samples": 2, "tensorboard": False,
 }  # fmt: skip
 run = functools.partial(run_training, load_init=load_init)
-KINDS = ["ar-debug", "mdlm-debug", "bdlm-debug", "dcdm-debug", "dcdm-debug-causal", "dcdm-moe-debug-causal"]
+KINDS = ["ar-debug", "bdlm-debug", "dcdm-debug", "dcdm-moe-debug-causal"]
 
 
 @pytest.fixture

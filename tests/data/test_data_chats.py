@@ -36,26 +36,23 @@ FAMILIAR = {
 
 
 @pytest.mark.parametrize("name", FAMILIAR)
-@pytest.mark.parametrize("answering", [True, False])
-def test_templates_give_what_transformers_gives(name, answering):
+def test_templates_give_what_transformers_gives(name):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=BYTES.backend, eos_token=BYTES.eos_token, chat_template=FAMILIAR[name]
     )
-    expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=answering, bos_token="")
-    assert template(FAMILIAR[name]).render(CHAT, answering=answering) == expected
+    made = template(FAMILIAR[name])
+    for answering in (True, False):
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=answering, bos_token="")
+        assert made.render(CHAT, answering=answering) == expected
 
 
 FAR = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
 GREEDY = {
     "a long product": ("{{ 'x' * 20000000000 }}", "more than 512 MiB"),
-    "a wide field": ("{{ 'x'.center(20000000000) }}", "more than 512 MiB"),
     "a doubled list": (
         "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}", "512|longer"
-    ),
-    "a big number": (
-        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "512|longer"
     ),
     "endless loops": (FAR + "{% endfor %}" * 3, "took longer than"),
     "endless text": ("{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 4,194,304 characters"),
@@ -71,13 +68,12 @@ def largest_child() -> int:
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_a_greedy_template_is_ended_and_the_next_chat_is_rendered(name, monkeypatch):
-    monkeypatch.setattr(chats, "SECONDS", 2)
+    monkeypatch.setattr(chats, "SECONDS", 1)
     text, said = GREEDY[name]
     greedy = template("{% if messages | length > 1 %}" + text + "{% endif %}done")
     largest_before = largest_child()
-    for _ in range(2):
-        with pytest.raises(ChatError, match=said):
-            greedy.render(CHAT, answering=True)
+    with pytest.raises(ChatError, match=said):
+        greedy.render(CHAT, answering=True)
     assert largest_child() <= max(700 << 10, largest_before)
     if name != "deep brackets":  # they cannot even be compiled
         assert greedy.render(CHAT[:1], answering=True) == "done"

@@ -157,13 +157,6 @@ def test_worker_processes_give_the_same_batches_and_nothing_is_drawn_from_the_gl
     assert with_workers.state_dict()["samples"] == 96
 
 
-def test_iterating_again_or_from_a_step_resumes_where_the_last_iteration_stopped(windows, reference):
-    at_step = Loader(windows, seed=5, global_batch=8, start=7)
-    assert joined(take(at_step, 1)) == reference[7]
-    assert joined(take(at_step, 1)) == reference[8]
-    assert 0 < at_step.epoch < 3
-
-
 def test_a_saved_position_is_restored_exactly_with_any_number_of_ranks_and_workers(windows, reference):
     state, at = None, 0
     for world, workers in ((1, 0), (2, 0), (1, 2), (1, 2), (4, 0)):

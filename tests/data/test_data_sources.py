@@ -19,7 +19,6 @@ from dcdm.data.chats import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import prepare
 from dcdm.data.sources import (
-    HUB_COPIES,
     PART_BYTES,
     STDLIB_SHARE,
     BadRows,
@@ -258,18 +257,6 @@ def test_a_hub_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     expected = [("name", "train"), ("org/name", "test"), ("org", "name", "test"), ("org/name", "config", "train")]
     copy = ("Skylion007/openwebtext", "train", "79d93d786212f7344586290adb811d4ae6a1762c")
     assert asked == [*expected, copy]
-
-
-def test_openwebtext_is_read_from_parquet_files_without_a_script(tmp_path, monkeypatch):
-    """As its repository has them: a folder of the configuration's name, numbered files of one split."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    copy, texts = tmp_path / "copy", documents(20)
-    (copy / "plain_text").mkdir(parents=True)
-    for number in range(2):
-        table = pa.table({"text": texts[10 * number : 10 * number + 10]})
-        pq.write_table(table, copy / "plain_text" / f"train-{number:05d}-of-00002.parquet")
-    monkeypatch.setitem(HUB_COPIES, "openwebtext", (str(copy), None))
-    assert texts_of("openwebtext") == texts_of("openwebtext:train") == texts
 
 
 def test_without_a_network_a_misspelt_name_fails_at_once_with_what_may_be_meant(tmp_path, monkeypatch):

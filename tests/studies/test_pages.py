@@ -179,11 +179,6 @@ def test_the_main_figures_of_drafts_are_quoted(document):
     assert f"{fmean(figure['forwards'] for figure in alone):.1f} forward passes instead of 127" in text
 
 
-def test_strided_chunks_are_quoted_beside_drafts():
-    values = [f"{value:.3f}" for value in nats("drafts-128", "strided", "chunk").values()]
-    assert f"need {' and '.join(values)} nats per byte in 16 forward passes" in " ".join(page(DRAFTS).split())
-
-
 # --- docs/lanes.md ------------------------------------------------------------------------------------------------
 
 
@@ -266,16 +261,6 @@ def test_the_table_of_rates_quotes_the_results(kind):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_table_of_recipes_quotes_the_results(recipe):
     assert row(recipe) == [shown(f"{kind}-{RECIPES[recipe]}") for kind in LEARNED]
-
-
-@pytest.mark.parametrize("kind", LEARNED)
-def test_what_the_interval_does_to_one_forward_per_chunk_quotes_the_results(kind):
-    variants = [f"{kind}-{noise}" for noise in ("clipped", "bell")]
-    if kind == "bdlm":
-        clipped, bell = (shown(variant, "chunk").split()[0] for variant in variants)
-    else:
-        clipped, bell = (f"{nats('learn-recipes', variant, 'chunk')[0]:.3f}" for variant in variants)
-    assert f"{clipped} instead of {bell}" in " ".join(learning().split())
 
 
 @pytest.mark.parametrize("name", TEN_MINUTES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -182,10 +181,12 @@ def failing(number: int):
     return fail
 
 
-@pytest.mark.parametrize("where", ["tensors", "records", "manifest", "rename"])
+FULL, READ_ONLY = (errno.ENOSPC, "no space left.*Free some"), (errno.EROFS, "cannot be written.*writable")
+
+
 @pytest.mark.parametrize(
-    ("number", "message"),
-    [(errno.ENOSPC, "no space left.*Free some"), (errno.EROFS, "cannot be written.*writable")],
+    ("where", "number", "message"),
+    [("tensors", *FULL), ("records", *READ_ONLY), ("manifest", *FULL), ("rename", *READ_ONLY)],
 )
 def test_a_write_that_fails_anywhere_names_folder_and_fix_and_leaves_earlier_checkpoints_whole(
     where, number, message, tmp_path, monkeypatch
@@ -223,28 +224,6 @@ def test_old_checkpoints_that_cannot_be_dropped_do_not_spoil_the_new_one(tmp_pat
         checkpointer.save(2, small_state(), wait=True)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert any("cannot drop old checkpoints" in str(warning.message) for warning in recwarn)
-
-
-def large_state(value: float) -> TrainState:
-    state = TrainState(nn.Linear(300, 300))  # 360 kB
-    nn.init.constant_(state.model.weight, value)
-    return state
-
-
-def save_beyond_a_limit(folder: Path) -> str:
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, large_state(1.0), wait=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(CheckpointError) as caught:
-            checkpointer.save(2, large_state(2.0), wait=True)
-    return str(caught.value)
-
-
-def test_a_file_that_the_system_refuses_to_let_grow_is_told_with_its_reason(tmp_path):
-    said = Child(save_beyond_a_limit, tmp_path).join(60)
-    assert "step 2" in said
-    assert "no space left ([Errno 27] File too large" in said
-    assert names(tmp_path) == ["step-00000001"]
 
 
 def fill_the_disk(world: World, folder: Path) -> tuple[str | None, list[str]]:

@@ -61,8 +61,7 @@ def test_wrong_settings_are_refused(wrong, message):
         TrainConfig(**wrong)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize(("optimizer", "ema_decay"), [("adamw", 0.0), ("muon", 0.9)])
 def test_the_dry_run_counts_the_moments_that_the_optimizer_keeps(optimizer, ema_decay):
     model = tiny.model("paper-moe").float()
     settings = TrainConfig(optimizer=optimizer, ema_decay=ema_decay)

@@ -18,8 +18,8 @@ from dcdm.training.settings import TrainConfig, resolve
 from dcdm.training.trainer import StepReport
 from toy import train_windows
 
-KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "paper-moe", "causal-moe"]
-TOLERANCE = {"causal": 0.2, "causal-moe": 0.2}  # other chunks, and so another draw of the noise
+KINDS = ["ar", "bdlm", "paper-moe", "causal"]
+TOLERANCE = {"causal": 0.2}  # other chunks, and so another draw of the noise
 SETTINGS = TrainConfig(steps=2, batch_size=4, warmup_steps=1, learning_rate=1e-3, dtype="bf16")
 WINDOWS = tiny.tokens(8, 24)
 

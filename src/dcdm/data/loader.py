@@ -32,19 +32,19 @@ class WindowSet(Protocol):
 
 
 class Loader:
-    """Endless batches of one rank for training, from global step `start` on.
+    """Endless batches of one rank for training.
 
     Step s takes samples s·G … (s+1)·G − 1 of the shuffled epochs, G = `global_batch`, whatever the number of
     ranks; rank `rank` of `world` gets its contiguous share of the rows, in micro-batches of `micro_batch`.
 
     Each batch is a dict that fits `dcdm.Batch(**batch)`: `tokens` and `prompt` (B, L), `index` (B,) in the data
-    set, `rows` (B,) in the global batch, `num_rows` its size. Iterating resumes where the last iteration,
-    `start` or a loaded state left off.
+    set, `rows` (B,) in the global batch, `num_rows` its size. Iterating resumes where the last iteration or a
+    loaded state left off.
     """
 
     def __init__(
         self, dataset: WindowSet, *, seed: int, global_batch: int, rank: int = 0, world: int = 1,
-        micro_batch: int | None = None, start: int = 0, num_workers: int = 0, pin_memory: bool = False,
+        micro_batch: int | None = None, num_workers: int = 0, pin_memory: bool = False,
     ) -> None:  # fmt: skip
         if not len(dataset):
             raise DataError("the data set is empty")
@@ -59,18 +59,13 @@ class Loader:
         self.dataset, self.seed, self.global_batch = dataset, seed, global_batch
         stop = (rank + 1) * share
         self._micro_rows = [range(at, min(at + size, stop)) for at in range(rank * share, stop, size)]
-        self._samples = start * global_batch
+        self._samples = 0
         self._num_workers, self._pin_memory = num_workers, pin_memory
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches of one step."""
         return len(self._micro_rows)
-
-    @property
-    def epoch(self) -> float:
-        """How often the data set has been seen."""
-        return self._samples / len(self.dataset)
 
     def __iter__(self) -> Iterator[Item]:
         loader: Iterable[Item] = DataLoader(
