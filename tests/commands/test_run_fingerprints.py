@@ -204,7 +204,8 @@ def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_
 # --- the lock -----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, capsys):
+def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, capsys, monkeypatch):
+    monkeypatch.setattr("dcdm.training.checkpoint.PATIENCE", 0.2)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint import Checkpointer\n"
          "held = Checkpointer(sys.argv[1]); print('held', flush=True); time.sleep(60)",

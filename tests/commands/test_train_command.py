@@ -78,7 +78,7 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
     export(folder, tmp_path / "exported")
     again, _ = dcdm.load(tmp_path / "exported")
     assert all(torch.equal(v, again.state_dict()[n]) for n, v in model.state_dict().items())
-    for place in (folder, newest(folder), tmp_path / "exported"):
+    for place in (folder, tmp_path / "exported"):
         assert all(check.problems == [] for check in verify_model(place))
     assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1
     card = (tmp_path / "exported" / "README.md").read_text()
@@ -402,6 +402,7 @@ def test_a_preset_s_noise_fits_its_kind_and_naming_any_of_it_gives_it_up():
 
 def test_a_damaged_export_is_found(corpus, tmp_path):
     start("mdlm-debug", tmp_path / "run", corpus, train__steps=1)
+    assert not any(check.problems for check in verify_model(newest(tmp_path / "run")))
     export(tmp_path / "run", tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -460,6 +461,9 @@ with torch.no_grad():
             assert torch.allclose(logits[:, 9:17], expected.logits[:, 9:17], atol=1e-4)
 assert transformers.AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})('ab')['input_ids'][-2:] == [97, 98]
 """
+    if lines == OWN:
+        exec(code, {})
+        return
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
