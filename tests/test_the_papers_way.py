@@ -14,7 +14,7 @@ import tiny
 from dcdm.cli import main
 
 ROOT = Path(dcdm.__file__).parent
-APART = ("lanes/", "lora", "adapters", "decoding/constraints", "decoding/json_schemas", "decoding/revision")
+APART = ("lanes/", "lora", "adapters", "decoding/constraints", "decoding/json_schemas")
 
 
 def files_entered(action: Callable[[], object]) -> set[str]:
@@ -45,7 +45,7 @@ def apart(files: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("cache", ["none", "frozen"])
-def test_sampling_enters_no_file_of_lanes_drafts_adapters_constraints_or_revision(cache):
+def test_sampling_enters_no_file_of_lanes_drafts_adapters_or_constraints(cache):
     model = tiny.model("paper")
     files = files_entered(lambda: dcdm.generate(model, [[1, 2]], max_new_tokens=8, cache=cache))
     assert "decoding/loop.py" in files
@@ -53,7 +53,7 @@ def test_sampling_enters_no_file_of_lanes_drafts_adapters_constraints_or_revisio
 
 
 @pytest.mark.parametrize("estimator", ["sequential", "surrogate", "trajectory"])
-def test_scoring_enters_no_file_of_lanes_drafts_adapters_constraints_or_revision(estimator):
+def test_scoring_enters_no_file_of_lanes_drafts_adapters_or_constraints(estimator):
     model, tokens = tiny.model("paper"), tiny.tokens(2, 9)
     files = files_entered(lambda: dcdm.score(model, tokens, estimator, samples=2))
     assert "likelihood/estimators.py" in files

@@ -142,15 +142,6 @@ def test_a_window_beyond_the_trained_context_is_warned_of(runs, capsys):
         assert ("window=48 is beyond the 32 positions" in capsys.readouterr().err) == warned
 
 
-def test_a_draft_is_revised_and_printed_once(runs, capsys):
-    main(["sample", str(runs["bdlm"]), "--prompt", "abcdefgh", "--set", "revise=0.25", "--json"])
-    (record,) = records(capsys)
-    assert record["new_tokens"] == 2
-    assert len(record["tokens"]) == 8
-    main(["sample", str(runs["bdlm"]), "--prompt", "abcdefgh", "--set", "revise={threshold: 1.0e-30}"])
-    assert capsys.readouterr().out == "abcdefgh\n"
-
-
 def test_streamed_events_rebuild_the_text(runs, capsys):
     main(["sample", str(runs["causal"]), "--prompt", "ab[[3]]c[[2]]", "--stream", "--json"])
     *events, record = records(capsys)

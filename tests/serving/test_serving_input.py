@@ -76,7 +76,6 @@ BODIES = [
     b'{"prompt": "a", "response_format": {"type": "regex", "regex": "\\ud800"}}',
     b'{"prompt": "a", "response_format": {"type": "regex", "regex": "a{99}"}}',
     b'{"prompt": "a", "response_format": {"type": "json_object"}}',
-    b'{"prompt": "a", "revise": {"share": 0}}', b'{"prompt": "a", "revise": {"share": 0.5, "rounds": 1000000}}',
     b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}',
     b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}',
 ]  # fmt: skip
@@ -189,8 +188,6 @@ def bodies(draw) -> bytes:
         body |= {"commit": draw(POLICY), "max_tokens": draw(st.integers(-1, 9))}
     if kind == 4:
         body["response_format"] = draw(FORMAT)
-    if kind == 6:
-        body["revise"] = draw(st.dictionaries(st.sampled_from(["share", "threshold", "rounds", "groups"]), NUMBERS))
     text = json.dumps(body)
     if kind == 3:
         at = draw(st.integers(0, len(text)))

@@ -136,8 +136,6 @@ def test_lengths_beyond_the_limits_are_refused_by_the_name_that_the_caller_used(
             (fill, {"prompt": "ab[[4]]", "max_tokens": 3}, "max_tokens"),
             (fill, {"prompt": "a long beginning [[2]]"}, "prompt"),
             (fill, {"prompt": "a[[0]]b"}, "prompt"),
-            (fill, {"prompt": "a" * 13, "revise": {"share": 0.5}}, "prompt"),
-            (fill, {"prompt": "a" * 7, "revise": {"share": 0.5}}, "prompt"),
             (complete, {"prompt": "a long beginning", "suffix": "b", "max_tokens": 2}, "prompt"),
             (complete, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
             (chat, {"messages": much}, "messages"),
@@ -146,8 +144,8 @@ def test_lengths_beyond_the_limits_are_refused_by_the_name_that_the_caller_used(
         ):
             answer = server.post(path, body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
-        for body in ({"prompt": "ab[[4]]", "max_tokens": 2}, {"prompt": "a" * 6, "revise": {"share": 0.5}}):
-            assert events(server.post(fill, body).text)[-1][0] == "done"
+        body = {"prompt": "ab[[4]]", "max_tokens": 2}
+        assert events(server.post(fill, body).text)[-1][0] == "done"
 
 
 def test_a_full_queue_is_answered_with_429_and_what_was_taken_is_finished(monkeypatch):
@@ -188,10 +186,6 @@ def test_a_text_that_takes_too_many_forwards_is_ended():
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "too_many_forwards"
         assert server.post("/v1/completions", {**BODY, "max_tokens": 5}).status_code == 200
-        revise = {"share": 0.5, "groups": 20}  # twenty forwards to look at the draft, of which nothing is sent
-        answer = server.post("/v1/denoise", {"prompt": "a draft to be revised", "revise": revise})
-        assert "too_many_forwards" in answer.text
-        assert server.figure("dcdm_forwards_total") < 20
 
 
 @pytest.mark.parametrize("stream", [False, True])

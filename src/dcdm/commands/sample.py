@@ -109,7 +109,7 @@ def sample(
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
-        _print(prompts, result, blanks, whole=decoding.revise is not None)
+        _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
     if picture is not None:
         _draw(result, tokenizer, picture, folder_of(model).name)
@@ -165,14 +165,13 @@ def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(prompts: list[str], result: Generation, blanks: bool, whole: bool) -> None:
-    """`whole` if the texts are drafts that were revised, and not what follows the prompts."""
+def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
     from dcdm.decoding.engine import whole_text
 
     for row, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
         if len(prompts) > 1:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
-        shown = text if whole else whole_text(prompt, text, blanks)
+        shown = whole_text(prompt, text, blanks)
         print(harmless(shown) if sys.stdout.isatty() else shown)
 
 

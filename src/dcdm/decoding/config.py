@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -41,45 +41,6 @@ CACHES = {
     "none": "Everything that can be seen is computed with every forward pass.",
 }
 ADABLOCK = ("routing", "adablock")
-
-
-@dataclass(frozen=True)
-class Revise:
-    """Which tokens of a draft are masked again: those the model is least sure of, given the others.
-
-    A token's probability is the model's with every `groups`-th token hidden beside it.
-    """
-
-    share: float | None = None
-    """This part of the tokens, the least probable first."""
-    threshold: float | None = None
-    """All tokens with a smaller probability."""
-    rounds: int = 1
-    """How often: each round looks at what the one before it has written."""
-    groups: int = 4
-    """How many groups of tokens are hidden in turn."""
-
-    def __post_init__(self) -> None:
-        if (self.share is None) == (self.threshold is None):
-            raise ConfigError("revise: give a share or a threshold, one of them")
-        for name, value in (("share", self.share), ("threshold", self.threshold)):
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"revise: {name}={value} must lie in (0, 1]")
-        if not 1 <= self.rounds <= 64 or not 1 <= self.groups <= 64:
-            raise ConfigError(f"revise: rounds={self.rounds} and groups={self.groups} must lie between 1 and 64")
-
-    @classmethod
-    def of(cls, given: Revise | float | Mapping[str, Any] | None) -> Revise | None:
-        """From a number, which is a share, or from the fields by name."""
-        if isinstance(given, Mapping):
-            if unknown := sorted(given.keys() - {one.name for one in fields(cls)}):
-                raise ConfigError(f"revise: {unknown[0]} is not known; give share or threshold, rounds, groups")
-            return cls(**given)
-        if given is None or isinstance(given, cls):
-            return given
-        if not isinstance(given, int | float):
-            raise ConfigError(f"revise={given!r} must be a number, which is a share, or give share or threshold")
-        return cls(share=given)
 
 
 @dataclass(frozen=True)
@@ -137,16 +98,13 @@ class DecodingConfig:
         default=0.3, metadata={"least": 0, "most": 1, "rare": True, "only_with": ADABLOCK}
     )
     """For adablock: the probability at which such a token ends a block."""
-    revise: Revise | None = field(default=None, metadata={"rare": True})
-    """The prompt is a draft, of which the least sure tokens are written again: this share of them, or those below a
-    threshold."""
     adablock: AdaBlock | None = field(default=None, metadata={"derived": True})
     """What `delimiters` and `delimiter_threshold` mean in tokens. `resolve` fills it in; callers without a
     tokenizer may give it themselves."""
 
     @classmethod
     def of(cls, **options: Any) -> DecodingConfig:
-        """From keywords as people write them: a number for `revise`, a list of `delimiters`, a `Sampling`."""
+        """From keywords as people write them: a list of `delimiters`, a `Sampling`."""
         if (sampling := options.pop("sampling", None)) is not None:
             options = asdict(sampling) | options
         known = [one.name for one in fields(cls)]
@@ -157,8 +115,6 @@ class DecodingConfig:
                 f"{unknown[0]} is not an option of decoding"
                 + (f"; do you mean {near[0]}?" if near else f"; there are {', '.join(known)}")
             )
-        if "revise" in options:
-            options["revise"] = Revise.of(options["revise"])
         if "delimiters" in options:
             given = options["delimiters"]
             options["delimiters"] = (given,) if isinstance(given, str) else tuple(given)
@@ -195,10 +151,6 @@ class DecodingConfig:
                 f"commit={self.commit!r} fills part of a chunk, which a model that predicts from the left cannot; "
                 "use commit='chunk'" + (", and lanes to choose the speed" if config.kind == "lanes" else "")
             )
-        if self.revise is not None and not _can_revise(config):
-            raise ConfigError(
-                f"revise does not fit {described(config)}, which sees nothing behind a token; use MDLM, BDLM, DCDM"
-            )
         _ = self.sampling  # refuses what is not a distribution
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
@@ -209,10 +161,6 @@ class DecodingConfig:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
         from dcdm.decoding.commits import commit_policy
 
-        if self.revise is not None:
-            raise ConfigError(
-                "revise writes tokens again, so the likelihood of its texts is a sum over all drafts; leave it out"
-            )
         if commit_policy(self.commit).random:
             raise ConfigError(
                 f"commit={self.commit!r} fills in a random order, so its likelihood is a sum over all orders; "
@@ -256,7 +204,7 @@ def settings() -> tuple[Setting, ...]:
 
 def fitting_settings(config: ModelConfig) -> list[Setting]:
     """Those that mean something for a model."""
-    fits = {"lanes": config.kind == "lanes", "drafts": bool(config.drafts), "revise": _can_revise(config)}
+    fits = {"lanes": config.kind == "lanes", "drafts": bool(config.drafts)}
     adaptive = "adablock" in fitting_routings(config)
     return [one for one in settings() if fits.get(one.name, True) and (adaptive or one.only_with != ADABLOCK)]
 
@@ -271,11 +219,6 @@ def docstrings_of(kind: type) -> dict[str, str]:
         if isinstance(below, ast.AnnAssign) and isinstance(below.target, ast.Name)
         and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }  # fmt: skip
-
-
-def _can_revise(config: ModelConfig) -> bool:
-    """Whether a token is predicted from what stands behind it, too."""
-    return config.kind != "ar" and not config.predicts_from_left
 
 
 def described(config: ModelConfig) -> str:

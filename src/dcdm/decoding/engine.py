@@ -17,7 +17,6 @@ from dcdm.config import ConfigError, many, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Constraint, constrained_spans
-from dcdm.decoding.revision import Revision
 from dcdm.decoding.session import write
 from dcdm.decoding.text import COSTS, Ended, Event, Text
 from dcdm.model.transformer import Model
@@ -178,8 +177,7 @@ def generate(
     if eos_id is None and tokenizer is not None:
         eos_id = tokenizer.eos_id
     window = config.context_length if window is None else window
-    revises = decoding.revise is not None
-    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks, revises)
+    given = read_prompts(model, prompts, tokenizer, max_new_tokens, window, overlap, blanks)
     numbers = list(range(len(given.rows))) if index is None else [int(i) for i in index]
     if len(numbers) != len(given.rows):
         raise ConfigError(f"index has {len(numbers)} entries for {len(given.rows)} prompts")
@@ -197,12 +195,8 @@ def generate(
         if on_event is not None:
             on_event(event)
 
-    if revises and constraints:
-        raise ConfigError(
-            "revise writes single tokens again, which regex and schema cannot constrain; leave one out"
-        )
     texts = [
-        (Revision if revises else Text)(
+        Text(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,
@@ -224,8 +218,8 @@ def generate(
     )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
-        # a draft, one with blanks, or no prompt; what matches an expression is given as it was matched
-        whole = [revises or config.mask_id in row or (len(row) < 2 and not constraints) for row in given.rows]
+        # one with blanks, or no prompt; what matches an expression is given as it was matched
+        whole = [config.mask_id in row or (len(row) < 2 and not constraints) for row in given.rows]
         result.texts = [
             (tokenizer.decode if alone else tokenizer.continuation)(ids)
             for alone, ids in zip(whole, result.completions, strict=True)
@@ -299,9 +293,8 @@ def read_prompts(
     window: int,
     overlap: int | None,
     blanks: bool = True,
-    drafts: bool = False,
 ) -> Prompts:
-    """Rows of token ids, and what is to be written behind each; nothing if they are `drafts`."""
+    """Rows of token ids, and what is to be written behind each."""
     config = model.config
     rows = [_with_bos(row, config.bos_id) for row in _rows(prompts, tokenizer, config.pad_id, blanks)]
     if not rows:
@@ -325,15 +318,6 @@ def read_prompts(
     new_tokens = []
     for number, (row, blank, wanted) in enumerate(zip(rows, has_blanks, limits, strict=True)):
         room = window - len(row)
-        if drafts:
-            if blank or wanted:
-                raise ConfigError(
-                    f"revise takes whole drafts: prompts[{number}] may have neither blanks nor max_new_tokens"
-                )
-            if len(row) < 2 or room < 0:
-                raise ConfigError(f"revise: prompts[{number}] must have at least 1 and at most {window - 1} tokens")
-            new_tokens.append(0)
-            continue
         wanted = (0 if blank else max(room, 1)) if wanted is None else whole_number("max_new_tokens", wanted)
         if room < (1 if wanted else 0):
             raise ConfigError(

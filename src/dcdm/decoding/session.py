@@ -134,7 +134,7 @@ class Session:
         """What depends on which rows there are, and not on how far they have come."""
         device = self._state.z.device
         if self.texts:
-            self._commit = mixed_commit([commit_policy(text.commit) for text in self.texts])
+            self._commit = mixed_commit([commit_policy(text.decoding.commit) for text in self.texts])
         self._eos = torch.tensor([-1 if t.eos_id is None else t.eos_id for t in self.texts], device=device)[:, None]
         self._start = torch.tensor([len(t.context) for t in self.texts], device=device)[:, None]
 
@@ -187,10 +187,6 @@ class Session:
             for span in text.spans:
                 line, chances = self._state.z[row], self._state.uniform[row, :, 0]
                 tokens[row] = span.draw(view, fill, row, tokens[row], line, text.decoding.sampling, chances)
-            if (forced := text.forced()) is not None:
-                tokens[row] = torch.tensor(forced, device=tokens.device)[
-                    view.position[row].clamp(max=len(forced) - 1)
-                ]
         return tokens
 
     def _samplings(self) -> list[tuple[Sampling, Tensor]]:

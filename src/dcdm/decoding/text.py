@@ -111,15 +111,6 @@ class Text:
         drawn = self._key.fold(use, self.index, self.number).uniform(self.window)[None, :length]
         return widen(drawn, length, 0.0)
 
-    @property
-    def commit(self) -> str:
-        """The commit policy of the window that is being filled."""
-        return self.decoding.commit
-
-    def forced(self) -> list[int] | None:
-        """The tokens to place instead of drawn ones, for the whole canvas; None draws."""
-        return None
-
     def committed(self, event: Event) -> None:
         if self.on_event is not None:
             self.on_event(event)
@@ -143,9 +134,6 @@ class Text:
                 self.finished = "stop"
             elif self.left <= 0:
                 self.finished = "length"
-        self._end_window(mask_id)
-
-    def _end_window(self, mask_id: int) -> None:
         self.number += 1
         if self.finished and self.on_end is not None:
             self.on_end(Ended(self.completion(mask_id), self.finished, self.costs))

@@ -115,7 +115,7 @@ def score(
     is the number of lanes, for models of that kind, and `drafts` how many tokens of each are drafted ahead for
     `drafted`, which walks `samples` acceptance patterns; all others are about lanes that wait for each other.
     `index` (B,) numbers the sequences and keys their randomness, so that neither the batch size nor a split over
-    processes changes a score. `revise` is refused: what is written again has no likelihood.
+    processes changes a score.
     """
     name = default_estimator(model) if estimator == "auto" else estimator
     check(model.config, name, samples)

@@ -14,10 +14,9 @@ from uuid import uuid4
 
 import torch
 
-from dcdm.config import ConfigError
 from dcdm.data.chats import ChatBusy, ChatError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import blank_tokens, read_prompts, whole_text
+from dcdm.decoding.engine import blank_tokens, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.masks import lane_partition
 from dcdm.serving.reading import UNFINISHED, Piece, ReadToken, TextReader, own_costs, token_text
@@ -252,25 +251,10 @@ def prepare_denoising(served: Served, request: DenoiseRequest) -> QueuedText:
     decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
     eos_id = served.eos_id(request.stop_at_eos)
-    if decoding.revise is not None:
-        _check_revision(served, request, ids)
-        reader = CommitReader(served.tokenizer, "", False, begins=True)
-        return QueuedText(ids, 0, request.seed, 0, decoding, eos_id, reader)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     spans = served.spans(request.response_format, ids, new_tokens, eos_id)
     reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids and not spans)
     return QueuedText(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
-
-
-def _check_revision(served: Served, request: DenoiseRequest, ids: list[int]) -> None:
-    """Refuse a draft whose least sure tokens cannot be written again."""
-    if request.response_format is not None:
-        raise bad_request("revise writes single tokens again, which no format can constrain", "response_format")
-    served.check_prompt(ids, min(served.window - 1, served.settings.max_tokens))  # BOS comes before it
-    try:
-        read_prompts(served.model, [ids], None, request.max_tokens, served.window, None, drafts=True)
-    except ConfigError as error:
-        raise bad_request(str(error), "revise") from error
 
 
 class CommitReader:

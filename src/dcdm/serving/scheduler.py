@@ -19,7 +19,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from dcdm.decoding.caching import PrefixCache
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import ConstrainedSpan
-from dcdm.decoding.revision import Revision
 from dcdm.decoding.session import session_of
 from dcdm.decoding.text import Ended, Event, Text
 from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
@@ -318,7 +317,7 @@ class Scheduler:
                 if isinstance(message, APIError):
                     request.given_up = True
 
-        row.text = (Text if row.decoding.revise is None else Revision)(
+        row.text = Text(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
             row.seed, row.index, row.eos_id, row.index, row.alternatives, row.spans,
             cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from starlette.responses import Response
 
 from dcdm.config import ConfigError
-from dcdm.decoding.config import Revise, docstrings_of, settings
+from dcdm.decoding.config import settings
 
 MAX_INTEGER = 2**63 - 1
 
@@ -78,21 +77,11 @@ class ResponseFormat(Body):
 FORMAT = "response_format"
 
 
-def _body_of(kind: type) -> type[Body]:
-    """The fields of a dataclass as an object of JSON."""
-    types, about = get_type_hints(kind), docstrings_of(kind)
-    made: dict[str, Any] = {
-        one.name: (types[one.name], Field(one.default, description=about[one.name])) for one in fields(kind)
-    }
-    return create_model(kind.__name__, __base__=Body, __doc__=kind.__doc__, **made)
-
-
 def _decoder_fields() -> dict[str, Any]:
     """A field for every setting of a decoder; null, or nothing, is its default."""
     kinds: dict[Any, Any] = {
         str: Short,
         tuple[str, ...]: Annotated[list[Short], Field(min_length=1, max_length=16, fail_fast=True)],
-        Revise | None: float | _body_of(Revise),
     }
     return {
         one.name: (
@@ -144,10 +133,6 @@ class OpenAIRequest(Generating):
             raise bad_request("stream_options needs stream=true", "stream_options")
         if self.stop and constrained:
             raise bad_request("stop would cut what response_format completes; give one of them", "stop")
-        if self.revise is not None:
-            raise bad_request(
-                "revise replaces tokens of a draft, which is not a completion; use /v1/denoise", "revise"
-            )
         return self
 
     def stops(self) -> tuple[str, ...]:

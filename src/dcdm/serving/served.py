@@ -20,7 +20,6 @@ from dcdm.decoding.config import (
     CACHES,
     ROUTINGS,
     DecodingConfig,
-    Revise,
     described,
     fitting_caches,
     fitting_routings,
@@ -42,9 +41,9 @@ from dcdm.viewing.filling import exercises_for
 
 KINDS: dict[Any, str] = {
     str: "choice", float: "number", float | None: "number", int: "integer", int | None: "integer",
-    tuple[str, ...]: "texts", Revise | None: "number",
+    tuple[str, ...]: "texts",
 }  # fmt: skip
-"""How a form asks for a setting of this type; of a revision for its share."""
+"""How a form asks for a setting of this type."""
 
 
 @dataclass(frozen=True)

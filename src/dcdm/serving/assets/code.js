@@ -53,7 +53,7 @@ function curl(request, settings) {
 /** OpenAI's completions know a prompt and a suffix, so at most one blank; the model's own settings go beside. */
 function client(request, model, settings) {
   const [before, length, after, ...more] = request.prompt.split(/\[\[(\d+)\]\]/);
-  if (more.length || (length && request.max_tokens) || "revise" in request || !request.stop_at_eos) {
+  if (more.length || (length && request.max_tokens) || !request.stop_at_eos) {
     return "# OpenAI's completions know less: one blank, or a text to continue, which ends at the end-of-text token.\n# Use another form for this.\n";
   }
   const values = { model, prompt: before, ...(after ? { suffix: after } : {}) };
