@@ -92,14 +92,13 @@ def contents(
     types, number = token.unique(return_inverse=True)
     of_types = _table(number, chunk, len(types), num_chunks)
     constant = [_constancy(_table(number, one, len(types), num_chunks)) for one in shuffled]
-    alone = [explained(chunk, labels, shuffled) for labels in (position, token)]
-    alone.append(explained(chunk, row, everywhere))
-    whole = entropy(chunk)
+    place, itself = (explained(chunk, labels, shuffled) for labels in (position, token))
+    window, whole = explained(chunk, row, everywhere), entropy(chunk)
+    left = max(0.0, whole - place.bits - itself.bits - window.bits)
     return Contents(
         which, len(chunk), _table(chunk, kind, num_chunks, num_kinds).tolist(),
-        typical([names[one] for one in types.tolist()], of_types), whole, *alone,
-        max(0.0, whole - math.fsum(one.bits for one in alone)), _constancy(of_types),
-        _mean([one for one in constant if one is not None]),
+        typical([names[one] for one in types.tolist()], of_types), whole, place, itself, window, left,
+        _constancy(of_types), _mean([one for one in constant if one is not None]),
     )  # fmt: skip
 
 
