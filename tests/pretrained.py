@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
+from dcdm.config import NUM_SPECIALS
 from dcdm.data.tokenizers import _byte_letters
+from dcdm.io.importing import EMBEDDING, HEAD, Source
+from dcdm.kinds import build
+from dcdm.model.transformer import Model
 
 CHAT = (
     "{% for message in messages %}"
@@ -124,3 +131,145 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head in pairs, which is GGUF's order for Llama's RoPE."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, -1).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def copied(source: Any, kind: str, mask_id: int, **fields: Any) -> Model:
+    """Our model with the weights of one of `transformers`, which has been trained on `mask_id` as MASK."""
+    found = Source.in_memory(source.config.to_dict(), source.state_dict(), "here")
+    fields = {"prompts": "ordinary", "hidden_token": mask_id, "context_length": 64, **fields}
+    model = build(found.config(kind, **fields))  # type: ignore[arg-type]
+    found.load_into(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name in (EMBEDDING, HEAD):
+                weight[-NUM_SPECIALS:] = 0
+                weight[-1] = weight[mask_id]
+    return model.eval()
+
+
+def block_causal(length: int, size: int | None) -> Tensor:
+    """(1, 1, L, L), what `transformers` adds to scores: blocks of `size` from position 0, or all see all."""
+    block = torch.arange(length) // (size or length)
+    return torch.zeros(1, 1, length, length).masked_fill_(block[:, None] < block[None], -1e9)
+
+
+def literal_logits(source: Any, ids: Tensor, size: int | None, shift: bool) -> Tensor:
+    """(B, L, V) of `transformers`: what predicts each position of `ids`, which hold the mask's id."""
+    logits = source(ids, attention_mask=block_causal(ids.shape[1], size)).logits
+    return torch.cat([logits[:, :1], logits[:, :-1]], dim=1) if shift else logits
+
+
+# --- toy folders of published diffusion models, with their names and keys ----------------------------------------
+
+SPARE = ("<|spare_0|>", "<|spare_1|>")
+LLADA_KEYS = {
+    "d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "mlp_hidden_size": "intermediate_size", "embedding_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings", "weight_tying": "tie_word_embeddings",
+    "rms_norm_eps": "rms_norm_eps", "vocab_size": "vocab_size",
+}  # fmt: skip
+LLADA_NAMES = {
+    "model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out", "model.layers": "model.transformer.blocks",
+    "post_attention_layernorm": "ff_norm", "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_out",
+    "self_attn.": "", "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the config.json and the tokenizer of a family say beside the backbone's own."""
+
+    backbone: str
+    settings: Mapping[str, Any]
+    mask: str
+    """What its tokenizer calls the mask."""
+    block_size: int | None = None
+    shift: bool = False
+    tied: bool = False
+    inside: bool = False
+    """The mask has tokens behind it."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """What its folder does not say."""
+
+
+def _code(module: str, *classes: str) -> dict[str, Any]:
+    return {"architectures": [classes[-1]], "auto_map": {"AutoModel": f"modeling_{module}.{classes[-1]}"}}
+
+
+PUBLISHED = {
+    "sdar": Published(
+        "Qwen3", {"model_type": "sdar", **_code("sdar", "SDARForCausalLM"), "fuse_cross_entropy": True,
+                  "attention_bias": False, "block_size": 4, "mask_token_id": ...}, "<|MASK|>", 4,
+    ),
+    "sdar, config copy.json": Published(
+        "Qwen3", {"model_type": "sdar", **_code("sdar", "SDARForCausalLM")}, "<MASK>", 8, flags={"block_size": 8}
+    ),
+    "dream-reasoner": Published(
+        "Qwen3", {"model_type": "Dream", **_code("dream", "DreamForCausalLM"), "block_size": 8,
+                  "mask_token_id": ...}, "<|MASK|>", 8,
+    ),
+    "tiny-a2d-bd3lm": Published(
+        "Qwen3", {"model_type": "a2d-qwen3", **_code("qwen3", "A2DQwen3LMHeadModel")}, "<|mask|>", 8, tied=True,
+        flags={"family": "tiny-a2d-bd3lm", "block_size": 8},
+    ),
+    "tiny-a2d-mdlm": Published(
+        "Qwen2", {"model_type": "a2d-qwen2", **_code("qwen2", "A2DQwen2LMHeadModel")}, "<|mask|>", tied=True,
+        flags={"family": "tiny-a2d-mdlm"},
+    ),
+    "fast-dllm-v2": Published(
+        "Qwen2", {"model_type": "Fast_dLLM_Qwen", **_code("fast", "Fast_dLLM_QwenForCausalLM"), "bd_size": 8},
+        "|<MASK>|", 8, shift=True, tied=True,
+    ),
+    "stable-diffcoder": Published(
+        "Llama", {"model_type": "llama", **_code("diffcoder", "StableDiffcoderForCausalLM")}, "<[MASK_TOKEN]>", 4,
+        inside=True, flags={"block_size": 4},
+    ),
+    "llada": Published(
+        "Llama", {"model_type": "llada", **_code("llada", "LLaDAModelLM"), "block_type": "llama", "rope": True,
+                  "activation_type": "silu", "layer_norm_type": "rms", "alibi": False, "scale_logits": False,
+                  "attention_layer_norm": False, "input_emb_norm": False, "block_group_size": 1,
+                  "include_bias": False, "include_qkv_bias": False, "mask_token_id": ..., "rope_theta": 5e3},
+        "<|mdm_mask|>", inside=True,
+    ),
+    "illada": Published(
+        "Llama", {"model_type": "illada", **_code("illada", "ILLaDAForCausalLM"), "resid_pdrop": 0.0,
+                  "layer_norm_eps": None}, "<[MASK]>", inside=True, tied=True,
+    ),
+    "dream": Published(
+        "Qwen2", {"model_type": "Dream", **_code("dream", "DreamModel"), "mask_token_id": ...}, "<|mask|>",
+        shift=True, inside=True,
+    ),
+    "open-dcoder": Published("Qwen2", {}, "<M>", shift=True, tied=True, flags={"family": "open-dcoder"}),
+    "diffullama": Published(
+        "Llama", {}, "<mask>", shift=True, flags={"family": "diffullama", "mask": "<mask>"}
+    ),
+}  # fmt: skip
+
+
+def published(folder: Path, name: str, **changes: Any) -> tuple[Path, Any, int]:
+    """A folder as a family's authors wrote it, the network that is in it, and the mask's id."""
+    family = PUBLISHED[name]
+    added = (family.mask, *(SPARE if family.inside else ()))
+    backend = tokenizer()
+    backend.add_special_tokens({"additional_special_tokens": list(added)})
+    if name == "open-dcoder":
+        backend.mask_token = family.mask
+    mask_id = len(TOKENS)
+    source = network(family.backbone, family.tied, len(TOKENS) + len(added) + 3)
+    source.save_pretrained(folder, **changes)
+    backend.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if family.settings:
+        config |= {key: mask_id if value is ... else value for key, value in family.settings.items()}
+    if name == "llada":
+        kept = ("architectures", "auto_map", "dtype", *family.settings)
+        config = {key: config[key] for key in kept} | {key: config[of] for key, of in LLADA_KEYS.items()}
+        config["rope_theta"] = source.config.rope_parameters["rope_theta"]
+        tensors = load_file(folder / "model.safetensors")
+        for old, new in LLADA_NAMES.items():
+            tensors = {key.replace(old, new): value for key, value in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(config))
+    return folder, source, mask_id

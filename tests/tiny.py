@@ -35,6 +35,14 @@ KINDS: dict[str, dict[str, object]] = {
     "strided": {**_CHUNKED, "routing": "strided"},
     "random": {**_CHUNKED, "routing": "random"},
 }
+_ORDINARY = {"prompts": "ordinary", "hidden_token": 1}
+OTHERS: dict[str, dict[str, object]] = {
+    "mdlm-ordinary": {"kind": "mdlm", **_ORDINARY},
+    "mdlm-shifted": {"kind": "mdlm", **_ORDINARY, "shift": True},
+    "bdlm-ordinary": {"kind": "bdlm", "block_size": 4, **_ORDINARY},
+    "bdlm-shifted": {"kind": "bdlm", "block_size": 4, **_ORDINARY, "shift": True},
+}
+"""With the habits of others' diffusion models."""
 DIFFUSION = [name for name in KINDS if name != "ar"]
 VALID = [name for name in DIFFUSION if not name.startswith("paper")]
 PAPER = [name for name in DIFFUSION if name.startswith("paper")]
@@ -42,7 +50,7 @@ PAPER = [name for name in DIFFUSION if name.startswith("paper")]
 
 def config(name: str, symbols: int = LETTERS, **changes: object) -> ModelConfig:
     base = ModelConfig("mdlm", symbols + 3, 16, 3, 2, 1, 8, 24, context_length=64)
-    return replace(base, **{**KINDS[name], **changes})  # type: ignore[arg-type]
+    return replace(base, **{**(KINDS | OTHERS)[name], **changes})  # type: ignore[arg-type]
 
 
 def model(name: str, symbols: int = LETTERS, seed: int = 0, scale: float = 12.0, **changes: object) -> Model:

@@ -15,7 +15,7 @@ RANDOM = ["ancestral:3", "first-hitting"]
 
 
 def model_of(kind, **changes):
-    chunks = {"num_chunks": 4} if tiny.KINDS[kind]["kind"] == "dcdm" else {}
+    chunks = {"num_chunks": 4} if tiny.KINDS.get(kind, {}).get("kind") == "dcdm" else {}
     return tiny.model(kind, **{**chunks, **changes})
 
 

@@ -16,6 +16,20 @@ Kind = Literal["ar", "mdlm", "bdlm", "dcdm", "lanes"]
 Routing = Literal["paper", "causal", "positional", "strided", "random"]
 Prior = Literal["none", "contiguous", "strided"]
 Predict = Literal["mask", "left"]
+Prompts = Literal["visible", "ordinary"]
+Family = Literal[
+    "sdar",
+    "dream-reasoner",
+    "tiny-a2d-bd3lm",
+    "tiny-a2d-mdlm",
+    "fast-dllm-v2",
+    "stable-diffcoder",
+    "llada",
+    "illada",
+    "dream",
+    "open-dcoder",
+    "diffullama",
+]  # diffusion models of others: docs/pretrained.md
 NoiseShape = Literal["uniform", "bell"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
@@ -164,6 +178,16 @@ class ModelConfig:
     hide_specials: bool = False
     """For AR: BOS, PAD and MASK have no logits, as in every other kind. Set where the weights come from a model
     that did not have these tokens."""
+    prompts: Prompts = "visible"
+    """For BDLM and MDLM. "visible": BOS and given tokens come before everything, as chunk 0. "ordinary", as others
+    train them: BOS is no more than a place, and given tokens are tokens like others that happen to be known; blocks
+    are counted through them from the first one, and they see what is masked in their block."""
+    shift: bool = False
+    """For such models: a token's logits stand one place to the left, MASK or not; the first one's in its own."""
+    hidden_token: int | None = None
+    """A token that is never predicted: what an imported model calls its mask, which MASK stands for."""
+    family: Family | None = None
+    """What an imported model is: "auto" decodes as its authors do (`dcdm.decoding.config.DECODERS`)."""
 
     def __post_init__(self) -> None:
         for name, made in (("moe", MoEConfig), ("rope_scaling", RopeScaling)):
@@ -171,7 +195,7 @@ class ModelConfig:
                 object.__setattr__(self, name, _made(name, made, value))
             elif not isinstance(value, made | None):
                 raise ConfigError(f"{name}={value!r} must hold settings by name: {', '.join(_names(made))}")
-        for name in ("tie_embeddings", "attention_bias", "qk_norm", "hide_specials"):
+        for name in ("tie_embeddings", "attention_bias", "qk_norm", "hide_specials", "shift"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         _one_of("kind", self.kind, get_args(Kind))
@@ -186,6 +210,23 @@ class ModelConfig:
         self._check_backbone()
         self._check_lanes()
         self._check_partition()
+        self._check_others_habits()
+
+    def _check_others_habits(self) -> None:
+        """What only models of others have, or models that are to be like them."""
+        _one_of("prompts", self.prompts, get_args(Prompts))
+        if self.family is not None:
+            _one_of("family", self.family, get_args(Family))
+        fits = self.kind in ("bdlm", "mdlm") and not self.predicts_from_left
+        for name in ("prompts", "shift", "hidden_token", "family"):
+            if getattr(self, name) != getattr(ModelConfig, name) and not fits:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for BDLM and MDLM that predict at MASK")
+        if self.shift and (self.prompts != "ordinary" or self.moe is not None):
+            raise ConfigError("shift=True needs prompts='ordinary', and no moe")
+        if self.hidden_token is not None:
+            _at_least("hidden_token", self.hidden_token, 0)
+            if self.hidden_token >= self.bos_id:
+                raise ConfigError(f"hidden_token={self.hidden_token} must be below BOS, {self.bos_id}")
 
     def _check_lanes(self) -> None:
         if self.kind != "lanes":
@@ -355,7 +396,9 @@ class ModelConfig:
         values = asdict(self)
         if self.predict == "mask":
             del values["predict"], values["lanes"]
-        for name in ("lane_weights", "drafts", "attention_bias", "qk_norm", "rope_scaling", "hide_specials"):
+        later = ("lane_weights", "drafts", "attention_bias", "qk_norm", "rope_scaling", "hide_specials",
+                 "prompts", "shift", "hidden_token", "family")  # fmt: skip
+        for name in later:
             if getattr(self, name) == getattr(ModelConfig, name):
                 del values[name]
         return values

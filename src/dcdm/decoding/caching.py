@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
@@ -159,7 +160,15 @@ class Cached(Predictor):
             last = (ids >= 0) & (ids == level - 1)
             return Needed([Part(last, stays=True)], Part(earlier & ~last, stays=True), route.active)
         active = Part((ids >= 0) & (ids == level), stays=False)
-        return Needed([active], Part(earlier, stays=True), torch.zeros_like(earlier))
+        if not self.model.config.shift:
+            return Needed([active], Part(earlier, stays=True), torch.zeros_like(earlier))
+        # what predicts the first token of a block is computed, and not written, until that is known
+        left = F.pad(ids, (1, 0), value=-1)[:, :-1]
+        first = active.where & (z == self.model.config.mask_id) & (left >= 0) & (left < ids)
+        edge = first.roll(-1, dims=1)
+        return Needed(
+            [active, Part(edge, stays=False)], Part(earlier & ~edge, stays=True), route.active & (left >= 0)
+        )
 
     def _pass(self, z: Tensor, route: Route, need: Needed, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The states (n, Q, d) of some rows' predicting slots, and the place of each position (n, L) in them."""
@@ -247,25 +256,30 @@ class PromptPrefix:
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
-    whole: bool
-    """Take over all of them or none."""
+    piece: int
+    """How many of them are taken over together."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-def shared_prefix(config: ModelConfig, canvas: list[int]) -> PromptPrefix | None:
+def shared_prefix(config: ModelConfig, canvas: list[int], routing: str = "auto") -> PromptPrefix | None:
     """What of a canvas (BOS first, MASK where something is free) others may share; None if nothing."""
-    if config.routes_from_noise:
+    in_blocks = config.prompts == "ordinary"
+    if config.routes_from_noise or (in_blocks and (config.kind == "mdlm" or routing in ("blocks", "from-prompt"))):
         return None
-    if config.kind == "ar" or config.predicts_from_left:
+    if config.kind == "ar" or config.predicts_from_left or in_blocks:
+        piece, start = PIECE, 0
+        if in_blocks:  # whole blocks, of which BOS is none
+            assert config.block_size is not None
+            piece, start = config.block_size * -(-PIECE // config.block_size), 1
         end = canvas.index(config.mask_id) if config.mask_id in canvas else len(canvas)
-        end = (end - 1) // PIECE * PIECE  # the last of them predicts what follows, so it is computed
-        return PromptPrefix(tuple(canvas[:end]), tuple(range(end)), whole=False) if end else None
+        last = start + (end - 1 - start) // piece * piece  # the last one predicts what follows, so it is computed
+        return PromptPrefix(tuple(canvas[start:last]), tuple(range(start, last)), piece) if last > start else None
     given = [(at, token) for at, token in enumerate(canvas) if token != config.mask_id]
     if len(given) < PIECE:
         return None
-    return PromptPrefix(tuple(token for _, token in given), tuple(at for at, _ in given), whole=True)
+    return PromptPrefix(tuple(token for _, token in given), tuple(at for at, _ in given), len(given))
 
 
 class PrefixCache:
@@ -328,7 +342,6 @@ class PrefixCache:
     @staticmethod
     def _keys(prefix: PromptPrefix) -> list[tuple[object, tuple[int, int]]]:
         """What names each piece, given the piece before it, and where it lies among the tokens."""
-        if prefix.whole:
-            return [((prefix.tokens, prefix.positions), (0, len(prefix)))]
-        starts = range(0, len(prefix), PIECE)
-        return [(prefix.tokens[start : start + PIECE], (start, start + PIECE)) for start in starts]
+        ends = range(prefix.piece, len(prefix) + 1, prefix.piece)
+        parts = [(end - prefix.piece, end) for end in ends]
+        return [((prefix.tokens[a:b], prefix.positions[a:b]), (a, b)) for a, b in parts]

@@ -136,7 +136,7 @@ class View:
 
 
 Rule = Callable[[View], Tensor]
-"""View → (B, A) bool: at least one candidate of every row that has any."""
+"""View → (B, A) bool: at least one candidate of every row that has any, sooner or later."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,25 @@ def best(score: Tensor) -> Tensor:
 def most_confident(view: View) -> Tensor:
     """One position per forward pass: the one whose best token is most probable."""
     return best(view.confidence())
+
+
+def most_confident_ones(count: int) -> Rule:
+    """So many positions per forward pass: those whose best token is most probable."""
+    return lambda view: _rank(view.confidence()) < count
+
+
+def entropy_steps(steps: int) -> Rule:
+    """Time runs from 1 to nearly 0 in equal steps, and a step from t to s fills the whole part of 1 − s/t of what
+    is open, lowest entropies first, the last one the rest. A step may fill nothing.
+    """
+    time = torch.linspace(1, 1e-3, steps + 1)
+
+    def rule(view: View) -> Tensor:
+        at, left = view.step.clamp(max=steps - 1).cpu(), view.candidates.sum(dim=-1)
+        share = torch.where(at == steps - 1, 1.0, 1 - time[at + 1] / time[at]).to(left.device)
+        return _rank(-view.entropy()) < (left * share).long()[:, None]
+
+    return rule
 
 
 def fixed_steps(steps: int) -> Rule:
@@ -269,6 +288,10 @@ _MOST_STEPS = 1e6
 POLICIES: dict[str, Policy] = {
     "chunk": Policy(lambda _: whole_chunk, "All positions of the chunk in one forward pass."),
     "position": Policy(lambda _: most_confident, "The most confident position, one per forward pass."),
+    "count": Policy(
+        lambda n: most_confident_ones(int(n)), "So many positions per forward pass, the most confident ones.", 2,
+        least=1, most=_MOST_STEPS, whole=True,
+    ),
     "steps": Policy(
         lambda n: fixed_steps(int(n)), "The chunk in this many forwards, most confident positions first.", 4,
         least=1, most=_MOST_STEPS, whole=True,
@@ -281,6 +304,10 @@ POLICIES: dict[str, Policy] = {
         threshold, "Positions whose best token has at least this probability; at least the best one.", 0.9, most=1.0
     ),
     "entropy": Policy(entropy, "Positions with at most this entropy in nats; at least the lowest.", 0.5),
+    "entropy-steps": Policy(
+        lambda n: entropy_steps(int(n)), "The chunk in this many steps of time, lowest entropies first.",
+        64, least=1, most=_MOST_STEPS, whole=True,
+    ),
     "factor": Policy(
         factor, "The n most confident positions, as long as (n+1)(1 − confidence) stays below this number.", 1.0
     ),
@@ -296,7 +323,15 @@ POLICIES: dict[str, Policy] = {
 
 
 def commit_policy(text: str) -> Commit:
-    """A policy by its name, with its number behind a colon: "chunk", "threshold:0.9", "steps:4", …"""
+    """A policy by its name, with its number behind a colon: "chunk", "threshold:0.9", "steps:4", …; several with a
+    plus between them fill what any of them would."""
+    if "+" in text:
+        parts = [commit_policy(part) for part in text.split("+")]
+
+        def either(view: View) -> Tensor:
+            return torch.stack([part(view) for part in parts]).any(dim=0)
+
+        return Commit("+".join(map(str, parts)), either, any(part.random for part in parts))
     name, colon, number = text.partition(":")
     policy = POLICIES.get(name)
     if policy is None:

@@ -32,6 +32,8 @@ ROUTINGS = {
     "paper-equal": "As many rounds as chunks, of equal size: each takes what fits its subspace best.",
     "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
     "blocks": "Blocks of equal length, from left to right.",
+    "sub-blocks": "The model's blocks, each in parts of equal length from left to right.",
+    "from-prompt": "The model's blocks, cut so that one ends where the prompt ends.",
     "adablock": "A block ends where the model is sure that a line ends.",
 }
 CACHES = {
@@ -40,6 +42,20 @@ CACHES = {
     "frozen": "Finished chunks keep the states they had: faster, an approximation.",
     "none": "Everything that can be seen is computed with every forward pass.",
 }
+DECODERS = {
+    "sdar": ("threshold:0.85", "auto"),
+    "dream-reasoner": ("threshold:0.85", "auto"),
+    "tiny-a2d-bd3lm": ("position", "from-prompt"),
+    "tiny-a2d-mdlm": ("position", "blocks:32"),
+    "fast-dllm-v2": ("threshold:0.9", "sub-blocks:8"),
+    "stable-diffcoder": ("threshold:0.95", "auto"),
+    "llada": ("position", "blocks:128"),
+    "illada": ("position", "blocks:128"),
+    "dream": ("entropy-steps:512", "auto"),
+    "open-dcoder": ("entropy-steps:128", "auto"),
+    "diffullama": ("ancestral:64", "auto"),
+}
+"""What commit and routing "auto" mean for models of others (`ModelConfig.family`): how their authors decode."""
 ADABLOCK = ("routing", "adablock")
 
 
@@ -72,11 +88,11 @@ class DecodingConfig:
     """
 
     commit: str = "auto"
-    """Which positions of the active chunk a forward pass fills: chunk, position, steps:N, dilated:N,
-    threshold:P, entropy:H, factor:F, ancestral:N or first-hitting."""
+    """Which positions of the active chunk a forward pass fills: chunk, position, count:N, steps:N, dilated:N,
+    threshold:P, entropy:H, entropy-steps:N, factor:F, ancestral:N or first-hitting; A+B what either fills."""
     routing: str = "auto"
     """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, paper-equal,
-    appendix-b, blocks:N and adablock where they fit."""
+    appendix-b, blocks:N, sub-blocks:N, from-prompt and adablock where they fit."""
     temperature: float = field(default=1.0, metadata={"least": 0, "most": 100})
     """0 takes the most probable token, 1 draws as the model says."""
     top_p: float | None = field(default=None, metadata={"least": 0, "most": 1})
@@ -131,7 +147,9 @@ class DecodingConfig:
         """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
         from dcdm.decoding.commits import commit_policy
 
-        check_routing(config, self.routing)
+        own_commit, own_routing = DECODERS.get(config.family or "", (default_commit(config), "auto"))
+        routing = own_routing if self.routing == "auto" else self.routing
+        check_routing(config, routing)
         adablock = self.adablock
         for one in settings():
             other, needed = one.only_with or ("", "")
@@ -145,7 +163,7 @@ class DecodingConfig:
             if tokenizer is None:
                 raise ConfigError("routing='adablock' needs adablock=AdaBlock(delimiters=…) or a tokenizer")
             adablock = adablock_of(config, tokenizer, self.delimiters, self.delimiter_threshold)
-        commit = str(commit_policy(default_commit(config) if self.commit == "auto" else self.commit))
+        commit = str(commit_policy(own_commit if self.commit == "auto" else self.commit))
         if config.predicts_from_left and commit != "chunk":
             raise ConfigError(
                 f"commit={self.commit!r} fills part of a chunk, which a model that predicts from the left cannot; "
@@ -155,7 +173,9 @@ class DecodingConfig:
         lanes = resolve_lanes(config, self.lanes)
         cache = resolve_cache(config, self.cache, self.routing)
         drafts = resolve_drafts(config, self.drafts, cache)
-        return replace(self, commit=commit, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts)
+        return replace(
+            self, commit=commit, routing=routing, adablock=adablock, cache=cache, lanes=lanes, drafts=drafts
+        )
 
     def check_likelihood(self) -> None:
         """Refuse a decoder whose likelihood cannot be computed step by step."""
@@ -234,7 +254,8 @@ def fitting_routings(config: ModelConfig) -> list[str]:
     if config.routes_from_noise:
         fits += ["paper-chunk", "paper-step", "paper-equal", "appendix-b"]
     if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
-        fits += ["blocks", "adablock"]
+        fits += ["blocks", "sub-blocks"] if config.kind == "bdlm" else ["blocks"]
+        fits += ["from-prompt"] if config.kind == "bdlm" and config.prompts == "ordinary" else ["adablock"]
     return fits
 
 
@@ -246,10 +267,10 @@ def check_routing(config: ModelConfig, name: str) -> None:
         raise ConfigError(f"routing={name!r} is not known; choose one of {', '.join(ROUTINGS)}")
     if base not in fits:
         raise ConfigError(f"routing={name!r} does not fit {described(config)}; choose one of {', '.join(fits)}")
-    if colon and (base != "blocks" or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
-        raise ConfigError(f"routing={name!r}: only blocks takes a number, as in blocks:8")
-    if name == "blocks" and config.block_size is None:
-        raise ConfigError(f"routing={name!r} needs a block size, as in blocks:8")
+    if colon and (not base.endswith("blocks") or not re.fullmatch("0*[1-9][0-9]{0,8}", number)):
+        raise ConfigError(f"routing={name!r}: only blocks and sub-blocks take a number, as in blocks:8")
+    if name == "sub-blocks" or (name == "blocks" and config.block_size is None):
+        raise ConfigError(f"routing={name!r} needs a block size, as in {name}:8")
 
 
 def fitting_caches(config: ModelConfig) -> list[str]:

@@ -157,7 +157,7 @@ class DecodingState:
 
     def keep_rows(self, rows: Tensor) -> None:
         """All rows leave but these, which are in ascending order; positions that nobody has any more go too."""
-        length = max(1, int(self.real[rows].sum(dim=-1).max())) if len(rows) else 1
+        length = max(1, int((self.real[rows].any(dim=0)).nonzero().amax()) + 1) if len(rows) else 1
         for name in ("z", *self.POSITIONS):
             setattr(self, name, getattr(self, name)[rows, :length])
         for name in self.ROWS:

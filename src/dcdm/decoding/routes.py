@@ -123,14 +123,33 @@ def router_of(
     if config.kind == "dcdm" and config.routing == "causal" and not config.prior_decides:
         return CausalRounds(model, positions)
     fixed = routing.fixed_partition(config, positions.free, positions.real, index)
-    if not name.startswith("blocks"):
+    if name == "auto":
         return Fixed(positions, fixed, fixed)
-    number = name.partition(":")[2]
+    block = _blocks(config, positions, name)
+    # for BDLM blocks are what a position may see; MDLM sees everything and fills in order, as parts of blocks do
+    return Fixed(positions, fixed if config.kind == "mdlm" or name.startswith("sub") else block, block)
+
+
+def _blocks(config: ModelConfig, positions: PositionMasks, name: str) -> Tensor:
+    """The blocks, or parts of blocks, of a routing: (B, L), 0 where they do not count. Prompts that are tokens like
+    others are counted through; but MDLM only fills in this order, so there the blocks begin behind them.
+    """
+    base, _, number = name.partition(":")
+    counted = positions.real if config.prompts == "ordinary" and config.kind == "bdlm" else positions.free
     size = int(number) if number else config.block_size
     assert size is not None
-    block = routing.label(positions.free, positions.real, (routing.free_rank(positions.free) + size - 1) // size)
-    # for BDLM blocks are what a position may see; MDLM sees everything and only fills in order
-    return Fixed(positions, block if config.kind == "bdlm" else fixed, block)
+    before = routing.free_rank(counted) - 1
+    if base == "from-prompt":
+        first = before.masked_fill(~positions.free, LATER).amin(dim=-1, keepdim=True)
+        before = before + (-first) % size
+    if base == "sub-blocks":
+        assert config.block_size is not None
+        block, place = before // config.block_size, before % config.block_size
+        part = place // size
+        if config.shift:  # the block before it predicts its first token, which comes alone
+            part = torch.where(place == 0, 0, part + 1)
+        return routing.label(counted, positions.real, block * (config.block_size + 1) + part + 1)
+    return routing.label(counted, positions.real, before // size + 1)
 
 
 class Fixed(Router):

@@ -91,7 +91,9 @@ class Session:
             self._state.join(self._rows(z[part], places, own))
             if own[0].decoding.cache != "none":
                 prefixes = [
-                    shared_prefix(config, line) if text.decoding.cache == "exact" and not text.number else None
+                    shared_prefix(config, line, text.decoding.routing.partition(":")[0])
+                    if text.decoding.cache == "exact" and not text.number
+                    else None
                     for text, line in zip(own, lines[part], strict=True)
                 ]
                 known = self._cache().add_rows(places.real, first + numbers[0], prefixes)

@@ -153,7 +153,13 @@ def diffusion_loss(
     encoded = model.encode(tokens, masked, prompt=batch.prompt, chunk_ids=sample.ids)
 
     # weigh: −log p of the masked tokens, each by 1/t (`noise.corrupt` made the weights)
-    summed = weighted_nll(encoded.states[masked], model.head_weight(), tokens[masked], sample.weight[masked])
+    summed = weighted_nll(
+        encoded.states[masked],
+        model.head_weight(),
+        tokens[masked],
+        sample.weight[masked],
+        model.config.hidden_token,
+    )
 
     # balance: L_chunk, and N_k for the bias of the hard assignment
     return balanced(model, batch, key, settings, encoded, summed, sample.free.sum(), global_batch)
@@ -175,11 +181,13 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     """Which tokens are masked: at one level t where chunks follow from the noisy stream, else one for each."""
     tokens, config = batch.tokens, model.config
     rows, num_rows = batch.numbers()
-    free = model.position_masks(tokens, batch.prompt).free
+    positions = model.position_masks(tokens, batch.prompt)
+    free = positions.free
     if config.routes_from_noise:
         ids, groups, num_groups = None, free.long(), 1
     else:
-        ids = groups = model.partition(tokens, batch.prompt, batch.index).ids
+        ids = model.partition(tokens, batch.prompt, batch.index).ids
+        groups = ids.masked_fill(positions.visible, 0)
         num_groups = config.num_groups(tokens.shape[1])
     t = noise.levels(key, rows, num_rows, num_groups, settings)
     masked, weight = noise.corrupt(key, rows, groups.cpu(), t)

@@ -168,6 +168,8 @@ def _check_texts(config: ModelConfig, tokens: Tensor, prompt: Tensor | None, bat
         raise ConfigError(f"tokens hold ids outside the vocabulary of {config.vocab_size}")
     if (tokens == config.mask_id).any():
         raise ConfigError(f"tokens hold MASK ({config.mask_id}), which has no likelihood; give whole texts")
+    if config.hidden_token is not None and (tokens == config.hidden_token).any():
+        raise ConfigError(f"tokens hold {config.hidden_token}, the imported mask, which is never predicted")
     if prompt is not None and (prompt.shape != tokens.shape or prompt.dtype != torch.bool):
         raise ConfigError(
             f"prompt must be bool of the shape of tokens, {tuple(tokens.shape)}; got {prompt.dtype} of "
@@ -231,7 +233,8 @@ class Scorer:
         """The NELBO where chunks do not depend on noise: mask sets of each chunk, given the clean earlier ones."""
         ids = self.model.partition(tokens, positions.visible, index).ids
         nll_of = self._dual_stream(tokens, positions, ids)
-        cost, variance, passes = self._expected(nll_of, ids, self.model.config.num_groups(tokens.shape[1]), index)
+        groups, most = ids.masked_fill(positions.visible, 0), self.model.config.num_groups(tokens.shape[1])
+        cost, variance, passes = self._expected(nll_of, groups, most, index)
         return Part(cost, variance.sqrt(), positions.free.sum(dim=-1).cpu(), passes)
 
     def surrogate(self, tokens: Tensor, positions: PositionMasks, index: Tensor) -> Part:
@@ -294,7 +297,8 @@ class Scorer:
         """Every chunk fully masked given the clean earlier ones: what the filling sees, chunk by chunk."""
         ids = self.model.partition(tokens, positions.visible, index).ids
         nll = self._dual_stream(tokens, positions, ids)(positions.free)
-        return certain(nll, positions.free.sum(dim=-1), ids.amax(dim=-1).clamp(min=0).cpu())
+        groups, most = ids.masked_fill(positions.visible, 0), self.model.config.num_groups(tokens.shape[1])
+        return certain(nll, positions.free.sum(dim=-1), (subsets.group_sizes(groups, most) > 0).sum(dim=-1).cpu())
 
     def _dual_stream(
         self, tokens: Tensor, positions: PositionMasks, ids: Tensor | None
@@ -366,5 +370,5 @@ def certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> Part
 def scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     """−log p of `tokens` where `where`, 0 elsewhere: (B, L) float64."""
     nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
-    nll[where] = token_nll(states[where], model.head_weight(), tokens[where]).double()
+    nll[where] = token_nll(states[where], model.head_weight(), tokens[where], model.config.hidden_token).double()
     return nll

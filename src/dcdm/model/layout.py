@@ -62,6 +62,11 @@ class Layout:
         held = self.held if picked.ndim == 2 else self.held[..., None]
         return picked.masked_fill(~held, 0)
 
+    def restore_from(self, slot_values: Tensor, source: Tensor) -> Tensor:
+        """As `restore`, with the values of other slots: those at these places (B, L) of the streams, one or two."""
+        slot = inverse(self.source, 2 * source.shape[1]).gather(1, source)
+        return replace(self, home=slot).restore(slot_values)
+
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
     if values.ndim == 2:

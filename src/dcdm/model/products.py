@@ -65,23 +65,28 @@ def _slices(states: Tensor, weight: Tensor) -> list[slice]:
     return [slice(at, at + size) for at in range(0, len(states), size)]
 
 
-def _logits(states: Tensor, weight: Tensor) -> Tensor:
+def _logits(states: Tensor, weight: Tensor, hidden: int | None) -> Tensor:
     logits = F.linear(states, weight)
-    return logits.to(at_least_fp32(logits))
+    logits = logits.to(at_least_fp32(logits))
+    if hidden is not None:
+        logits[:, hidden] = -torch.inf
+    return logits
 
 
 class _WeightedLoss(torch.autograd.Function):
     """Σ w · −log softmax(states Wᵀ)[target]; the gradient is made in the forward pass, slice by slice."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor, hidden: int | None
+    ) -> Tensor:
         need_states, need_weight = ctx.needs_input_grad[:2]
         d_states = torch.zeros_like(states) if need_states else None
         d_weight = torch.zeros_like(weight) if need_weight else None
         total = importance.new_zeros(())
         states, weight = (x.to(product_type(states)) for x in (states, weight))
         for part in _slices(states, weight):
-            logits, target = _logits(states[part], weight), targets[part, None]
+            logits, target = _logits(states[part], weight, hidden), targets[part, None]
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
             nll = (log_sum - logits.gather(-1, target)).squeeze(-1)
             total = total + (nll * importance[part]).sum()
@@ -98,10 +103,10 @@ class _WeightedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         d_states, d_weight = ctx.saved_tensors
         scaled = [None if d is None else d * grad.to(d.dtype) for d in (d_states, d_weight)]
-        return scaled[0], scaled[1], None, None
+        return scaled[0], scaled[1], None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -112,15 +117,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def weighted_nll(states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
-    """Σ_i importance_i · −log p(targets_i), a scalar; states (M, d), weight (V, d). No M × V tensor exists."""
+def weighted_nll(
+    states: Tensor, weight: Tensor, targets: Tensor, importance: Tensor, hidden: int | None = None
+) -> Tensor:
+    """Σ_i importance_i · −log p(targets_i), a scalar; states (M, d), weight (V, d). No M × V tensor exists.
+
+    The token `hidden` has no probability.
+    """
     importance = importance.to(at_least_fp32(states))
-    return _WeightedLoss.apply(states, weight, targets, importance)
+    return _WeightedLoss.apply(states, weight, targets, importance, hidden)
 
 
 @torch.no_grad()
-def token_nll(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_nll(states: Tensor, weight: Tensor, targets: Tensor, hidden: int | None = None) -> Tensor:
     """−log p of each target, without gradient: (M,)."""
-    parts = [F.cross_entropy(_logits(states[part], weight), targets[part], reduction="none")
+    parts = [F.cross_entropy(_logits(states[part], weight, hidden), targets[part], reduction="none")
              for part in _slices(states, weight)]  # fmt: skip
     return torch.cat(parts) if parts else states.new_zeros(0)

@@ -143,8 +143,21 @@ def encode(
         h_bsd = second.run(model.embed_tokens(torch.cat([noisy, tokens], dim=1)))
         r, early = None if second.r is None else second.r[:, :length], []
     used = masks.read_slots(ids)
+    if config.shift:
+        h_bsd = shifted(h_bsd, ids)
     gates = [g[used] for g in second.gates[:-1]] + [g[:, :length][used[:, :length]] for g in second.gates[-1:]]
     return Encoded(model.norm(h_bsd[:, :length]), ids, r, early + gates)
+
+
+def shifted(h_bsd: Tensor, ids: Tensor) -> Tensor:
+    """Row i−1 for position i: of z where both are in one block, of x where i−1 stands in an earlier one."""
+    length, rows = ids.shape[1], h_bsd.clone()
+    for row in range(len(ids)):
+        for at in range(1, length):
+            before, own = int(ids[row, at - 1]), int(ids[row, at])
+            if before >= 0:
+                rows[row, at] = h_bsd[row, at - 1 if before == own else at - 1 + length]
+    return rows
 
 
 def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **options: Any) -> Output:
@@ -153,6 +166,8 @@ def forward(model: Model, tokens: Tensor, masked: Tensor | None = None, **option
     logits = F.linear(encoded.states, model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight)
     if not model.config.predicts_specials:
         logits[..., -NUM_SPECIALS:] = -torch.inf
+    if model.config.hidden_token is not None:
+        logits[..., model.config.hidden_token] = -torch.inf
     if model.config.kind != "ar":
         logits = substitute(
             logits, tokens, model.position_masks(tokens, options.get("prompt")).free if masked is None else masked

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcdm.config import ModelConfig
@@ -114,6 +115,8 @@ def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tens
 
     `index` (B,) numbers the sequences; random ids depend on it and on `routing_seed` only.
     """
+    if config.prompts == "ordinary":
+        free = real
     rank = free_rank(free)
     if config.kind == "mdlm":
         ids = torch.ones_like(rank)
@@ -124,6 +127,15 @@ def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tens
         assert config.num_chunks is not None
         ids = _control_ids(config, rank, free, index)
     return label(free, real, ids)
+
+
+def predicting_rows(ids: Tensor) -> Tensor:
+    """With shift, the place in z ⊕ x (B, L) whose row predicts each position: that of its left neighbour, noisy in
+    the same block and clean in an earlier one; the first token's own.
+    """
+    length, place = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
+    left = F.pad(ids, (1, 0), value=-1)[:, :length]
+    return torch.where(left < 0, place, place - 1 + length * (left != ids))
 
 
 def _control_ids(config: ModelConfig, rank: Tensor, free: Tensor, index: Tensor | None) -> Tensor:

@@ -162,8 +162,9 @@ class Model(nn.Module):
         place = layout.dual_stream(ids, masked, compact=self._compact)
         plan = self._plan(masks.dual_stream, place.slots)
         h_bsd = self.embed_tokens(place.gather(torch.cat([noisy, tokens], dim=1)))
-        h_bqd, r, gates = self._run(h_bsd, plan, num_out=place.num_noisy)
-        states = place.restore(self.norm(h_bqd))
+        # with shift a clean token predicts the first one of the next block
+        h_bqd, r, gates = self._run(h_bsd, plan, num_out=None if self.config.shift else place.num_noisy)
+        states = self._restored(place, h_bqd, ids)
         return Encoded(states, ids, None if r is None else place.restore(r[:, : place.num_noisy]), gates)
 
     def _encode_from_noise(
@@ -201,7 +202,13 @@ class Model(nn.Module):
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
             h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
-        return place.restore(self.norm(h_bld))
+        return self._restored(place, h_bld, ids, streams=1)
+
+    def _restored(self, place: layout.Layout, h_bsd: Tensor, ids: Tensor, streams: int = 2) -> Tensor:
+        """The states that predict each position (B, L)."""
+        if not self.config.shift:
+            return place.restore(self.norm(h_bsd))
+        return place.restore_from(self.norm(h_bsd), routing.predicting_rows(ids) % (streams * ids.shape[1]))
 
     def extend(
         self, tokens: Tensor, slots: Slots, keep: Tensor, cache: KVCache, num_out: int, rows: Tensor | None = None
@@ -248,7 +255,10 @@ class Model(nn.Module):
 
     def token_logits(self, states: Tensor) -> Tensor:
         """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) where specials cannot be."""
-        return product(states, self.head_weight())
+        logits = product(states, self.head_weight())
+        if self.config.hidden_token is not None:
+            logits[..., self.config.hidden_token] = -torch.inf
+        return logits
 
     def head_weight(self) -> Tensor:
         """The head's rows of the tokens that can be predicted."""
@@ -263,8 +273,9 @@ class Model(nn.Module):
             raise ValueError(
                 f"length {tokens.shape[1]} exceeds max_position={self.config.max_position}; shorten the input"
             )
-        real = tokens != self.config.pad_id
-        visible = tokens == self.config.bos_id
+        real, visible = tokens != self.config.pad_id, tokens == self.config.bos_id
+        if self.config.prompts == "ordinary":
+            real, visible = real & ~visible, torch.zeros_like(visible)
         if prompt is not None:
             visible = visible | (prompt & real)
         if self.config.kind == "ar":  # nothing comes before position 0 to predict it from
