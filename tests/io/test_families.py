@@ -1,0 +1,152 @@
+"""Importing published diffusion models: toy folders with their names and keys, as `transformers` computes them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcdm
+import pretrained
+from dcdm.config import ConfigError
+from dcdm.io import families, importing
+from dcdm.io.pretrained import import_model
+from dcdm.model.transformer import Model
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "the cat and the hat"
+
+
+def imported(tmp_path: Path, name: str, **flags: Any) -> tuple[Model, Any, Any, int]:
+    folder, source, mask_id = pretrained.published(tmp_path / "source", name)
+    import_model(str(folder), tmp_path / "out", **{**pretrained.PUBLISHED[name].flags, **flags})
+    return *dcdm.load(tmp_path / "out"), source, mask_id
+
+
+@pytest.mark.parametrize("name", pretrained.PUBLISHED)
+@torch.no_grad()
+def test_an_imported_family_gives_the_logits_of_transformers_under_its_mask(tmp_path: Path, name: str) -> None:
+    model, tokenizer, source, mask_id = imported(tmp_path, name)
+    family = pretrained.PUBLISHED[name]
+    config = model.config
+    assert (config.block_size, config.shift, config.family) == (family.block_size, family.shift, name.split(",")[0])
+    assert config.prompts == "ordinary"
+    tokens = torch.tensor([[config.bos_id, *tokenizer.encode(TEXT)]])
+    masked = torch.zeros_like(tokens, dtype=torch.bool)
+    masked[0, 5:9] = masked[0, 11:] = True
+    size = family.block_size or len(TEXT)
+    first = 1 + (4 // size) * size  # the block that holds the first MASK
+    end = min(tokens.shape[1], first + size)
+    z = tokens.masked_fill(masked, mask_id)[:, 1:end]
+    where = masked[:, :end]
+    expected = pretrained.literal_logits(source, z, family.block_size, family.shift)[where[:, 1:]]
+    logits = model(tokens[:, :end], where).logits[where]
+    rows = tokenizer.vocab_size - 3
+    expected = expected[:, :rows].clone()
+    if mask_id < rows:
+        assert logits[:, mask_id].isneginf().all()  # never emitted
+        expected[:, mask_id] = -torch.inf
+    assert expected[expected.isfinite()].std() > 0.5
+    torch.testing.assert_close(logits[:, :rows], expected, atol=2e-5, rtol=0)
+
+
+def test_every_family_is_tested_and_has_a_decoder() -> None:
+    from dcdm.decoding.config import DECODERS
+
+    assert {name.split(",")[0] for name in pretrained.PUBLISHED} == families.FAMILIES.keys() == DECODERS.keys()
+
+
+def edited(folder: Path, **changes: Any) -> str:
+    path = folder / "config.json"
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
+    return str(folder)
+
+
+def test_what_a_folder_does_not_say_or_says_twice_is_asked_for_by_name(tmp_path: Path) -> None:
+    folder, _, mask_id = pretrained.published(tmp_path / "source", "sdar")
+    out = tmp_path / "out"
+    faults: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"block_size": ...}, {}, r"block size \(block_size\).*--block-size: 4 \(or 8, 16, 32, 64\)"),
+        ({}, {"block_size": 8}, "block_size=8, but block_size=4"),
+        ({"block_size": "4"}, {}, "block_size='4'.*whole number"),
+        ({"mask_token_id": 5}, {}, f"mask_token_id=5 .* the tokenizer's is {mask_id}"),
+        ({}, {"mask": "70000"}, "the mask 70000 is none of the model's"),
+        ({}, {"mask": "th"}, "the mask .* is 'th', which texts hold"),
+        ({}, {"bos": "<|im_start|>"}, "has no BOS"),
+        ({}, {"family": "llada"}, "family=llada does not fit SDARForCausalLM.*choose sdar"),
+        ({"rope_parameters": ..., "rope_theta": ...}, {}, "rope_theta=None"),
+        ({"architectures": ["SDARMoeForCausalLM"]}, {}, "SDARMoeForCausalLM cannot be imported: its mixture"),
+        ({"architectures": ["A2DQwen3LMHeadModel"]}, {}, "choose tiny-a2d-bd3lm or tiny-a2d-mdlm"),
+        ({"num_hidden_layers": 3, "layer_types": ...}, {}, "num_layers=3, but there are weights of 2"),
+    ]  # fmt: skip
+    original = (folder / "config.json").read_text()
+    for changes, flags, message in faults:
+        with pytest.raises(ConfigError, match=message):
+            import_model(edited(folder, **changes), out, **flags)
+        (folder / "config.json").write_text(original)
+    with pytest.raises(ConfigError, match="holds a SDAR or TraDo, a diffusion model"):
+        importing.config_from_transformers(folder, "ar")
+    llada = pretrained.published(tmp_path / "llada", "llada")[0]
+    for changes, message in (({"alibi": True}, "alibi=True"), ({"block_type": ...}, "block_type=None .* 'llama'")):
+        with pytest.raises(ConfigError, match=message):
+            import_model(edited(llada, **changes), out)
+        edited(llada, alibi=False)
+    with pytest.raises(ConfigError, match="no blocks"):
+        import_model(edited(llada, block_type="llama"), out, block_size=4)
+    assert not out.exists()
+
+
+def test_a_truncated_shard_and_a_missing_tensor_are_named(tmp_path: Path) -> None:
+    folder = pretrained.published(tmp_path / "source", "dream", max_shard_size="20KB")[0]
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match=rf"{shard.name} is damaged"):
+        import_model(str(folder), tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"{shard.name}.*is not a regular file"):
+        import_model(str(folder), tmp_path / "out")
+
+
+def test_weights_are_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = pretrained.published(tmp_path / "source", "dream", max_shard_size="20KB")[0]
+    read, alive, most = importing._tensor, weakref.WeakSet(), 0  # type: ignore[var-annotated]
+
+    def watched(*where: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = read(*where)
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(importing, "_tensor", watched)
+    import_model(str(folder), tmp_path / "out")
+    assert 1 <= most <= 2
+
+
+def test_the_sizes_of_sdar_give_the_published_number_of_parameters() -> None:
+    """SDAR's training config of 8B and 4B: parameters of Qwen3-8B, and of Qwen3-4B with a head of its own."""
+    shared = {
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "num_hidden_layers": 36, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "rope_theta": 1000000, "tie_word_embeddings": False,
+    }  # fmt: skip
+    for more, count in (
+        ({"hidden_size": 4096, "intermediate_size": 12288}, 8_190_735_360),
+        ({"hidden_size": 2560, "intermediate_size": 9728}, 4_022_468_096 + 151936 * 2560),
+        ({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+          "tie_word_embeddings": True}, 1_720_574_976),
+    ):  # fmt: skip
+        sdar = families.family_of({**shared, **more}, "here")
+        assert sdar is not None
+        fields = importing._fields(sdar.translated({**shared, **more}, "here"), "here", sdar)
+        config = dcdm.ModelConfig("bdlm", block_size=4, prompts="ordinary", **fields)
+        from dcdm.kinds import parameter_counts
+
+        assert parameter_counts(config)[0] == count
