@@ -124,8 +124,8 @@ def test_a_router_that_knows_the_token_only_sends_each_to_one_chunk(finished, pl
         first.self_attn.o_proj.weight.zero_()
         model.chunking.o_proj.weight.zero_()
     held = what_chunks_hold(model, prepare([str(place / "corpus.txt.xz")], demo.TOKENIZER))
-    assert held.share == 1
-    assert held.chance < 0.9
+    assert held.constant == 1
+    assert held.constant_by_chance < 0.9
 
 
 def test_lanes_and_ars_order_fill_the_same_blanks():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import ChunkView
+    from dcdm.viewing.contents import Contents
     from dcdm.viewing.filling import Exercise, Written
     from dcdm.viewing.tables import Table
 
@@ -80,15 +80,16 @@ def demo(
         train(name, steps, seed, folder, data, prepared.tokenizer, console)
     models = {name: load_model(folder / name)[0] for name in MODELS}
 
-    console.print("\n[bold]What DCDM's chunks hold[/bold], by the most frequent tokens of held-out text")
+    console.print("\n[bold]What DCDM's chunks hold[/bold], by the tokens of held-out text that are typical of each")
     held = what_chunks_hold(models["dcdm"], prepared)
     before = what_chunks_hold(untrained(folder / "dcdm", seed), prepared)
     share = (
-        f"A frequent token goes to its usual chunk {held.share:.0%} of the time, where chance gives "
-        f"{held.chance:.0%}. Before training, when weights are random and the router sees little but the token "
-        f"itself, it was {before.share:.0%}."
+        f"A frequent token goes to its usual chunk {held.constant or 0:.0%} of the time, where chance gives "
+        f"{held.constant_by_chance or 0:.0%}. Before training, when weights are random and the router sees little "
+        f"but the token itself, it was {before.constant or 0:.0%}."
     )
-    held.table.print()
+    table = typical_tokens(held)
+    table.print()
     console.print(share)
 
     figures = compare(folder, prepared)
@@ -108,7 +109,7 @@ def demo(
     fills |= beyond(console, seed)
 
     place = folder / "report.html"
-    write_whole(place, demo_page(folder, prepared, (held.table, share), figures, fills, steps, seed).encode())
+    write_whole(place, demo_page(folder, prepared, (table, share), figures, fills, steps, seed).encode())
     console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try")
     for command, _ in next_commands(folder):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -168,50 +169,23 @@ def chunks_of(model: Model, tokenizer: Tokenizer) -> ChunkView:
     return view(model, window, name="DCDM", noise=0.0)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a model's chunks hold."""
-
-    table: Table
-    share: float
-    """Of the occurrences of the frequent tokens, those in the chunk that the token goes to most."""
-    chance: float
-    """The same if ids were dealt out again at random among all places."""
-
-
-def what_chunks_hold(model: Model, prepared: PreparedData, most: int = 60) -> Held:
-    """The most frequent tokens of held-out text by the chunk that they go to most, with nothing masked."""
-    import torch
-
-    from dcdm.viewing.tables import Table
+def what_chunks_hold(model: Model, prepared: PreparedData) -> Contents:
+    """What the chunks of held-out text hold, with nothing masked."""
+    from dcdm.viewing.chunks import held_over
 
     corpus = held_out_windows((str(prepared.folder),), WINDOWS, model, prepared.tokenizer)
-    assert model.chunking is not None
-    with torch.no_grad():
-        scores = model.router_scores(corpus.tokens, corpus.tokens != model.config.pad_id)
-    ids = model.chunking.assign(scores)[:, 1:].flatten()  # without BOS
-    words = [word for row in corpus.pieces for word in row[1:]]
-    frequent = dict(Counter(words).most_common(most))
+    return held_over(model, corpus, [0.0]).frames[0][0]
 
-    def usual(chunks: list[int]) -> dict[bytes, tuple[int, int]]:
-        """The chunk that each frequent token goes to most, and how often."""
-        places: dict[bytes, Counter[int]] = defaultdict(Counter)
-        for word, chunk in zip(words, chunks, strict=True):
-            places[word][chunk] += 1
-        return {word: places[word].most_common(1)[0] for word in frequent}
 
-    found = usual(ids.tolist())
-    dealt = usual(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].tolist())
-    shown = {word: repr(word.decode(errors="replace"))[1:-1].replace(" ", "·") for word in frequent}
-    sizes = torch.bincount(ids, minlength=scores.shape[-1] + 1) / len(ids)
+def typical_tokens(held: Contents) -> Table:
+    """A row for each chunk, with the tokens that it holds more often than others do."""
+    from dcdm.viewing.tables import Table
+
     rows = [
-        (k, f"{sizes[k]:.0%}", "  ".join(shown[word] for word in frequent if found[word][0] == k))
-        for k in range(1, scores.shape[-1] + 1)
+        (k, f"{sum(kinds) / held.tokens:.0%}", "  ".join(repr(one.text)[1:-1].replace(" ", "·") for one in words))
+        for k, (kinds, words) in enumerate(zip(held.kinds, held.words, strict=True), start=1)
     ]
-    inside, chance = (sum(number for _, number in each.values()) for each in (found, dealt))
-    total = sum(frequent.values())
-    table = Table(("chunk", "of all tokens", "usual chunk of"), rows, ("usual chunk of",))
-    return Held(table, inside / total, chance / total)
+    return Table(("chunk", "of all tokens", "typical tokens"), rows, ("typical tokens",))
 
 
 def compare(folder: Path, prepared: PreparedData) -> Table:
