@@ -44,13 +44,14 @@ INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "initial weights that readers bring"),
     (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
     (
-        r"--(steps|limit|samples) \d+",
+        r"--(steps|limit|samples|windows) \d+",
         r"--\1 2",
         "a model of two steps, scored on two windows, will do",
     ),
     (r"^(dcdm eval ppl (?!.*--limit).*)$", r"\1 --limit 2", "two windows are enough"),
     (r"^(dcdm eval ppl .*--length) \d+", r"\1 32", "short ones, too"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
+    (r"--corpus addresses", "--corpus train.txt", "a short text will do"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
     (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import math
 import shutil
 import subprocess
@@ -21,20 +22,25 @@ import tiny
 from dcdm import shipped
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.data.sources import STDLIB
+from dcdm.data import sources
 from dcdm.io.load import WEIGHTS, find_model, wrong_sums
-from dcdm.shipped import CARD, CHUNKS, HOME, LANES, START, TRAINING, Card, card_of, folder_of
+from dcdm.shipped import CARD, HOME, LANES, ORDER, START, TRAINING, Card, card_of, folder_of
 
 ROOT = Path(__file__).parent.parent
 MODELS = shipped.names()
+SIZES = (
+    "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=8",
+    "model.intermediate_size=24",
+)  # fmt: skip
 CLOSE = 0.15
 """How far a figure may lie from the card's where the files of another Python are not the same."""
 
 
 def test_both_defaults_are_there():
-    assert MODELS[:2] == [LANES, CHUNKS]
-    assert (shipped.default(), shipped.default(chunks=True)) == (LANES, CHUNKS)
+    assert [name for name in ORDER if name in MODELS] == MODELS
+    assert shipped.default() == LANES
     assert Card.read(HOME / LANES).kind == "lanes"
+    assert Card.read(HOME / shipped.default(chunks=True)).kind == "dcdm"
 
 
 # --- what lies in the folders ------------------------------------------------------------------------------------
@@ -69,25 +75,35 @@ def test_a_card_says_how_to_train_it_again_and_what_it_never_saw(name):
     assert settings.train.seed == card.seed
     assert 0 < card.steps <= settings.train.steps
     assert f"shipped/{name}/{TRAINING}" in card.command
-    assert set(settings.data.sources) <= set(STDLIB)
+    (source,) = settings.data.sources
+    text = ship_models.TEXTS[source]
     assert (settings.init is not None) == (card.start is not None) == (HOME / name / START).is_file()
-    assert card.trained_on["licence"] == "PSF-2.0"
-    text = (HOME / name / "README.md").read_text()
-    assert card.command in text
-    assert card.says in text
-    assert all(f"{figure.nats_per_byte:.3f}" in text for figure in card.figures)
-    assert all(f"`{file}`" in text for file in card.held_out["files"])
+    assert (card.trained_on["source"], card.trained_on["licence"]) == (text.source, text.licence)
+    shown = (HOME / name / "README.md").read_text()
+    assert card.command in shown
+    assert card.says in shown
+    assert all(f"{figure.nats_per_byte:.3f}" in shown for figure in card.figures)
+    assert all(f"`{file}`" in shown for file in card.held_out["files"])
+    ship_models.check_twins(settings, card.twins, HOME)
+
+
+def source_of(card: Card) -> str:
+    (source,) = ship_models.run_settings.read(HOME / card.name / TRAINING).data.sources
+    return source
+
+
+def held_out(card: Card):
+    return ship_models.held_out_corpus(source_of(card), list(card.held_out["files"]))
 
 
 def same_files(card: Card) -> bool:
-    (source,) = ship_models.run_settings.read(HOME / card.name / TRAINING).data.sources
-    return ship_models.held_out_files(source) == card.held_out["files"]
+    return ship_models.held_out_files(source_of(card)) == card.held_out["files"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_quick_figure_of_a_card_comes_out_again_on_the_held_out_files(name):
     card = Card.read(HOME / name)
-    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
+    corpus = held_out(card)
     lanes = () if card.check["lanes"] is None else (card.check["lanes"],)
     found = ship_models.measure(HOME / name, corpus, card.check["windows"], lanes, (card.check["estimator"],))
     (figure,) = (one for _, one in found)
@@ -99,7 +115,7 @@ def test_the_quick_figure_of_a_card_comes_out_again_on_the_held_out_files(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
     card = Card.read(HOME / name)
-    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
+    corpus = held_out(card)
     found = [figure for _, figure in ship_models.measure(HOME / name, corpus, card.held_out["windows"])]
     room = 0.005 if same_files(card) else CLOSE
     for again, figure in zip(found, card.figures, strict=True):
@@ -110,7 +126,7 @@ def test_all_figures_of_a_card_come_out_again_on_the_held_out_files(name):
 def test_another_text_has_another_figure():
     """The check above would notice: negative control."""
     card = Card.read(HOME / LANES)
-    corpus = ship_models.held_out_corpus(list(card.held_out["files"]))
+    corpus = held_out(card)
     mixed = ship_models.replace(corpus, texts=tuple(text[::-1] for text in corpus.texts))
     ((_, figure),) = ship_models.measure(HOME / LANES, mixed, 8, (card.check["lanes"],), ("exact",))
     assert abs(figure.nats_per_byte - card.check["nats_per_byte"]) > CLOSE
@@ -123,7 +139,7 @@ def test_a_name_is_taken_wherever_a_folder_is_and_a_folder_of_that_name_wins(tmp
     monkeypatch.chdir(tmp_path)
     assert folder_of(LANES) == folder_of(Path(LANES)) == folder_of(None) == HOME / LANES
     assert folder_of("nowhere") == Path("nowhere")
-    main(["verify", CHUNKS])
+    main(["verify", shipped.default(chunks=True)])
     assert "FAIL" not in capsys.readouterr().out
     tiny.exported("causal", tmp_path / LANES)
     assert folder_of(LANES) == Path(LANES)
@@ -149,7 +165,7 @@ def test_models_lists_what_there_is_and_how_good_it_is(capsys):
     shown = capsys.readouterr().out
     for card in shipped.cards():
         assert card.says in shown
-        assert "PSF-2.0" in shown
+        assert card.trained_on["licence"] in shown
         for figure in card.figures:
             assert f"{figure.nats_per_byte:.3f}" in shown
 
@@ -191,7 +207,7 @@ def test_sample_without_a_model_is_careful_and_with_its_name_as_it_was(capsys):
 def test_chunks_without_a_model_takes_the_one_that_forms_them(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Terminal())
     main(["chunks"])
-    assert capsys.readouterr().out.startswith(f"{CHUNKS}: dcdm")
+    assert capsys.readouterr().out.startswith(f"{shipped.default(chunks=True)}: dcdm")
     main(["chunks", "x = 1"])
     assert " tokens and BOS" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -212,23 +228,15 @@ def made(tmp_path, monkeypatch):
         (library / name).write_text(text)
     (tmp_path / "seen.txt").write_text("x = 1\n" * 400)
     run = tmp_path / "run"
-    sizes = (
-        "hidden_size=16",
-        "num_layers=2",
-        "num_heads=2",
-        "num_kv_heads=1",
-        "head_dim=8",
-        "intermediate_size=24",
-    )
     options = ["--data", str(tmp_path / "seen.txt"), "--steps", "2", "--batch-size", "2", "--set",
-               *(f"model.{size}" for size in sizes), "model.context_length=32", "tensorboard=false",
+               *SIZES, "model.context_length=32", "tensorboard=false",
                "evaluate_sequences=2"]  # fmt: skip
     with pytest.raises(SystemExit):
         main(["train", "--preset", "lanes-debug", "--run", str(run), *options])
     files = {"train": [library / "seen.py"], "validation": [library / "unseen.py"]}
     monkeypatch.setattr(ship_models, "stdlib_files", lambda split, source: files[split])
     monkeypatch.setattr(ship_models.sysconfig, "get_path", lambda _: str(library))
-    with pytest.raises(ConfigError, match="not trained on stdlib"):
+    with pytest.raises(ConfigError, match="not trained on stdlib or"):
         ship_models.ship(run, "mine", "Mine.", into=tmp_path / "box")
     read = ship_models.run_settings.read
 
@@ -261,7 +269,7 @@ def test_a_run_becomes_a_model_that_ships(made, capsys):
     before, after = dcdm.load(run)[0], dcdm.load(folder)[0]
     for name, value in before.state_dict().items():
         assert torch.equal(value.to(torch.bfloat16).float(), after.state_dict()[name])
-    corpus = ship_models.held_out_corpus(["unseen.py"])
+    corpus = ship_models.held_out_corpus("stdlib", ["unseen.py"])
     scored = ship_models.evaluate_perplexity([str(folder)], [corpus], ("exact",)).rows
     assert card.figures[0].nats_per_token == pytest.approx(scored[0].nats_per_token, rel=1e-3)
     assert card.best.nats_per_token == min(figure.nats_per_token for figure in card.figures)
@@ -299,6 +307,49 @@ def test_a_card_tells_how_to_make_the_start_weights_and_what_drafts_save(made):
 
 def card_figures(card: Card) -> tuple:
     return tuple(asdict(figure) for figure in card.figures)
+
+
+def test_a_dcdm_of_english_ships_with_its_twin_and_tells_what_its_chunks_hold(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
+    lines = [f"Fellow citizens, in {year} the people of Texas had peace. " * 8 for year in range(1790, 1910)]
+    with lzma.open(tmp_path / "addresses.txt.xz", "wt") as file:
+        file.write("\n".join(lines))
+    monkeypatch.setattr(sources, "HOME", tmp_path)
+    for kind, steps in (("dcdm", "2"), ("mdlm", "2"), ("bdlm", "1")):
+        with pytest.raises(SystemExit):
+            main(["train", "--preset", f"{kind}-debug", "--run", str(tmp_path / kind), "--data", "addresses",
+                  "--steps", steps, "--batch-size", "2", "--set", *SIZES,
+                  "model.context_length=32", "tensorboard=false", "evaluate_sequences=2"])  # fmt: skip
+    box = tmp_path / "box"
+    for kind, twin in (("dcdm", "mdlm"), ("mdlm", "dcdm")):
+        ship_models.ship(
+            tmp_path / kind, f"english-{kind}", "English.", windows=6, twins=(f"english-{twin}",), into=box
+        )
+    with pytest.raises(ConfigError, match=r"is no twin: it differs in train\.steps"):
+        ship_models.ship(tmp_path / "bdlm", "english-bdlm", "English.", twins=("english-dcdm",), into=box)
+    monkeypatch.setattr(shipped, "HOME", box)
+    capsys.readouterr()
+    assert shipped.names() == ["english-dcdm", "english-mdlm"], "the paper's model first"
+    assert shipped.default(chunks=True) == "english-dcdm"
+    card, other = shipped.cards()
+    assert card.in_english
+    assert [one.estimator for one in card.figures] == ["sequential", "surrogate", "trajectory"]
+    assert [one.estimator for one in other.figures] == ["bound", "trajectory"]
+    assert card.best.estimator != "surrogate", "which is not a bound"
+    assert list(card.held_out["files"].values()) == [
+        ship_models.digest_of(text) for text in ship_models.held_out_corpus("addresses", []).texts
+    ]
+    assert [row["noise"] for row in card.chunks if row["which"] == "visible"] == [0, 0.3, 0.6, 0.9]
+    assert len(card.words) == 8
+    assert other.chunks == []
+    shown = (box / "english-dcdm" / "README.md").read_text()
+    assert "surrogate (not a bound)" in shown
+    assert "`english-mdlm`" in shown
+    main(["models"])
+    assert "public domain" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    main(["chunks"])
+    assert "The people of the United States" in capsys.readouterr().out
 
 
 # --- the wheel ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """A run made into a model that ships: exported in bf16, measured on held-out files, with its card.
 
-    python tools/ship_models.py RUN NAME --says "What it is, in a sentence."
+    python tools/ship_models.py RUN NAME --says "What it is, in a sentence." --twins OTHER…
 
-writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib` or `stdlib-code`, whose split by file
-says which files it never saw, from nothing or from a model that shipped before. Figures are those of the exported
-weights, in fp32, over disjoint windows of the held-out files.
+writes `src/dcdm/shipped/NAME`. The run must have been trained on `stdlib`, `stdlib-code` or `addresses`, whose
+split by file or document says which of them it never saw, from nothing or from a model that shipped before. Figures
+are those of the exported weights, in fp32, over disjoint windows of what was held out; the paper's surrogate, which
+is not a bound, is labelled so. Twins are models of another kind whose settings are the same but for what makes the
+kind; of those that ship already this is checked.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +27,8 @@ import torch
 from tyro.conf import Positional
 
 from dcdm.config import ConfigError, ModelConfig
-from dcdm.data.sources import STDLIB, STDLIB_SHARE, stdlib_files
-from dcdm.evaluation.corpora import Corpus, WindowSettings
+from dcdm.data.sources import ADDRESSES, STDLIB_SHARE, stdlib_files
+from dcdm.evaluation.corpora import Corpus, CorpusWindows, WindowSettings, read_corpus, tokenise
 from dcdm.evaluation.perplexity import EstimatorSettings, Figures, evaluate_perplexity
 from dcdm.files import digest, file_digest
 from dcdm.io.export import check_free, write_export
@@ -39,27 +41,56 @@ from dcdm.shipped import CARD, HOME, START, TRAINING, Card, Figure, folder_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import SETTINGS
 from dcdm.training.metrics import read_rows
+from dcdm.viewing.chunks import TokenWindows, held_over
 
-LICENCE = "PSF-2.0"
-SOURCE = "Python's standard library"
-PART = {"stdlib": "", "stdlib-code": " with its tests, without its tables of characters and its help texts"}
+
+@dataclass(frozen=True)
+class Text:
+    """A source that a shipped model may have been trained on."""
+
+    source: str
+    licence: str
+    unit: str
+    """What one held-out text is."""
+    use: str
+    """What models of a few million parameters are too small for."""
+
+
+LIBRARY = Text("Python's standard library", "PSF-2.0", "file", "writing code")
+TEXTS = {
+    "stdlib": LIBRARY,
+    "stdlib-code": replace(
+        LIBRARY,
+        source=f"{LIBRARY.source} with its tests, without its tables of characters and its help texts",
+    ),
+    ADDRESSES: Text(
+        "the State of the Union addresses, 1790 to 2021", "public domain", "address", "writing anything"
+    ),
+}
+OF_KIND = ("model.kind", "model.block_size", "model.num_chunks", "model.chunk_dim", "model.chunk_out_init_std")
+"""Settings in which twins may differ."""
+LEVELS = (0.0, 0.3, 0.6, 0.9, 1.0)
+"""Noise levels of what a card says about chunks."""
+TOLD = 8  # typical tokens of each chunk
 WINDOWS = 256
 CHECKED = 24  # windows of the figure that tests make again
 DRAFTED = 32  # windows of figures with drafts
 LARGEST = 12 << 20
+BOUNDS = ("bound", "sequential", "surrogate", "drafted")
 
 
 def ship(
     run: Annotated[Path, Positional], name: Annotated[str, Positional], says: str, windows: int = WINDOWS,
-    overwrite: bool = False, into: Path = HOME,
+    twins: tuple[str, ...] = (), overwrite: bool = False, into: Path = HOME,
 ) -> None:  # fmt: skip
-    """Export a run in bf16, measure it on held-out files, and write it, with its card, as a model that ships.
+    """Export a run in bf16, measure it on held-out text, and write it, with its card, as a model that ships.
 
     Args:
-        run: A finished run on stdlib or stdlib-code.
+        run: A finished run on stdlib, stdlib-code or addresses.
         name: What users will call it.
         says: What it is, in a sentence.
         windows: Windows of held-out text for each figure, spread evenly.
+        twins: Names of models of another kind with the same text, size and training, shipped or to be shipped.
         overwrite: Put it in the place of the model that has this name now.
         into: The folder of all shipped models.
     """
@@ -67,13 +98,14 @@ def ship(
     if not overwrite:
         check_free(folder)
     settings = _settings(run)
+    check_twins(settings, twins, into)
     model, tokenizer = load_model(run)
     with tempfile.TemporaryDirectory(prefix="dcdm-ship-") as place:
         exported = Path(place) / name
         write_export(model, tokenizer, exported, "", dtype=torch.bfloat16, code=False)
         if (size := (exported / WEIGHTS).stat().st_size) > LARGEST:
             raise ConfigError(f"{run}: its weights take {size / 2**20:.1f} MB in bf16, more than 12")
-        card = card_of(exported, run, settings, name, says, windows)
+        card = card_of(exported, run, settings, name, says, windows, list(twins))
     more = {CARD: json.dumps(asdict(card), indent=1) + "\n", **training_files(settings, name)}
     before = folder.with_name(f".{name}-before")
     if folder.exists():
@@ -93,10 +125,10 @@ def _settings(run: Path) -> run_settings.RunConfig:
         raise ConfigError(f"{run} is not a run folder: it has no {SETTINGS}")
     settings = run_settings.read(run / SETTINGS)
     reading, sources = settings.data.reading, settings.data.sources
-    known = len(sources) == 1 and sources[0] in STDLIB
+    known = len(sources) == 1 and sources[0] in TEXTS
     if not known or settings.data.validation or reading.validation_share != STDLIB_SHARE:
         raise ConfigError(
-            f"{run} was not trained on {' or '.join(STDLIB)} with its own held-out files (data.sources={sources}, "
+            f"{run} was not trained on {' or '.join(TEXTS)} with its own held-out part (data.sources={sources}, "
             f"validation_share={reading.validation_share}); a card could not say which text was never seen"
         )
     if settings.init is not None and _start(settings) is None:
@@ -108,6 +140,19 @@ def _settings(run: Path) -> run_settings.RunConfig:
     if settings.init is not None and settings.data.tokenizer != settings.init:
         raise ConfigError(f"{run} has another tokenizer than its initial weights; name their folder for both")
     return settings
+
+
+def check_twins(settings: run_settings.RunConfig, twins: Sequence[str], home: Path) -> None:
+    """Refuse twins that were trained otherwise; those that are not there yet will be compared with this model."""
+    for twin in (name for name in twins if (home / name / TRAINING).is_file()):
+        ours, theirs = (
+            run_settings.flat(run_settings.to_dict(one))
+            for one in (settings, run_settings.read(home / twin / TRAINING))
+        )
+        free = {*OF_KIND, *run_settings.FREE_TO_CHANGE} - {"data.sources"}
+        other = [name for name in ours if ours[name] != theirs.get(name) and name not in free]
+        if other:
+            raise ConfigError(f"{twin} is no twin: it differs in {', '.join(other)}; leave it out of --twins")
 
 
 # --- training it again -------------------------------------------------------------------------------------------
@@ -144,23 +189,57 @@ def again_by(settings: run_settings.RunConfig, name: str, ends: Sequence[int]) -
     return f"{first} && dcdm export runs/{name}-first runs/{name}-start --dtype bf16 && {own}"
 
 
-# --- held-out files ----------------------------------------------------------------------------------------------
+# --- held-out text -----------------------------------------------------------------------------------------------
 
 
 def held_out_files(source: str) -> dict[str, str]:
-    """The held-out files of this Python, each with its SHA-256, without tests, which many installations lack."""
+    """What is held out, each with its SHA-256: addresses by number, or files of this Python.
+
+    Of the library without tests, which many installations lack.
+    """
+    if source == ADDRESSES:
+        texts = read_corpus(ADDRESSES, split="validation").texts
+        return {f"held-out address {n}": digest_of(text) for n, text in enumerate(texts, start=1)}
     root, everywhere = Path(sysconfig.get_path("stdlib")), {*stdlib_files("validation", "stdlib")}
     held_out = [path for path in stdlib_files("validation", source) if path in everywhere]
     return {path.relative_to(root).as_posix(): file_digest(path) for path in held_out}
 
 
-def held_out_corpus(names: list[str]) -> Corpus:
-    """These files of the standard library, those of them that are there and hold text."""
+def held_out_corpus(source: str, names: list[str]) -> Corpus:
+    """These texts of the source, those of them that are there and hold anything."""
+    if source == ADDRESSES:
+        return read_corpus(ADDRESSES, split="validation")
     root = Path(sysconfig.get_path("stdlib"))
     texts = [(root / name).read_bytes().decode("utf-8", "replace") for name in names if (root / name).is_file()]
     kept = tuple(text for text in texts if text.strip())
-    mark = hashlib.sha256("\0".join(kept).encode("utf-8", "replace")).hexdigest()
-    return Corpus("held-out files", SOURCE, kept, fingerprint=mark, empty_documents=len(texts) - len(kept))
+    return Corpus(
+        "held-out files",
+        source,
+        kept,
+        fingerprint=digest_of("\0".join(kept)),
+        empty_documents=len(texts) - len(kept),
+    )
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def trained_on(source: str) -> dict[str, Any]:
+    """What the card says of the training text."""
+    text = TEXTS[source]
+    if source == ADDRESSES:
+        train = read_corpus(ADDRESSES, split="train").texts
+        sums, size = [digest_of(one) for one in train], sum(len(one.encode()) for one in train)
+        named = {"data": source}
+    else:
+        train = stdlib_files("train", source)
+        sums, size = [file_digest(path) for path in train], sum(path.stat().st_size for path in train)
+        named = {"python": sys.version.split()[0]}
+    return {
+        "source": text.source, "licence": text.licence, **named, "files": len(train), "bytes": size,
+        "sha256": digest(sums),
+    }  # fmt: skip
 
 
 def measure(
@@ -188,7 +267,36 @@ def _estimators(config: ModelConfig) -> tuple[str, ...]:
         return ("exact", "drafted") if config.drafts else ("exact",)
     if config.kind == "ar":
         return ("exact",)
-    return ("trajectory",) if config.predicts_from_left else ("auto", "trajectory")
+    if config.predicts_from_left:
+        return ("trajectory",)
+    return ("auto", "surrogate", "trajectory") if config.routes_from_noise else ("auto", "trajectory")
+
+
+def what_chunks_hold(folder: Path, corpus: Corpus, windows: int) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """What decides the chunks of a DCDM, a row for each noise level, and their most typical tokens."""
+    model, tokenizer = load_model(folder)
+    config = model.config
+    if config.kind != "dcdm":
+        return [], []
+    whole = CorpusWindows(
+        tokenise(corpus, tokenizer), tokenizer, config.context_length, WindowSettings(limit=windows)
+    )
+    batch = next(whole.batches(windows))  # the longest first
+    pieces = [tokenizer.pieces(row) for row in batch.tokens.tolist()]
+    levels = LEVELS if config.routes_from_noise else ()
+    held = held_over(
+        model, TokenWindows("held-out windows", batch.tokens, batch.prompt, batch.index, pieces), levels
+    )
+    rows = [
+        {
+            "noise": level, "which": one.which, "tokens": one.tokens, "bits": _bits(one.bits),
+            **{name: _bits(getattr(one, name).bits) for name in ("position", "token", "window")},
+            "left": _bits(one.left), "same_chunk": _bits(one.constant), "by_chance": _bits(one.constant_by_chance),
+        }
+        for level, parts in zip(levels or (None,), held.frames, strict=True)
+        for one in parts[1:] or parts
+    ]  # fmt: skip
+    return rows, [[word.text for word in words[:TOLD]] for words in held.frames[0][0].words]
 
 
 def _figure(row: Figures, lanes: int | None, drafts: int) -> Figure:
@@ -208,24 +316,29 @@ def _digits(value: float | None) -> Any:
     return None if value is None else float(f"{value:.5g}")
 
 
+def _bits(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
 # --- the card ----------------------------------------------------------------------------------------------------
 
 
 def card_of(
-    folder: Path, run: Path, settings: run_settings.RunConfig, name: str, says: str, windows: int = WINDOWS
-) -> Card:
+    folder: Path, run: Path, settings: run_settings.RunConfig, name: str, says: str, windows: int = WINDOWS,
+    twins: Sequence[str] = (),
+) -> Card:  # fmt: skip
     """What there is to say of the exported model in `folder`, which came of this run."""
     config, (source,) = find_model(folder).config, settings.data.sources
     start = None if (place := _start(settings)) is None else Card.read(place)
     files = held_out_files(source)
-    corpus = held_out_corpus(list(files))
+    corpus = held_out_corpus(source, list(files))
     measured = measure(folder, corpus, windows)
+    chunks, words = what_chunks_hold(folder, corpus, windows)
     whole = measured[0][0]
     lanes = () if config.lanes is None else (min(config.lanes, key=lambda number: abs(number - 4)),)
     (check, quick), *_ = sorted(
-        measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator in ("bound", "drafted")
+        measure(folder, corpus, CHECKED, lanes), key=lambda pair: pair[1].estimator in BOUNDS
     )
-    train = stdlib_files("train", source)
     steps, rows = find_model(run).identity()["step"], list(read_rows(run / "metrics.jsonl"))
     if steps < settings.train.steps:
         print(f"{run} has done {steps} of its {settings.train.steps} steps; its card will say so", file=sys.stderr)
@@ -238,11 +351,7 @@ def card_of(
         command=again_by(settings, name, [*earlier_ends(rows, settings.train.warmup_steps), settings.train.steps]),
         seed=settings.train.seed, steps=steps,
         tokens=sum(int(row["tokens"]) for row in rows if "nll" in row and row["step"] <= steps),
-        trained_on={
-            "source": SOURCE + PART[source], "licence": LICENCE, "python": sys.version.split()[0],
-            "files": len(train), "bytes": sum(path.stat().st_size for path in train),
-            "sha256": digest([file_digest(path) for path in train]),
-        },
+        trained_on=trained_on(source),
         held_out={
             "files": files, "texts": len(corpus.texts), "windows": whole.windows,
             "window_length": whole.window_length, "tokens": whole.tokens, "bytes": whole.bytes,
@@ -253,6 +362,7 @@ def card_of(
             "dtype": "bf16", "bytes": (folder / WEIGHTS).stat().st_size, "sha256": file_digest(folder / WEIGHTS)
         },
         start=None if start is None else {"steps": start.steps, "tokens": start.tokens, "seed": start.seed},
+        twins=twins, chunks=chunks, words=words,
     )  # fmt: skip
 
 
@@ -283,7 +393,8 @@ def _preset_like(config: ModelConfig) -> str | None:
 
 def model_card(card: Card) -> str:
     """The card for people: README.md of the folder."""
-    text, out = card.trained_on, card.held_out
+    data, out = card.trained_on, card.held_out
+    text = next((one for one in TEXTS.values() if one.source == data["source"]), LIBRARY)
     rows = []
     for one in card.figures:
         lanes, drafts, forwards = (
@@ -293,6 +404,9 @@ def model_card(card: Card) -> str:
         label = LABELS[one.estimator]
         rows.append(f"| {lanes} | {drafts} | {forwards} | {nats} | {one.nats_per_byte:.3f} | {label} |")
     fewer = f"\nRows with drafts: {DRAFTED} of these windows." if any(one.drafts for one in card.figures) else ""
+    twins = ", ".join(f"`{name}`" for name in card.twins)
+    twins = f"\n| twins: same text, tokenizer, size and training | {twins} |" if twins else ""
+    plural = text.unit + ("es" if text.unit.endswith("s") else "s")
     files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
     return f"""---
 library_name: dcdm
@@ -305,30 +419,67 @@ license: apache-2.0
 
 A model of kind `{card.kind}` with {card.parameters:,} parameters, a vocabulary of {card.vocab_size:,}
 ({card.tokenizer}) and a context of {card.context_length} tokens. It shows what the method does; it is far
-too small to be of use for writing code.
+too small to be of use for {text.use}.
 
 | | |
 |---|---|
-| training text | {text["source"]} ({text["python"]}): {text["files"]} files, {text["bytes"] / 1e6:.1f} MB |
-| its licence | {text["licence"]} |
+| training text | {card.text}: {data["files"]} {plural}, {data["bytes"] / 1e6:.1f} MB |
+| its licence | {data["licence"]} |
 | training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{card.started} |
-| preset of this shape | {card.preset or "none"} |
+| preset of this shape | {card.preset or "none"} |{twins}
 | again | `{card.command}` |
 | weights | {card.weights["dtype"]}, {card.weights["bytes"] / 1e6:.1f} MB, SHA-256 {card.weights["sha256"][:16]}… |
 
-## Held-out files
+## Held-out {plural}
 
-{out["windows"]} windows of {out["window_length"]} tokens out of files that were not trained on
-({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over files. Lower is better.{fewer}
+{out["windows"]} windows of {out["window_length"]} tokens out of {plural} that were not trained on
+({out["tokens"]:,} tokens, {out["bytes"]:,} bytes); ± is the standard error over {plural}. Lower is better.{fewer}
 
 | lanes | drafts | forwards per window | nats per token | nats per byte | what the figure is |
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
-
-The files, with the beginnings of their SHA-256:
+{chunks_in_words(card)}
+The {plural}, with the beginnings of their SHA-256:
 
 {files}
 """
+
+
+def chunks_in_words(card: Card) -> str:
+    """What the card tells of chunks, as Markdown; nothing of models without any."""
+    if not card.chunks:
+        return ""
+    names = ("noise", "which", "tokens", "bits", "position", "token", "window", "left", "same_chunk", "by_chance")
+    lines = [
+        "| " + " | ".join("–" if row[name] is None else str(row[name]) for name in names) + " |"
+        for row in card.chunks
+    ]
+    heads = " | ".join(name.replace("_", " ") for name in names)
+    words = "\n".join(
+        f"| {k} | {' '.join(f'`{word}`'.replace(' ', '·') for word in one)} |"
+        for k, one in enumerate(card.words, 1)
+    )
+    return f"""
+## What its chunks hold
+
+Bits of the chunk, and how many of them a token's position, the token, and the window alone explain, chance taken
+out; what is left is context, noise, and several together (docs/method.md). *Same chunk*: the share of tokens that
+go where most of their type go, beside what chance gives.
+
+| {heads} |
+|{"---|" * len(names)}
+{chr(10).join(lines)}
+
+| chunk | its most typical tokens, with nothing masked |
+|---|---|
+{words}
+"""
+
+
+def _quoted(word: str) -> str:
+    """A token as code in a cell of a Markdown table, its spaces and line ends to be seen."""
+    shown = word.replace(" ", "·").replace("\n", "↵").replace("|", "\\|")
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 
 if __name__ == "__main__":

@@ -126,9 +126,9 @@ def objective_of(name: str) -> ObjectiveConfig:
 def noise(name: str, kind: str, predict: str) -> dict[str, Any]:
     """The levels of noise of a preset, for a model of it that may have been changed.
 
-    The paper's are uniform up to 1. Debug models of every masked kind leave out the lowest ones, which say little
-    to models that learn for minutes, and keep t = 1, from which texts are written.
+    The paper's are uniform up to 1. Debug and small models of every masked kind leave out the lowest ones, which
+    say little to models that learn for minutes or an hour, and keep t = 1, from which texts are written.
     """
-    if "debug" not in name or kind in ("ar", "lanes") or predict == "left":
+    if not ("debug" in name or "small" in name) or kind in ("ar", "lanes") or predict == "left":
         return {}
     return {"t_min": 0.3, "t_max": 1.0}

@@ -392,12 +392,25 @@ def test_a_preset_s_noise_fits_its_kind_and_naming_any_of_it_gives_it_up():
 
     clipped, whole = ("uniform", 0.3, 1.0), ("uniform", 0.001, 1.0)
     assert noise("mdlm-debug", model__kind="lanes") == whole
-    for preset in ("dcdm-debug", "bdlm-debug"):
+    for preset in ("dcdm-debug", "bdlm-debug", "mdlm-debug", "dcdm-debug-causal", "dcdm-small", "mdlm-small"):
         assert noise(preset) == clipped
         assert noise(preset, objective__t_shape="uniform") == whole
         assert noise(preset, objective__t_max=0.9) == ("uniform", 0.001, 0.9)
     with pytest.raises(ConfigError, match="t_shape=bell has no effect"):
         noise("ar-debug", objective__t_shape="bell")
+
+
+@pytest.mark.parametrize("size", ["debug", "small"])
+def test_presets_of_a_size_differ_in_what_makes_the_kind_and_in_nothing_else(size):
+    """So that runs by preset can be compared."""
+    own = ("kind", "block_size", "num_chunks", "chunk_dim", "routing", "moe", "intermediate_size")
+    names = [name for name in dcdm.presets() if size in name and not name.startswith(("ar", "lanes"))]
+    found = [run_settings.flat(run_settings.to_dict(run_settings.resolve(name))) for name in names]
+    for name, one in zip(names, found, strict=True):
+        differing = {key for key in {*one, *found[0]} if one.get(key) != found[0].get(key)}
+        assert {key for key in differing if not key.startswith(tuple(f"model.{each}" for each in own))} == set(), (
+            name
+        )
 
 
 def test_a_damaged_export_is_found(corpus, tmp_path):

@@ -17,7 +17,7 @@ import tiny
 from corpora import prose
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, blank_runs, compile_expression
+from dcdm.decoding.constraints import Automaton, CompilerBusy, Constraint, Reach, blank_runs, compile_expression
 from dcdm.decoding.json_schemas import check_schema
 from expressions import compile_here, expression, schema
 
@@ -114,8 +114,43 @@ def test_a_token_is_allowed_if_and_only_if_the_canvas_can_still_be_completed(reg
             fixed[at] = rng.choice(sorted({each[at] for each in fits}))
             return fixed[at]
 
-        drawn = constraint.fill(line, ends, places, draw)
+        drawn = constraint.fill(Reach(constraint, length, ends), line, places, draw)
         assert drawn == [fixed[at] for at in places]
+
+
+@pytest.mark.parametrize(("order", "most"), [("from the left", 2), ("any", 12)])
+def test_what_has_not_changed_is_not_computed_again_and_the_same_is_allowed(order, most, monkeypatch):
+    """The work for a token does not grow with the text; forgetting everything in between changes nothing."""
+    compile_here(monkeypatch)
+    length, rng, work = 60, random.Random(1), []
+    constraint = Constraint(compile_expression(regex="([ab]{2}c?)*|b+"), PIECES, EOS)
+    for name in ("before", "after"):
+        step = getattr(Constraint, name)
+        monkeypatch.setattr(Constraint, name, lambda *given, step=step: work.append(1) or step(*given))
+    reach, line, free = Reach(constraint, length, True), [None] * length, list(range(length))
+    work.clear()
+    while free:
+        places = free[:1] if order == "from the left" else sorted(rng.sample(free, min(3, len(free))))
+        seen = []
+
+        def draw(number, allowed, seen=seen):
+            seen.append(allowed.tolist())
+            return rng.choice(allowed.nonzero().squeeze(-1).tolist())
+
+        drawn = constraint.fill(reach, line, places, draw)
+        spent = len(work)
+        again = iter(drawn)
+        fresh = []
+        constraint.fill(
+            Reach(constraint, length, True), line, places,
+            lambda number, allowed, fresh=fresh, again=again: fresh.append(allowed.tolist()) or next(again),
+        )  # fmt: skip
+        assert seen == fresh
+        work[spent:] = []
+        for place, token in zip(places, drawn, strict=True):
+            line[place] = token
+        free = [at for at in free if at not in places]
+    assert len(work) <= most * length
 
 
 def test_each_blank_matches_its_own_expression(models):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.serving.served import Served
 from dcdm.serving.settings import Settings
-from dcdm.shipped import CHUNKS, LANES, card_of
+from dcdm.shipped import LANES, card_of
 from dcdm.viewing.filling import exercises_for
 from live import live, tiny_model
 
@@ -28,13 +29,15 @@ DNA = {letter: number for number, letter in enumerate("ACGT")}
 
 
 @pytest.fixture(scope="module")
-def address():
-    """The server as a newcomer starts it."""
+def address(tmp_path_factory):
+    """The server as a newcomer starts it; at the end its terminal is closed."""
+    log = tmp_path_factory.mktemp("log") / "log"
     command = [sys.executable, "-m", "dcdm", "serve", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "DCDM_API_KEY"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         try:
             said = []
             for line in process.stdout:
@@ -44,14 +47,17 @@ def address():
             assert card_of(LANES).sentence in said[0]
             yield found[0]
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGHUP)
             assert process.wait(60) == 0
+            assert "Traceback" not in log.read_text()
 
 
 def test_it_serves_the_shipped_model_by_its_name(address):
     (model,) = httpx.get(f"{address}/v1/models").json()["data"]
     assert (model["id"], model["dcdm"]["folder"]) == (LANES, LANES)
     assert model["dcdm"]["about"] == card_of(LANES).sentence
+    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 4, "seed": 0})
+    assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
 
 
 def served(name: str, **changes) -> Served:
@@ -68,7 +74,8 @@ def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
     assert (given + rest, none) == (function.text, 0)
     assert (complete["prompt"], complete["length"]) == (given, length)
     assert compare == {**complete, "name": "Compare AR’s order and lanes", "compare": True}
-    assert [each["name"] for each in served(CHUNKS).examples] == ["Fill blanks", "Complete"], "it has one order"
+    one_order = served("python-chunks").examples
+    assert [each["name"] for each in one_order] == ["Fill blanks", "Complete"]
     assert [each["name"] for each in served("causal", context_length=256).examples][-1] == "Compare two orders"
     assert [each["name"] for each in served("ar", context_length=128).examples] == ["Complete"]
     assert served("causal").examples == [], "they do not fit into 64 tokens"

@@ -12,13 +12,16 @@ import jsonschema
 import openai
 import pytest
 
+from dcdm.data.chats import ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import constraints
-from dcdm.serving.app import Workers
+from dcdm.serving.app import create_app_for
 from dcdm.serving.schemas import APIError
-from dcdm.serving.served import Constraints
+from dcdm.serving.served import Constraints, Served
+from dcdm.serving.settings import Settings
+from dcdm.serving.workers import Workers
 from expressions import compile_here
-from live import NAME, events, live, tiny_model, until
+from live import NAME, Live, events, live, tiny_model, until
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 PERSON = {
@@ -111,37 +114,75 @@ def test_automata_are_made_once_and_only_so_many_are_held(quick, monkeypatch):
         held.get(tokenizer, {"regex": "e"})
 
 
-def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refused(monkeypatch):
-    """More than the threads that all other requests share."""
-    going_on = threading.Event()
+def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refused(monkeypatch, quick):
+    """Neither those without one, nor those whose expression is known, nor small ones of other callers."""
+    going_on, compiled = threading.Event(), constraints.compile_expression
 
-    def slow(**_):
-        going_on.wait(60)
-        raise constraints.CompilerBusy("regex: other expressions keep the compiler busy; try again")
+    def slow(**wanted):
+        if "q" in wanted["regex"]:
+            going_on.wait(60)
+            raise constraints.CompilerBusy("regex: other expressions keep the compiler busy; try again")
+        return compiled(**wanted)
 
     monkeypatch.setattr(constraints, "compile_expression", slow)
     body = {"prompt": "x", "max_tokens": 4}
-    with live(max_queued=16) as server, ThreadPoolExecutor(45) as pool:
-        asked = [pool.submit(server.post, "/v1/completions", {**body, **regex("[qz]{3}")}) for _ in range(45)]
-        until(lambda: sum(each.done() for each in asked) == 25)
-        assert server.post("/v1/completions", body, timeout=10).status_code == 200
-        assert sum(each.done() for each in asked) == 25, "four are compiled, sixteen wait"
+    with live(max_queued=16) as server, ThreadPoolExecutor(22) as pool:
+        assert server.post("/v1/completions", {**body, **regex("a+")}).status_code == 200
+        asked = [pool.submit(server.post, "/v1/completions", {**body, **regex("[qz]{3}")}) for _ in range(22)]
+        until(lambda: sum(each.done() for each in asked) == 5)
+        for other in ({}, regex("a+"), {**regex("b+"), "user": "other"}):
+            assert server.post("/v1/completions", {**body, **other}, timeout=10).status_code == 200
+        assert sum(each.done() for each in asked) == 5, "one of the caller's is compiled, sixteen wait"
         going_on.set()
         assert {each.result().status_code for each in asked} == {429}
         assert all("Retry-After" in each.result().headers for each in asked)
 
 
-def test_an_expression_whose_turn_does_not_come_is_refused(monkeypatch):
-    monkeypatch.setattr("dcdm.serving.app.THREAD_SECONDS", 0.05)
+def test_callers_take_turns_and_who_is_gone_waits_no_longer(monkeypatch):
+    monkeypatch.setattr("dcdm.serving.workers.WAIT_SECONDS", 0.5)
+    done = []
 
     async def ask():
         workers, going_on = Workers(1, 9), threading.Event()
-        first = asyncio.create_task(workers.run(going_on.wait))
+        first = asyncio.create_task(workers.run("first", going_on.wait))
+        more = [
+            asyncio.create_task(workers.run(name, done.append, name + number))
+            for name, number in ("a1", "a2", "a3", "b1", "c1", "a4")
+        ]
+        await asyncio.sleep(0.01)
+        more[1].cancel()
+        going_on.set()
+        await asyncio.gather(first, *more, return_exceptions=True)
+        assert done == ["a1", "b1", "c1", "a3", "a4"]
+        going_on.clear()
+        first = asyncio.create_task(workers.run("first", going_on.wait))
         await asyncio.sleep(0)
-        with pytest.raises(APIError, match="too many requests"):
-            await workers.run(int)
+        with pytest.raises(APIError, match="too many requests"):  # its turn does not come
+            await workers.run("other", int)
         going_on.set()
         assert await first
-        assert await workers.run(int, "3") == 3
+        assert await workers.run("other", int, "3") == 3
 
     asyncio.run(ask())
+
+
+def test_chats_of_one_model_do_not_wait_for_a_slow_template_of_another(monkeypatch):
+    model, plain = tiny_model()
+    tokenizers = {name: Tokenizer(plain.backend, plain.eos_id, TEMPLATE) for name in ("slow", "quick")}
+    going_on, render = threading.Event(), ChatTemplate.render
+
+    def held_up(template, *messages, **more):
+        if template is slow:
+            going_on.wait(60)
+        return render(template, *messages, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", held_up)
+    served = [Served(model, tokenizer, name, Settings()) for name, tokenizer in tokenizers.items()]
+    slow, server = served[0].template, Live(create_app_for(served))
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    with server, ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(server.post, "/v1/chat/completions", {**body, "model": "slow"}) for _ in range(8)]
+        assert server.post("/v1/chat/completions", {**body, "model": "quick"}, timeout=20).status_code == 200
+        assert not any(each.done() for each in waiting)
+        going_on.set()
+        assert {each.result().status_code for each in waiting} == {200}

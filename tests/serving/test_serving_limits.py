@@ -6,12 +6,7 @@ import base64
 import io
 import json
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -369,28 +364,17 @@ def test_what_runs_longer_than_the_grace_is_cut_off(monkeypatch):
 # --- what is loaded ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_says_where_and_ends_with_0_when_its_terminal_is_closed(tmp_path):
-    exported = tiny.exported("causal", tmp_path / "exported")
-    command = [sys.executable, "-m", "dcdm", "serve", str(exported), "--port", "0", "--name", NAME]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "DCDM_API_KEY": KEY}
+def test_the_command_takes_its_key_from_the_environment_and_tells_it_to_nobody(tmp_path, capsys, monkeypatch):
+    exported, served = tiny.exported("causal", tmp_path / "exported"), []
+    monkeypatch.setenv("DCDM_API_KEY", KEY)
+    monkeypatch.setattr(
+        "dcdm.serving.server.serve_app", lambda app, listening: served.append(app) or listening.close()
     )
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    try:
-        url = process.stdout.readline().split(" on ")[1].split()[0]
-        until(lambda: httpx.get(f"{url}healthz").status_code == 200)
-        assert httpx.post(f"{url}v1/completions", json=BODY).status_code == 401
-        card = httpx.get(f"{url}v1/models", headers={"Authorization": f"Bearer {KEY}"}).json()["data"][0]
-        assert card["dcdm"]["folder"] == str(exported.resolve())
-        answer = httpx.post(f"{url}v1/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
-        assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
-        process.send_signal(signal.SIGHUP)
-        assert process.wait(60) == 0
-        errors = process.stderr.read()
-        assert "Traceback" not in errors
-        assert KEY not in errors
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
+    monkeypatch.setattr(monitoring, "start_logging", lambda: None)
+    main(["serve", str(exported), "--port", "0", "--name", NAME])
+    said = capsys.readouterr()
+    assert f"serving '{NAME}' on http://127.0.0.1:" in said.out
+    assert KEY not in said.out + said.err
+    state = served[0].state
+    assert state.settings.api_key == KEY
+    assert state.served.card()["dcdm"]["folder"] == str(exported.resolve())

@@ -13,6 +13,7 @@ ROUTERS = {
     "position": POSITION % CHUNKS,
     "token": TOKENS % CHUNKS,
     "left": TOKENS.roll(1, dims=1) % CHUNKS,  # context: the token before
+    "window": torch.arange(WINDOWS)[:, None].expand(-1, LENGTH) % CHUNKS,
     "random": torch.randint(CHUNKS, (WINDOWS, LENGTH), generator=GENERATOR),
 }
 
@@ -26,7 +27,8 @@ def measured(ids, tokens=TOKENS):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_bits_go_to_what_decides_and_to_nothing_else(name):
     found = measured(ROUTERS[name])
-    bits = {"position": found.position.bits, "token": found.token.bits, "left": found.left}
+    bits = {"position": found.position.bits, "token": found.token.bits, "window": found.window.bits}
+    bits["left"] = found.left
     own = "left" if name == "random" else name
     assert found.bits == pytest.approx(2, abs=0.15)
     assert bits.pop(own) == pytest.approx(found.bits, rel=0.02)
@@ -46,9 +48,7 @@ def test_half_of_the_tokens_routed_by_themselves_explain_a_part():
 
 def test_windows_that_go_whole_into_one_chunk_are_not_explained_by_their_tokens():
     """Else a text's own vocabulary would pass for a rule of the router."""
-    window = torch.arange(WINDOWS)[:, None] % CHUNKS
-    tokens = TOKENS // 2 + window * (TYPES // 8)
-    found = measured(window.expand(-1, LENGTH), tokens)
+    found = measured(ROUTERS["window"], TOKENS // 2 + ROUTERS["window"] * (TYPES // 8))
     assert found.token.counted > 0.1
     assert found.token.bits == pytest.approx(0, abs=1e-6)
 

@@ -20,7 +20,7 @@ from dcdm.commands.options import (
     print_json,
 )
 from dcdm.config import ConfigError
-from dcdm.shipped import default, folder_of
+from dcdm.shipped import card_of, default, folder_of
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
@@ -36,7 +36,11 @@ EXAMPLES = (
     'dcdm chunks runs/lanes "for i in range(10): print(i)" --lanes 4 --round 3',
 )
 EXAMPLE = "def area(self):\n    return self.width * self.height\n\nfor shape in shapes:\n    print(shape.area())\n"
-"""What the default model divides when nothing is given."""
+"""What the default model divides when nothing is given, and one of English instead:"""
+ENGLISH_EXAMPLE = (
+    "The people of the United States have asked for peace, and for an army of 50,000 men to keep it. I have "
+    "therefore to recommend to Congress that the President be given the power to act, and that the Treasury pay.\n"
+)
 
 
 def chunks(
@@ -135,7 +139,10 @@ def _given_text(text: str | None, file: Path | None, has_model: bool) -> str:
     if file is None and can_ask() and has_model:
         raise ConfigError("no text; give one as an argument, with --file, or on standard input")
     piped = piped_text()
-    return piped if piped or has_model or file is not None else EXAMPLE
+    if piped or has_model or file is not None:
+        return piped
+    card = card_of(default(chunks=True))
+    return ENGLISH_EXAMPLE if card is not None and card.in_english else EXAMPLE
 
 
 def held_out_windows(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:

@@ -143,8 +143,6 @@ def tasks(
     commit: str = "auto",
     set: tuple[str, ...] = (),
     allow_code_execution: bool = False,
-    use_cache: Path | None = None,
-    items: Path | None = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
@@ -167,15 +165,11 @@ def tasks(
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         set: Other settings of the decoder, as in lanes=4 or routing=adablock.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
-        use_cache: Keep the model's answers in a data base of this name, and resume from it.
-        items: Write a JSON line per question to this file, with the Monte-Carlo errors of its choices.
     """
     from dcdm.evaluation.tasks import choose
-    from dcdm.files import write_whole
     from dcdm.viewing.tables import print_task
 
     at_least_one(limit=limit)
-    folders_exist(items=items)
     names = [name for text in tasks for name in text.split(",") if name]
     chosen = choose(names, data_dir, _shots(num_fewshot))
     if data_dir is not None:  # read by the packages when they are imported
@@ -189,16 +183,11 @@ def tasks(
             max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
             **{"commit": commit} | assignments(set),
         )  # fmt: skip
-        cache = None if use_cache is None else use_cache.with_name(f"{use_cache.name}-{lm.fingerprint()}.db")
-        reports, questions = [], list[str]()
+        reports: list[dict[str, Any]] = []
         for one in chosen:
-            report, lines = run_benchmark(lm, one, limit, allow_code_execution, cache)
-            reports.append(report)
-            questions += lines
-            if items is not None:
-                write_whole(items, "".join(questions).encode())
+            reports.append(run_benchmark(lm, one, limit, allow_code_execution))
             if not json:
-                print_task(report, first=len(reports) == 1)
+                print_task(reports[-1], first=len(reports) == 1)
     if json:
         weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
         asked = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights}

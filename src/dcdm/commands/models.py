@@ -21,7 +21,7 @@ from dcdm.commands.options import (
     print_rows,
 )
 from dcdm.config import ConfigError
-from dcdm.shipped import CHUNKS, HOME, LANES, Figure, cards
+from dcdm.shipped import HOME, Figure, cards, default
 
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
@@ -59,14 +59,15 @@ def models(json: JsonOption = False) -> None:
             f"{card.tokenizer}, {card.weights['bytes'] / 1e6:.1f} MB"
         )
         print(
-            f"  trained on {text['source']} ({text['python']}, licence {text['licence']}): "
+            f"  trained on {card.text}, licence {text['licence']}: "
             f"{card.steps:,} steps, {card.tokens / 1e6:.1f}M tokens, seed {card.seed}{card.started}"
         )
-        print(f"  on {out['texts']} files that it never saw, {out['tokens']:,} tokens:")
+        print(f"  on {out['texts']} texts that it never saw, {out['tokens']:,} tokens:")
         print_rows([_row(figure) for figure in card.figures])
         print(f"  {HOME / card.name}/README.md has all of it\n")
     print(
-        f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {LANES} where none is named, `dcdm chunks` {CHUNKS}."
+        f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {default()} where none is named, `dcdm chunks` "
+        f"{default(chunks=True)}."
     )
 
 

@@ -56,12 +56,14 @@ class ChatTemplate:
             },
             "seconds": SECONDS, "memory": MEMORY, "characters": CHARACTERS,
         }  # fmt: skip
+        self._as_text = tokenizer.as_text
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
-        """The chat as text; `answering` ends it where an answer begins."""
-        request = {"messages": messages, "add_generation_prompt": answering}
+        """The chat as text; `answering` ends it where an answer begins. Special tokens are the template's alone."""
+        guarded = [{name: self._as_text(text) for name, text in message.items()} for message in messages]
+        request = {"messages": guarded, "add_generation_prompt": answering}
         if not self._lock.acquire(timeout=SECONDS):
             raise ChatBusy(f"the chat template is busy with other chats for {SECONDS} seconds; try again")
         try:

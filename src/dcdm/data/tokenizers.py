@@ -31,6 +31,9 @@ MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one me
 PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
     ("one", " two"), ("I", " A"), ("word.\n", "Next"), ("a\n", "b"), ("1\n", "2"), (")\n", "("), ("x,\n", '"y"'),
 )  # fmt: skip
+GUARD, MARK = "\ufdd0", "\ufdd1"
+"""Two characters that Unicode keeps free for such use: the first stands within what is text although it is spelled
+like a special token, the second around special tokens that a chat template writes."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback call a byte
 
 
@@ -95,6 +98,22 @@ class Tokenizer:
         """The same tokenizer, its BOS standing for this token."""
         return Tokenizer(self.backend, self.eos_id, self.chat_template, token)
 
+    def as_text(self, content: str) -> str:
+        """A message's text for a chat template: nothing in it is taken for a special token afterwards."""
+        content = content.replace(GUARD, "�").replace(MARK, "�")
+        while self._own_specials and self._own_specials.search(content):
+            content = self._own_specials.sub(lambda found: found[0][0] + GUARD + found[0][1:], content)
+        return content
+
+    @cached_property
+    def _own_specials(self) -> re.Pattern[str] | None:
+        """The names of the base tokenizer's special tokens."""
+        known = self.backend.get_added_tokens_decoder().items()
+        names = [
+            one.content for number, one in known if one.special and number < self.bos_id and len(one.content) > 1
+        ]
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
     def encode_chat(self, text: str) -> list[int]:
         """Ids of what a chat template wrote, to come behind BOS."""
         return self.behind_bos(self.encode_arrays([text], templated=True)[0]).tolist()
@@ -110,12 +129,16 @@ class Tokenizer:
         """Ids of every text as arrays.
 
         `templated` text comes from a chat template: there the base tokenizer's own special tokens are meant
-        (BOS, PAD and MASK are not).
+        (BOS, PAD and MASK are not), but for those in messages, which `as_text` has guarded.
         """
+        if templated and not self._is_bytes:
+            backend, ids = self._template_backend
+            encoded = backend.encode_batch_fast([self._marked(text) for text in texts], add_special_tokens=False)
+            return [ids[item.ids] for item in encoded]
+        texts = [text.replace(GUARD, "") for text in texts] if templated else texts
         if self._is_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-        backend = self._template_backend if templated else self._plain
-        encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.uint32) for item in encoded]
 
     def encode_sized(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -209,11 +232,25 @@ class Tokenizer:
             raise DataError(f"{folder / 'tokenizer_config.json'}: {BOS_FOR}={bos_for!r} is not one of its tokens")
         return cls.over(base, eos, _chat_template(folder, config), specials, bos_for)
 
+    def _marked(self, text: str) -> str:
+        """What a chat template wrote, with marks around its special tokens and none in its messages."""
+        if self._own_specials is not None:
+            text = self._own_specials.sub(lambda found: f"{MARK}{found[0]}{MARK}", text)
+        return text.replace(GUARD, "")
+
     @cached_property
-    def _template_backend(self) -> Backend:
+    def _template_backend(self) -> tuple[Backend, np.ndarray]:
+        """A tokenizer that knows special tokens by their marks alone, and what each of its ids is among ours."""
         spec = json.loads(self.backend.to_str())
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < self.bos_id]
-        return Backend.from_str(json.dumps(spec))
+        for token in spec["added_tokens"]:
+            token["content"] = self._marked(token["content"]) if token["special"] else token["content"]
+        backend = Backend.from_str(json.dumps(spec))
+        vocab = backend.get_vocab(with_added_tokens=True)
+        ids = np.arange(max(vocab.values(), default=0) + 1, dtype=np.uint32)
+        for token in spec["added_tokens"]:
+            ids[vocab[token["content"]]] = token["id"]
+        return backend, ids
 
 
 # --- the ways to get one -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,11 @@ COMPILER = Path(__file__).with_name("expression_compiler.py")
 SECONDS, MEMORY, STATES = 5, 1 << 30, 20_000
 CLOCK_SECONDS = 10
 """Within which a process that is given its `SECONDS` of computing must be done."""
+AT_ONCE = 1 << 20
+"""Entries that are made in one go: other threads come in between."""
 ENTRIES = 20_000_000
 """States times tokens of one automaton; each takes two bytes."""
-_compiling = threading.Lock()
+_compiling = threading.BoundedSemaphore(2)
 
 States = npt.NDArray[np.bool_]
 
@@ -157,7 +159,11 @@ class Constraint:
         for token, piece in enumerate(pieces):
             if piece and token != self.eos_id:  # an EOS ends; what is no text leads nowhere
                 by_length.setdefault(len(piece), []).append(token)
-        for length, tokens in by_length.items():
+        step = max(1, AT_ONCE // states)
+        batches = (
+            (n, every[at : at + step]) for n, every in by_length.items() for at in range(0, len(every), step)
+        )
+        for length, tokens in batches:
             content = np.frombuffer(b"".join(pieces[token] for token in tokens), dtype=np.uint8).reshape(-1, length)
             at = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(tokens), axis=1)
             for column in content.T:
@@ -166,7 +172,7 @@ class Constraint:
         reached[self.end] = self.end
         return reached
 
-    def _before(self, behind: States, token: int | None, ends: bool) -> States:
+    def before(self, behind: States, token: int | None, ends: bool) -> States:
         """The states from which a position, filled with `token` or free, leads to one of those `behind` it."""
         if token is None:
             found = np.zeros_like(behind)
@@ -181,7 +187,7 @@ class Constraint:
         found[self.dead] = False
         return found
 
-    def _after(self, before: States, token: int | None, ends: bool) -> States:
+    def after(self, before: States, token: int | None, ends: bool) -> States:
         """The states that a position, filled with `token` or free, leads to from those `before` it."""
         found = np.zeros_like(before)
         if token is None:
@@ -204,7 +210,7 @@ class Constraint:
                 self._tails[ends] = [last]
             tails = self._tails[ends]
             while len(tails) <= length:
-                tails.append(self._before(tails[-1], None, ends))
+                tails.append(self.before(tails[-1], None, ends))
             return tails[length]
 
     def possible(self, length: int, ends: bool) -> bool:
@@ -212,27 +218,24 @@ class Constraint:
         return bool(self.tail(length, ends)[self.first])
 
     def fill(
-        self, line: Sequence[int | None], ends: bool, places: Sequence[int], draw: Callable[[int, Tensor], int]
+        self, reach: Reach, line: Sequence[int | None], places: Sequence[int], draw: Callable[[int, Tensor], int]
     ) -> list[int]:
         """Tokens for the `places` (ascending) of a line whose other positions are filled or, None, free.
 
-        `draw(number, allowed)` chooses the token of the `number`-th place among those allowed, (V,) bool.
+        `draw(number, allowed)` chooses the token of the `number`-th place among those allowed, (V,) bool. `reach`
+        is what is known of the line; only what has changed since is computed again.
         """
-        behind: list[States] = [np.zeros(0, dtype=bool)] * (len(line) + 1)
-        behind[len(line)] = self.tail(0, ends)
-        free = True
-        for at in reversed(range(len(line))):
-            free = free and line[at] is None
-            behind[at] = self.tail(len(line) - at, ends) if free else self._before(behind[at + 1], line[at], ends)
-        before = np.zeros(self.dead + 1, dtype=bool)
-        before[self.first] = True
+        reach.look_back(line, places[0])
         drawn: list[int] = []
-        for at in range(places[-1] + 1):
-            token = line[at]
-            if at == places[len(drawn)]:
-                token = draw(len(drawn), torch.from_numpy(self.allowed(before, behind[at + 1], ends)))
-                drawn.append(token)
-            before = self._after(before, token, ends)
+
+        def token_at(at: int) -> int | None:
+            if at != places[len(drawn)]:
+                return line[at]
+            allowed = self.allowed(reach.before(at), reach.behind(at + 1), reach.ends)
+            drawn.append(draw(len(drawn), torch.from_numpy(allowed)))
+            return drawn[-1]
+
+        reach.look_ahead(token_at, places[-1])
         return drawn
 
     def allowed(self, before: States, behind: States, ends: bool) -> States:
@@ -243,7 +246,55 @@ class Constraint:
         return found
 
 
-@dataclass(frozen=True)
+UNKNOWN = -1
+
+
+class Reach:
+    """Of every place of a line: the states that lead to it, and those from which the rest completes the text.
+
+    Both are kept packed, with the tokens that they were computed for: filling a place changes few of them.
+    """
+
+    def __init__(self, constraint: Constraint, length: int, ends: bool) -> None:
+        self.constraint, self.ends = constraint, ends
+        first = np.zeros(constraint.dead + 1, dtype=bool)
+        first[constraint.first] = True
+        self._before = [np.packbits(first)] * (length + 1)
+        self._behind = [np.packbits(constraint.tail(length - at, ends)) for at in range(length + 1)]
+        self._left: list[int | None] = [UNKNOWN] * length  # tokens that `_before` is right for
+        self._right: list[int | None] = [None] * length
+
+    def before(self, at: int) -> States:
+        return np.unpackbits(self._before[at], count=self.constraint.dead + 1).view(bool)
+
+    def behind(self, at: int) -> States:
+        return np.unpackbits(self._behind[at], count=self.constraint.dead + 1).view(bool)
+
+    def look_ahead(self, token_at: Callable[[int], int | None], last: int) -> None:
+        """Bring what is before each place up to date, as far as behind the place `last`."""
+        changed = False
+        for at in range(last + 1):
+            token = token_at(at)
+            if changed or token != self._left[at]:
+                found = np.packbits(self.constraint.after(self.before(at), token, self.ends))
+                changed = not np.array_equal(found, self._before[at + 1])
+                self._before[at + 1], self._left[at] = found, token
+        if changed and last + 1 < len(self._left):
+            self._left[last + 1] = UNKNOWN
+
+    def look_back(self, line: Sequence[int | None], first: int) -> None:
+        """Bring what is behind each place up to date, from the end to the place `first`."""
+        changed = False
+        for at in range(len(line) - 1, first, -1):
+            if changed or line[at] != self._right[at]:
+                found = np.packbits(self.constraint.before(self.behind(at + 1), line[at], self.ends))
+                changed = not np.array_equal(found, self._behind[at])
+                self._behind[at], self._right[at] = found, line[at]
+        if changed:
+            self._right[first] = UNKNOWN
+
+
+@dataclass
 class ConstrainedSpan:
     """A run of positions of a canvas that must match."""
 
@@ -252,6 +303,8 @@ class ConstrainedSpan:
     length: int
     ends: bool
     """Whether an EOS may end the text before the run is full."""
+    reach: Reach | None = field(default=None, init=False, repr=False, compare=False)
+    """Of the text that is being written."""
 
     def check(self, name: str = "regex") -> None:
         """Refuse what no text of the run's length matches."""
@@ -291,7 +344,8 @@ class ConstrainedSpan:
         span = line[self.start : self.start + self.length].tolist()
         known = [token if token < self.constraint.size else None for token in span]
         drawn = drawn.clone()
-        found = self.constraint.fill(known, self.ends, (places - self.start).tolist(), draw)
+        self.reach = self.reach or Reach(self.constraint, self.length, self.ends)
+        found = self.constraint.fill(self.reach, known, (places - self.start).tolist(), draw)
         drawn[columns] = torch.tensor(found, device=drawn.device)
         return drawn
 

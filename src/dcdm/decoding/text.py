@@ -7,7 +7,7 @@ what is there being the prompt of the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -84,6 +84,7 @@ class Text:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         """The whole text so far."""
+        self.spans = [replace(span) for span in self.spans]  # each text has its own memory of what they allow
         self.left = self.new_tokens
         self.forwards = 0
         """Forward passes so far that brought it tokens."""

@@ -1,8 +1,8 @@
 """Runs generated programs, each in a process of its own, with limits.
 
 The process gets a fresh folder, an empty environment, limits on processor time, wall time, memory and file size,
-and no network: a network namespace of its own where the kernel grants one, else every socket call is refused by
-an audit hook. It is not a full sandbox: the program runs as the same user and can read what that user can read.
+and no network: a network namespace of its own where the kernel grants one, and an audit hook that refuses every
+socket call. It is not a full sandbox: the program runs as the same user and can read what that user can read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Literal
 
 from dcdm.config import ConfigError
-
-Network = Literal["namespace", "audit hook"]
 
 CHILD = r"""
 import ctypes, os, resource, sys
@@ -27,9 +24,9 @@ import ctypes, os, resource, sys
 token, seconds, memory = sys.stdin.readline().strip(), int(sys.argv[1]), int(sys.argv[2])
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 try:
-    cut = ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+    ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)
 except (OSError, AttributeError):
-    cut = False
+    pass
 for limit, value in (
     (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 1 << 24),
     (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64),
@@ -43,14 +40,12 @@ def refuse(event, arguments):
     if event.startswith("socket."):
         raise PermissionError("the network is cut")
 
-if not cut:
-    sys.addaudithook(refuse)
+sys.addaudithook(refuse)
 answer = os.fdopen(os.dup(1), "w")
 program = sys.stdin.read()
 sys.stdin = open(os.devnull)
 null = os.open(os.devnull, os.O_WRONLY)
 os.dup2(null, 1), os.dup2(null, 2)
-print("network", "namespace" if cut else "hook", file=answer, flush=True)
 try:
     exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 except BaseException as error:
@@ -66,8 +61,6 @@ class Outcome:
     passed: bool
     reason: str
     """passed, the name of what the program raised, timeout, or killed (by a limit)."""
-    network: Network | None
-    """How the network was cut; None where the process died before it could say so."""
 
 
 def run_program(program: str, *, seconds: int = 5, memory: int = 1 << 30) -> Outcome:
@@ -88,16 +81,13 @@ def run_program(program: str, *, seconds: int = 5, memory: int = 1 << 30) -> Out
         try:
             answer, _ = process.communicate(f"{token}\n{program}", timeout=3 * seconds)
         except subprocess.TimeoutExpired:
-            return Outcome(False, "timeout", None)
+            return Outcome(False, "timeout")
         finally:
             _end(process)
     words = answer.split()
-    network: Network | None = None
-    if words[:1] == ["network"]:
-        network = "namespace" if words[1:2] == ["namespace"] else "audit hook"
-    if words[2:] == ["passed", token]:
-        return Outcome(True, "passed", network)
-    return Outcome(False, words[3] if words[2:3] == ["raised"] and len(words) > 3 else "killed", network)
+    if words == ["passed", token]:
+        return Outcome(True, "passed")
+    return Outcome(False, words[1] if words[:1] == ["raised"] and len(words) > 1 else "killed")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

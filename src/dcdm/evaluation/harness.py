@@ -35,7 +35,6 @@ from dcdm.decoding.engine import generate
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.routes import router_of
 from dcdm.distributed import choose_device, precision
-from dcdm.files import digest
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model, PositionMasks
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
 DEFAULT_DEVICE = "cuda:0"  # what the harness's command line passes without --device
-SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}  # PyTorch's names of the types
 SAMPLING = ("temperature", "top_k", "top_p")  # what the harness may ask for and `dcdm.generate` knows
 
 
@@ -93,7 +91,7 @@ def _greedy_walk(model: Model, tokens: Tensor, positions: PositionMasks, index: 
 
 
 class Estimate(float):
-    """A log-likelihood that carries its Monte-Carlo standard error, through the harness and its cache."""
+    """A log-likelihood that carries its Monte-Carlo standard error through the harness."""
 
     stderr: float
 
@@ -132,7 +130,7 @@ class HarnessModel(TemplateLM):
         self,
         pretrained: str | Path | tuple[Model, Tokenizer],
         device: str = "auto",
-        dtype: str = "float32",
+        dtype: str = "fp32",
         batch_size: int | str = BATCH_SIZE,
         max_batch_size: int | None = None,
         samples: int = 16,
@@ -212,29 +210,20 @@ class HarnessModel(TemplateLM):
             "add_bos_token": self.add_bos_token, **asdict(self.decoder),
         }  # fmt: skip
 
-    def fingerprint(self) -> str:
-        """A name for all that decides an answer; the harness's cache knows a request only."""
-        weights = hashlib.sha256()
-        for tensor in self.model.state_dict().values():  # parameters, and buffers that training moves
-            weights.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
-        known = [self.model.config.to_dict(), self.text.fingerprint, weights.hexdigest(), self.settings()]
-        return digest(known)[:16]
-
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         pieces = [self._pieces(r.args[0], r.args[1], _question(r)) for r in requests]
-        return [*self._sums(pieces, disable_tqdm, [("loglikelihood", r.args) for r in requests])]
+        return [*self._sums(pieces, disable_tqdm)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         pieces = [self._windows(*request.args) for request in requests]
-        whole = self._sums(pieces, disable_tqdm, [("loglikelihood_rolling", r.args) for r in requests])
-        return [estimate for estimate, _ in whole]
+        return [estimate for estimate, _ in self._sums(pieces, disable_tqdm)]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """The harness's entry for requests that are tokens already."""
         rows = [[self._row(context, answer, _number("tokens", *context))] for _, context, answer in requests]
-        return [*self._sums(rows, True, None)]
+        return [*self._sums(rows, True)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         seen: dict[str, int] = {}
@@ -242,7 +231,7 @@ class HarnessModel(TemplateLM):
         for place, request in enumerate(requests):
             context, settings = request.args
             seen[context] = seen.get(context, -1) + 1  # repeated requests are to be answered differently
-            jobs.append(_Job(place, context, settings, self.tok_encode(context), _number(context, seen[context])))
+            jobs.append(_Job(place, settings, self.tok_encode(context), _number(context, seen[context])))
         jobs.sort(key=lambda job: (job.settings_key, -len(job.tokens)))
         answers = [""] * len(jobs)
         with _bar(len(jobs), "generating", disable_tqdm) as bar:
@@ -250,7 +239,6 @@ class HarnessModel(TemplateLM):
                 for batch in _batches(list(same), self.batch_size):
                     for job, answer in zip(batch, self._generate(batch), strict=True):
                         answers[job.place] = answer
-                        self.cache_hook.add_partial("generate_until", (job.context, job.settings), answer)
                     bar.update(len(batch))
         return answers
 
@@ -303,16 +291,13 @@ class HarnessModel(TemplateLM):
 
     # --- scores ---
 
-    def _sums(
-        self, pieces: list[list[Continuation]], quiet: bool, keys: list[tuple[str, tuple[Any, ...]]] | None
-    ) -> list[tuple[Estimate, bool]]:
+    def _sums(self, pieces: list[list[Continuation]], quiet: bool) -> list[tuple[Estimate, bool]]:
         """For each list of rows the sum of their log-likelihoods, and whether all of them are greedy."""
 
         def lengths(owner: int) -> tuple[int, int]:  # answers of like length need like numbers of passes
             first = pieces[owner][0]
             return len(first.tokens) - first.given, -len(first.tokens)
 
-        answers = [(Estimate(0.0), True)] * len(pieces)  # of a text without tokens
         order = sorted((owner for owner, rows in enumerate(pieces) if rows), key=lengths)
         waiting = [(owner, row) for owner in order for row in pieces[owner]]
         parts: list[list[tuple[float, float, bool]]] = [[] for _ in pieces]
@@ -320,24 +305,16 @@ class HarnessModel(TemplateLM):
             for batch in _batches(waiting, self.batch_size):
                 for (owner, _), part in zip(batch, self._score([row for _, row in batch]), strict=True):
                     parts[owner].append(part)
-                    if len(parts[owner]) == len(pieces[owner]):
-                        answers[owner] = self._answer(parts[owner], keys[owner] if keys else None)
                 bar.update(len(batch))
-        return answers
+        return [self._answer(part) for part in parts]
 
-    def _answer(
-        self, parts: list[tuple[float, float, bool]], key: tuple[str, tuple[Any, ...]] | None
-    ) -> tuple[Estimate, bool]:
-        values, errors, greedy = zip(*parts, strict=True)
-        estimate = Estimate(sum(values), sum(error**2 for error in errors) ** 0.5)
-        self.counts.requests += 1
-        self.counts.stderr_sum += estimate.stderr
-        self.counts.stderr_max = max(self.counts.stderr_max, estimate.stderr)
-        if key is not None:
-            attribute, args = key
-            rolling = attribute == "loglikelihood_rolling"
-            self.cache_hook.add_partial(attribute, args, estimate if rolling else (estimate, all(greedy)))
-        return estimate, all(greedy)
+    def _answer(self, parts: list[tuple[float, float, bool]]) -> tuple[Estimate, bool]:
+        estimate = Estimate(sum(nats for nats, _, _ in parts), sum(error**2 for _, error, _ in parts) ** 0.5)
+        if parts:  # none: a text without tokens
+            self.counts.requests += 1
+            self.counts.stderr_sum += estimate.stderr
+            self.counts.stderr_max = max(self.counts.stderr_max, estimate.stderr)
+        return estimate, all(greedy for *_, greedy in parts)
 
     def _score(self, rows: list[Continuation]) -> list[tuple[float, float, bool]]:
         width = max(len(row.tokens) for row in rows)
@@ -384,7 +361,6 @@ class HarnessModel(TemplateLM):
 @dataclass(frozen=True)
 class _Job:
     place: int
-    context: str
     settings: dict[str, Any]
     tokens: list[int]
     index: int
@@ -395,13 +371,12 @@ class _Job:
 
 
 def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
-    """A model for evaluation; `device` may be auto, `dtype` is a name such as fp32 or float32."""
-    dtype = SPELLINGS.get(dtype, dtype)
+    """A model for evaluation; `device` may be auto."""
     if dtype not in get_args(Dtype):
         raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(get_args(Dtype))}")
-    place = choose_device("auto" if device == DEFAULT_DEVICE else device)
-    types = precision(cast(Dtype, dtype), place)
-    return load_model(path, device=place, dtype=types.compute or types.weights)
+    chosen = choose_device("auto" if device == DEFAULT_DEVICE else device)
+    types = precision(cast(Dtype, dtype), chosen)
+    return load_model(path, device=chosen, dtype=types.compute or types.weights)
 
 
 def _batch_size(value: int | str) -> int:

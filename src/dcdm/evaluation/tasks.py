@@ -5,10 +5,9 @@ Data come from the hub, as those definitions say, or from a folder of files name
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,6 @@ class Loader:
 
     chosen: Chosen
     execute: bool
-    outcomes: list[execution.Outcome] = field(default_factory=list)
 
     def load(self) -> list[Any]:
         """The harness's `Task` and `Group` objects."""
@@ -260,8 +258,7 @@ class Loader:
             if not self.execute:
                 return {"not executed": 1.0}
             program = f"{results[0][0]}\n{doc['test']}\ncheck({doc['entry_point']})\n"
-            self.outcomes.append(execution.run_program(program))
-            return {"pass@1": float(self.outcomes[-1].passed)}
+            return {"pass@1": float(execution.run_program(program).passed)}
 
         metric = "pass@1" if self.execute else "not executed"
         return {
@@ -277,29 +274,21 @@ def _programs(answers: list[list[str]], docs: list[dict[str, Any]]) -> list[list
     return [[doc["prompt"] + text for text in texts] for texts, doc in zip(answers, docs, strict=True)]
 
 
-def run_benchmark(
-    lm: Any, chosen: Chosen, limit: int | None, execute: bool, cache: Path | None
-) -> tuple[dict[str, Any], list[str]]:
-    """One benchmark's report, and its questions as lines of JSON."""
+def run_benchmark(lm: Any, chosen: Chosen, limit: int | None, execute: bool) -> dict[str, Any]:
+    """One benchmark's report."""
     started = time.perf_counter()
     lm.counts = type(lm.counts)()
-    loader = Loader(chosen, execute)
-    results = run_tasks(lm, loader.load(), limit, cache)
-    notes = list(chosen.notes)
-    if chosen.name == "humaneval":
-        cut = {outcome.network for outcome in loader.outcomes if outcome.network is not None}
-        notes.append(f"executed, network cut by {' or '.join(sorted(cut))}" if execute else "not executed")
-    report = {
+    results = run_tasks(lm, Loader(chosen, execute).load(), limit)
+    notes = [*chosen.notes, *(["not executed"] if chosen.name == "humaneval" and not execute else [])]
+    return {
         "task": chosen.name, "title": chosen.benchmark.title, "shots": chosen.shots, "split": chosen.split,
         "figures": [line for name in chosen.benchmark.tasks for line in task_figures(name, results)],
         "counts": asdict(lm.counts), "notes": notes, "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
-    return report, list(item_lines(chosen.name, results))
 
 
-def run_tasks(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None = None) -> dict[str, Any]:
+def run_tasks(lm: Any, loaded: list[Any], limit: int | None) -> dict[str, Any]:
     """The harness's results for what `Loader` made, with its own seed for the choice of examples."""
-    from lm_eval.api.model import CachingLM
     from lm_eval.defaults import DEFAULT_OTHER_SEED
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
@@ -307,7 +296,7 @@ def run_tasks(lm: Any, loaded: list[Any], limit: int | None, cache: Path | None 
     tasks = TaskManager(include_defaults=False).load(loaded)
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    results = evaluate(lm if cache is None else CachingLM(lm, str(cache)), tasks, limit=limit, log_samples=True)
+    results = evaluate(lm, tasks, limit=limit, log_samples=True)
     assert results is not None
     return dict(results)
 
@@ -374,15 +363,3 @@ def _leads_by_chance(choices: list[Any]) -> bool:
     first, second = sorted(choices, reverse=True)[:2]
     error = (first.stderr**2 + second.stderr**2) ** 0.5
     return bool(error > 0 and first - second < WITHIN_NOISE * error)
-
-
-def item_lines(task: str, results: dict[str, Any]) -> Iterator[str]:
-    """The questions of a benchmark, a JSON line each: answers with their errors, and metrics."""
-    for leaf, samples in results["samples"].items():
-        for sample in samples:
-            answers = [answer[0] for answer in sample["resps"]]
-            if _is_choice(sample):
-                answers = [{"loglikelihood": float(e), "stderr": e.stderr, "is_greedy": g} for e, g in answers]
-            line = {"task": task, "name": leaf, "question": sample["doc_id"], "filter": sample["filter"]}
-            metrics = {name: sample[name] for name in sample["metrics"]}
-            yield json.dumps(line | {"answers": answers, **metrics}, default=str) + "\n"

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, fail_after, to_thread
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -34,11 +33,11 @@ from dcdm.serving.schemas import (
     Json,
     OpenAIRequest,
     invalid_body,
-    queue_full,
 )
 from dcdm.serving.served import Served
 from dcdm.serving.server import Gate
 from dcdm.serving.settings import Settings, check_names
+from dcdm.serving.workers import Workers
 from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
 
@@ -60,10 +59,8 @@ ANSWER: Responses = {
 }
 GRACE_SECONDS = 10.0
 """How long after its deadline a stream may still be read."""
-THREADS = 4
-"""That make automata, and as many that render chats."""
-THREAD_SECONDS = 20.0
-"""How long work may wait for a thread."""
+COMPILERS = 2
+"""Threads that make automata; each model has one that renders its chats."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -74,30 +71,6 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-
-
-class Workers:
-    """Threads for work that one request can make long, so that it delays only others who want the same.
-
-    Only so many may wait for them; more are told to come again.
-    """
-
-    def __init__(self, threads: int, most: int) -> None:
-        self._threads, self._most = CapacityLimiter(threads), most
-
-    async def run(self, work: Callable[..., T], *given: object) -> T:
-        if self._threads.statistics().tasks_waiting >= self._most:
-            raise queue_full()
-        turn = object()
-        try:
-            with fail_after(THREAD_SECONDS):
-                await self._threads.acquire_on_behalf_of(turn)
-        except TimeoutError:
-            raise queue_full() from None
-        try:
-            return await to_thread.run_sync(work, *given, limiter=CapacityLimiter(1))  # its turn has come already
-        finally:
-            self._threads.release_on_behalf_of(turn)
 
 
 class EventStream(StreamingResponse):
@@ -261,18 +234,24 @@ def _models(app: FastAPI) -> None:
 def _generation(app: FastAPI) -> None:
     models: Models = app.state.models
     most = models.first.served.settings.max_queued
-    compiling, rendering = Workers(THREADS, most), Workers(THREADS, most)
+    compiling, rendering = Workers(COMPILERS, most), {name: Workers(1, most) for name in models.schedulers}
 
-    def workers_for(body: Generating) -> Callable[..., Awaitable[Any]]:
-        """Who prepares a request: automata and chats may take seconds, the rest does not."""
-        if body.response_format is not None and body.response_format.type != "text":
-            return compiling.run
-        return rendering.run if isinstance(body, ChatRequest) else run_in_threadpool
+    async def prepared(request: Request, body: Generating, prepare: Callable[..., T]) -> T:
+        """What is asked for, checked; automata and chats, which may take seconds, wait for their turns."""
+        served, caller = models.get(body.model).served, caller_of(request, body)
+        constraint, expression = None, body.expression()
+        if expression is not None:
+            constraint = served.constraints.known(expression) or await while_connected(
+                request, compiling.run(caller, served.constrain, expression)
+            )
+        if not isinstance(body, ChatRequest):
+            return await run_in_threadpool(prepare, served, body, constraint)
+        work = rendering[served.name].run(caller, prepare, served, body, constraint)
+        return await while_connected(request, work)
 
     async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:
-        scheduler = models.get(body.model)
-        answer = await workers_for(body)(prepare, scheduler.served, body)
-        queued = scheduler.submit(answer.rows, caller_of(request, body.user))
+        answer = await prepared(request, body, prepare)
+        queued = models.get(body.model).submit(answer.rows, caller_of(request, body))
         if body.stream:
             return EventStream(answer.stream(queued, request.state.notes), queued)
         return Json(await while_connected(request, answer.whole(queued, request.state.notes)))
@@ -288,11 +267,11 @@ def _generation(app: FastAPI) -> None:
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
-        row = await workers_for(body)(answers.prepare_denoising, scheduler.served, body)
-        queued = scheduler.submit([row], caller_of(request))
+        row = await prepared(request, body, answers.prepare_denoising)
+        queued = scheduler.submit([row], caller_of(request, body))
         return EventStream(answers.stream_denoising(scheduler.served, queued, request.state.notes), queued)
 
 
-def caller_of(request: Request, user: str | None = None) -> str:
+def caller_of(request: Request, body: Generating) -> str:
     """Fair-queue key: the caller's address, and the user that it names."""
-    return f"{request.client.host if request.client else ''} {user or ''}"
+    return f"{request.client.host if request.client else ''} {getattr(body, 'user', None) or ''}"

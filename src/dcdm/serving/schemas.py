@@ -103,6 +103,10 @@ class Generating(DecoderSettings):  # type: ignore[misc, valid-type]
         None, description="What each blank, or what is written behind the prompt, must match."
     )
 
+    def expression(self) -> dict[str, Any] | None:
+        """What texts must match, as `Constraint.of` takes it; None if anything does."""
+        return None if self.response_format is None else self.response_format.expression()
+
     def decoding(self) -> dict[str, Any]:
         """The settings that were given, for `DecodingConfig.of`."""
         return self.model_dump(include={one.name for one in settings()}, exclude_none=True)

@@ -31,7 +31,6 @@ from dcdm.model.transformer import Model
 from dcdm.serving.schemas import (
     FORMAT,
     Generating,
-    ResponseFormat,
     bad_request,
     invalid_setting,
     queue_full,
@@ -81,20 +80,25 @@ class Served:
         except ConfigError as error:
             raise invalid_setting(error) from error
 
-    def spans(
-        self, wanted: ResponseFormat | None, ids: list[int], new_tokens: int, eos_id: int
-    ) -> list[ConstrainedSpan]:
-        """What a text must match; refused before anything is computed if none can."""
-        expression = None if wanted is None else wanted.expression()
-        if expression is None:
-            return []
-        config = self.model.config
+    def constrain(self, expression: dict[str, Any]) -> Constraint:
+        """The constraint of an expression; may take seconds."""
         try:
-            constraint = self.constraints.get(self.tokenizer, expression)
-            row = [config.bos_id, *ids]
-            return constrained_spans([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
+            return self.constraints.get(self.tokenizer, expression)
         except CompilerBusy:
             raise queue_full() from None
+        except ConfigError as error:
+            raise bad_request(str(error), FORMAT) from error
+
+    def spans(
+        self, constraint: Constraint | None, ids: list[int], new_tokens: int, eos_id: int
+    ) -> list[ConstrainedSpan]:
+        """What a text must match; refused before anything is computed if none can."""
+        if constraint is None:
+            return []
+        config = self.model.config
+        row = [config.bos_id, *ids]
+        try:
+            return constrained_spans([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
         except ConfigError as error:
             raise bad_request(str(error), FORMAT) from error
 
@@ -237,12 +241,18 @@ class Constraints:
         self._alive: weakref.WeakSet[Constraint] = weakref.WeakSet()
         self._remembered, self._entries, self._lock = remembered, entries, threading.Lock()
 
-    def get(self, tokenizer: Tokenizer, expression: dict[str, Any]) -> Constraint:
+    def known(self, expression: dict[str, Any]) -> Constraint | None:
+        """One that is remembered."""
         name = json.dumps(expression)  # the order of properties is that of the answer
         with self._lock:
             if name in self._last:
                 self._last.move_to_end(name)
-                return self._last[name]
+            return self._last.get(name)
+
+    def get(self, tokenizer: Tokenizer, expression: dict[str, Any]) -> Constraint:
+        if (known := self.known(expression)) is not None:
+            return known
+        with self._lock:
             if sum(each.table.size for each in self._alive) > self._entries:
                 self._last.clear()
             if sum(each.table.size for each in self._alive) > self._entries:
@@ -250,7 +260,7 @@ class Constraints:
         made = Constraint.of(tokenizer, **expression)
         with self._lock:
             self._alive.add(made)
-            self._last[name] = made
+            self._last[json.dumps(expression)] = made
             while len(self._last) > self._remembered:
                 self._last.popitem(last=False)
         return made

@@ -7,7 +7,7 @@ weights, where it did not begin from nothing. Reading cards needs no PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,12 @@ from dcdm.files import UnreadableFile, read_json_object
 
 HOME = Path(__file__).parent
 CARD, TRAINING, START = "card.json", "training.yaml", "start.yaml"
-LANES, CHUNKS = "python-lanes", "python-chunks"
-"""The models that commands take when none is named: the first, and where chunks are shown, the second."""
+LANES = "python-lanes"
+ORDER = ("english-dcdm", "english-bdlm", "english-mdlm", LANES, "python-chunks")
+"""How they are listed: the paper's DCDM and its baselines first."""
+WRITES, SHOWS_CHUNKS = (LANES,), ("english-dcdm", "python-chunks")
+"""The models that commands take when none is named, and where chunks are shown: the first that is there."""
+LIKELIHOODS = ("exact", "trajectory")
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Figure:
     """A likelihood of held-out text."""
 
     estimator: str
-    """How it was measured: exact and trajectory are likelihoods, bound and drafted (several lanes) upper bounds."""
+    """How it was measured: exact and trajectory are likelihoods; bound, sequential and, of several lanes, drafted
+    are upper bounds; the paper's surrogate is none of these."""
     lanes: int | None
     """How many lanes wrote; None for models without lanes."""
     nats_per_token: float
@@ -61,9 +66,10 @@ class Card:
     tokens: int
     """Tokens that were predicted in training, all steps together."""
     trained_on: Mapping[str, Any]
-    """source, licence, python (the version whose library it was), files, bytes."""
+    """source, licence, files, bytes; data, as `--data` names it, or python, the version whose library it was."""
     held_out: Mapping[str, Any]
-    """files (name → SHA-256), bytes, windows and their length: what the figures were made with."""
+    """files (name → SHA-256; of addresses, documents), bytes, windows and their length: what the figures were made
+    with."""
     figures: tuple[Figure, ...]
     check: Mapping[str, Any]
     """A figure of a few windows, quick to make again: windows, and the rest as in `figures`."""
@@ -71,6 +77,13 @@ class Card:
     """dtype, bytes and SHA-256 of the file of weights."""
     start: Mapping[str, Any] | None = None
     """steps, tokens and seed of the model whose weights it started from, if it did not begin from nothing."""
+    twins: Sequence[str] = ()
+    """Shipped models of another kind with the same text, size and training."""
+    chunks: Sequence[Mapping[str, Any]] = ()
+    """What decides the chunks of held-out windows, of DCDM: for each noise level and what the router saw, bits of
+    the chunk, those that position, token and window alone explain, and what is left."""
+    words: Sequence[Sequence[str]] = ()
+    """The most typical tokens of each chunk, with nothing masked."""
 
     @classmethod
     def read(cls, folder: Path) -> Card:
@@ -94,32 +107,43 @@ class Card:
 
     @property
     def best(self) -> Figure:
-        """The lowest of the figures without drafts, which change forwards and not what is written."""
-        return min((one for one in self.figures if one.drafts is None), key=lambda one: one.nats_per_token)
+        """The lowest of the valid figures without drafts, which change forwards and not what is written."""
+        valid = [one for one in self.figures if one.drafts is None and one.estimator != "surrogate"]
+        return min(valid, key=lambda one: one.nats_per_token)
 
     def figure(self, lanes: int | None) -> Figure:
         """The figure of so many lanes."""
         for one in self.figures:
-            if one.lanes == lanes and one.drafts is None and one.estimator != "bound":
+            if one.lanes == lanes and one.drafts is None and one.estimator in LIKELIHOODS:
                 return one
         raise ConfigError(f"the card of {self.name} has no figure of {lanes} lanes")
+
+    @property
+    def text(self) -> str:
+        """The text it was trained on, with the version of Python whose library it was."""
+        python = self.trained_on.get("python")
+        return self.trained_on["source"] + (f" ({python})" if python else "")
+
+    @property
+    def in_english(self) -> bool:
+        return "python" not in self.trained_on
 
     @property
     def sentence(self) -> str:
         """What it is, what it was trained on and how good it is, for a page or a terminal."""
         best, text = self.best, self.trained_on
         order = "" if best.lanes is None else f" in {many(best.lanes, 'lane')}"
-        kind = "exact" if best.estimator in ("exact", "trajectory") else "upper bound"
+        kind = "exact" if best.estimator in LIKELIHOODS else "upper bound"
         return (
             f"{self.says} {self.parameters / 1e6:.1f}M parameters, {self.all_steps:,} steps on {text['source']}; "
-            f"{best.nats_per_byte:.2f} nats per byte of held-out files ({kind}{order})."
+            f"{best.nats_per_byte:.2f} nats per byte of held-out text ({kind}{order})."
         )
 
 
 def names() -> list[str]:
-    """The shipped models, the default first."""
+    """The shipped models, the paper's DCDM first."""
     there = {path.parent.name for path in HOME.glob(f"*/{CARD}")}
-    return sorted(there, key=lambda name: (name != LANES, name != CHUNKS, name))
+    return sorted(there, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
 def cards() -> list[Card]:
@@ -128,11 +152,11 @@ def cards() -> list[Card]:
 
 
 def default(*, chunks: bool = False) -> str:
-    """The model to take when none is named; with `chunks` the one with chunks from content, if it is there."""
+    """The model to take when none is named; with `chunks` the one whose chunks are worth a look."""
     there = names()
     if not there:
         raise ConfigError("no trained model came with this installation; name a run or an exported folder")
-    return CHUNKS if chunks and CHUNKS in there else there[0]
+    return next((name for name in (SHOWS_CHUNKS if chunks else WRITES) if name in there), there[0])
 
 
 def folder_of(model: str | Path | None) -> Path:

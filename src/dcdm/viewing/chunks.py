@@ -280,7 +280,7 @@ def view(
         frames=frames,
         shown=_shown(frames, levels, noise, round),
         bias=model.chunking.balance_bias.tolist() if levels and model.chunking else [],
-        held=_held(model, corpus, levels, max(lane) if lane else num_chunks, seed, lanes),
+        held=held_over(model, corpus, levels, max(lane) if lane else num_chunks, seed, lanes),
         note=note,
         lanes=lane,
         drafts=drafts,
@@ -395,9 +395,11 @@ def _sizes(ids: Tensor, free: Tensor, num_chunks: int) -> list[int]:
 # --- what chunks hold, over a corpus -----------------------------------------------------------------------------
 
 
-def _held(
-    model: Model, corpus: TokenWindows, levels: list[float], num_groups: int, seed: int, lanes: int | None
-) -> Held:
+@torch.no_grad()
+def held_over(
+    model: Model, corpus: TokenWindows, levels: Sequence[float] = (), num_groups: int = 0, seed: int = 0,
+    lanes: int | None = None,
+) -> Held:  # fmt: skip
     """What chunks, or lanes, hold: at each noise level, if there are any, of visible and masked tokens, too."""
     device = model.embed_tokens.weight.device
     free = model.position_masks(corpus.tokens, corpus.prompt).free

@@ -1,9 +1,10 @@
-"""What chunks hold: which tokens, of which kinds, and how much of the routing position or token alone explains.
+"""What chunks hold: which tokens, of which kinds, and how much of the routing one thing alone explains.
 
 Pure functions of ids, tokens and the bytes of tokens; `chunks` has the models. Bits are Shannon's: H(chunk) is how
-much there is to explain, I(chunk; position) and I(chunk; token) what knowing one of them saves. Counts of a finite
-text find some of both by chance, so ids are shuffled within each window and measured again: what is left then is
-chance, taken out such that a router which position decides has all of its bits there and a random one none.
+much there is to explain, I(chunk; position), I(chunk; token) and I(chunk; window) what knowing one of them saves.
+Counts of a finite text find some of each by chance, so ids are shuffled, within each window for the first two, and
+measured again: what is there then is chance, taken out such that a router which position decides has all of its
+bits there and a random one none.
 
     N windows   L positions   M counted tokens   K chunks   V vocabulary
 """
@@ -69,8 +70,10 @@ class Contents:
     """H(chunk)."""
     position: Explained
     token: Explained
+    window: Explained
+    """How chunks differ from window to window: by what the text is about, or by what is masked."""
     left: float
-    """Bits that neither explains alone: left to context, to noise, and to both of them together."""
+    """Bits that none of them explains alone: left to context, to noise, and to several of them together."""
     constant: float | None
     """How often a token goes where most of its type go, over types seen `LEAST` times; None if there are none."""
     constant_by_chance: float | None
@@ -85,17 +88,17 @@ def contents(
     chunk, token, kind = (values[counted] for values in (ids, tokens, kinds))
     chunk = chunk - 1
     draws = Key(seed).fold("contents").rows(torch.arange(SHUFFLES), len(row)).to(row.device)
-    shuffled = [chunk[torch.argsort(row + draw)] for draw in draws]
+    shuffled, everywhere = ([chunk[torch.argsort(each)] for each in keys] for keys in (row + draws, draws))
     types, number = token.unique(return_inverse=True)
     of_types = _table(number, chunk, len(types), num_chunks)
     constant = [_constancy(_table(number, one, len(types), num_chunks)) for one in shuffled]
-    whole, place = entropy(chunk), explained(chunk, position, shuffled)
-    itself = explained(chunk, token, shuffled)
+    place, itself = (explained(chunk, labels, shuffled) for labels in (position, token))
+    window, whole = explained(chunk, row, everywhere), entropy(chunk)
+    left = max(0.0, whole - place.bits - itself.bits - window.bits)
     return Contents(
         which, len(chunk), _table(chunk, kind, num_chunks, num_kinds).tolist(),
-        typical([names[one] for one in types.tolist()], of_types), whole, place, itself,
-        max(0.0, whole - place.bits - itself.bits), _constancy(of_types),
-        _mean([one for one in constant if one is not None]),
+        typical([names[one] for one in types.tolist()], of_types), whole, place, itself, window, left,
+        _constancy(of_types), _mean([one for one in constant if one is not None]),
     )  # fmt: skip
 
 
