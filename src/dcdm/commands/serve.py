@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,8 @@ def serve(
         card = card_of(path)
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)
-        served.append(Served(loaded, tokenizer, called, settings, folder, about=card.sentence if card else None))
+        about = card.sentence if card else None
+        served.append(Served(loaded, tokenizer, called, settings, folder, about, language_of(path)))
         if card is not None:
             print(f"dcdm: {card.name}: {card.sentence}", flush=True)
     app = create_app_for(served)
@@ -94,6 +96,18 @@ def serve(
     shown_names = ", ".join(map(repr, names))
     print(f"dcdm: serving {shown_names} on http://{shown}:{bound_port}/ (Ctrl-C stops it)", flush=True)
     serve_app(app, listening)
+
+
+def language_of(model: Path) -> str:
+    """The language of a model's examples, by what its card or its run says that it was trained on."""
+    from dcdm.shipped import card_of, folder_of
+    from dcdm.training.run import stored_settings
+
+    card, folder = card_of(model), folder_of(model)
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    settings = None if card is not None else stored_settings(run)
+    read = str(card.trained_on["source"] if card else settings.data.sources if settings else ())
+    return "python" if re.search(r"python|stdlib|\.py\b", read, re.IGNORECASE) else "english"
 
 
 def require_packages() -> None:

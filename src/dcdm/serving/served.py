@@ -55,6 +55,8 @@ class Served:
     """Where it was loaded from, for commands that others may copy."""
     about: str | None = None
     """What it is and what it was trained on, of models that have a card."""
+    language: str = "python"
+    """Of its examples."""
     created: int = field(default_factory=lambda: int(time.time()))
     constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
 
@@ -159,7 +161,7 @@ class Served:
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
         """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
-        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window)}
+        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window, self.language)}
         found: list[dict[str, Any]] = []
         if "blanks" in fitting and self.model.config.kind != "ar":
             found.append({"name": "Fill blanks", "prompt": fitting["blanks"].prompt(self.tokenizer)})

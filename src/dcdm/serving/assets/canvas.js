@@ -58,7 +58,8 @@ export class Canvas extends TokenCells {
     this.recording?.cells.forEach((cell, position) => {
       const masked = cell.step > at;
       const look = [masked ? "masked" : cell.given ? "given" : this.colour(cell)];
-      if (masked && cell.lane && this.colours === "lane") look.push("lane", this.colour(cell));
+      const known = this.colours === "lane" ? cell.lane : this.colours === "chunk" && cell.chunk; // in a replay: where it will go
+      if (masked && known) look.push("known", this.colour(cell));
       if (cell.lane && at && cell.step === at) look.push("lane-head");
       if (fresh && at && cell.step === at) look.push("fresh");
       if (cell.void && at >= this.recording.steps.length) look.push("void");
@@ -70,8 +71,8 @@ export class Canvas extends TokenCells {
   }
 
   colour(cell) {
-    if (this.colours === "lane") return chunkClass(cell.lane);
-    if (this.colours === "chunk") return chunkClass(cell.chunk);
+    if (this.colours === "lane" && cell.lane) return chunkClass(cell.lane);
+    if (this.colours === "lane" || this.colours === "chunk") return chunkClass(cell.chunk);
     if (this.colours === "order") return `order-${Math.min(ORDERS, 1 + Math.floor(cell.share * ORDERS - 1e-9))}`;
     return `sure-${1 + CONFIDENCE.findIndex((bound) => cell.p < bound)}`;
   }

@@ -46,7 +46,7 @@ print(result.statistics.summary())
 }
 
 function curl(request, settings) {
-  const body = JSON.stringify({ prompt: request.prompt, ...Object.fromEntries(changed(request, settings)) });
+  const body = JSON.stringify({ ...(request.model ? { model: request.model } : {}), prompt: request.prompt, ...Object.fromEntries(changed(request, settings)) });
   return `curl -N ${location.origin}/v1/denoise \\\n  -H 'Content-Type: application/json' \\\n  -d ${shell(body)}`;
 }
 

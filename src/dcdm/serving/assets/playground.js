@@ -13,41 +13,43 @@ const CAREFUL = "0.5"; // the temperature of examples: small models write better
 const BLANK = /\[\[(\d+)\]\]/g;
 
 async function begin() {
-  let model;
+  let served;
   try {
-    [model] = await models();
+    served = await models();
   } catch (problem) {
     byId("model").textContent = "No model.";
     showProblem(problem, () => location.reload());
     return;
   }
-  const info = model.dcdm;
-  const facts = [info.described, `${info.parameters.toLocaleString("en")} parameters`, many(info.context_length, "token") + " of context"];
-  if (info.num_chunks) facts.push(many(info.num_chunks, "chunk"));
-  byId("model").replaceChildren(make("strong", {}, model.id), ` · ${facts.join(" · ")}`);
-  byId("about").textContent = info.about ?? "";
-  byId("about").hidden = !info.about;
-  document.title = `${model.id} · DCDM playground`;
-  new Playground(model.id, info);
+  const playground = new Playground(Object.fromEntries(served.map(({ id, dcdm }) => [id, dcdm])));
+  if (location.hash.length < 2 && !stillness.matches) playground.greet();
+}
+
+/** What a model is, in a line. */
+function facts(name, info) {
+  const parts = [info.described, `${info.parameters.toLocaleString("en")} parameters`, many(info.context_length, "token") + " of context"];
+  if (info.num_chunks) parts.push(many(info.num_chunks, "chunk"));
+  return make("span", { className: "fact" }, make("strong", {}, name), ` · ${parts.join(" · ")}`);
 }
 
 class Playground {
-  constructor(model, info) {
-    this.model = model;
-    this.folder = info.folder ?? model;
-    this.settings = info.settings;
-    byId("code-about").textContent = info.folder
+  /** `served` maps the names of the server's models to what they can do. */
+  constructor(served) {
+    const infos = Object.values(served);
+    this.served = served;
+    this.names = Object.keys(served);
+    byId("code-about").textContent = infos[0].folder
       ? "For the shell and for Python, on the machine that serves the model."
       : "For the shell and for Python, the model's name stands for the folder it was served from.";
-    this.chunks = info.num_chunks;
-    this.lanes = info.lanes;
-    this.examples = info.examples ?? [];
-    this.shared = new Shared(byId("shared"), info);
-    const commit = info.settings.find((each) => each.name === "commit");
-    this.decoders = [new Decoder("A", info, commit.means), new Decoder("B", info, contrast(commit))];
+    this.shared = new Shared(byId("shared"), infos[0]);
+    const commitOf = (info) => info.settings.find((each) => each.name === "commit");
+    this.decoders = [new Decoder("A", served, (info) => commitOf(info).means), new Decoder("B", served, (info) => contrast(commitOf(info)))];
     byId("decoders").append(...this.decoders.map((each) => each.element));
+    byId("models").append(...this.decoders.map((each) => each.pick.element));
+    byId("models").hidden = this.names.length < 2;
+    byId("compare-name").textContent = this.names.length > 1 ? "Compare two models or decoders" : "Compare two decoders";
     const tell = (sentence) => (byId("token").textContent = sentence);
-    this.runs = ["A", "B"].map((letter) => new RunView(letter, info.special_tokens ?? {}, tell));
+    this.runs = ["A", "B"].map((letter) => new RunView(letter, tell));
     byId("runs").append(...this.runs.map((run) => run.element));
     byId("figures").append(...this.runs.map((run) => run.costs));
     this.abort = null;
@@ -61,8 +63,7 @@ class Playground {
       live: () => this.abort !== null,
       show: (at, moving) => this.runs.forEach((run) => run.draw(at, moving)),
     });
-    this.plainColours = info.lanes ? "lane" : "chunk";
-    const lanes = info.lanes ? { lane: "lane" } : {};
+    const lanes = infos.some((info) => info.lanes) ? { lane: "lane" } : {};
     this.colours = choice(byId("colours"), "colours", { ...lanes, chunk: "chunk", confidence: "confidence", order: "order" }, () => this.look());
     this.numbers = choice(byId("numbers"), "numbers", { forward: "forward pass", chunk: "chunk", off: "none" }, () => this.look());
     this.languages = choice(byId("languages"), "languages", FORMS, () => this.code());
@@ -80,17 +81,69 @@ class Playground {
     return this.comparing ? this.runs : [this.runs[0]];
   }
 
-  wire() {
-    for (const example of this.examples) {
+  /** The model of decoder A, which examples and colours follow. */
+  get info() {
+    return this.decoders[0].info;
+  }
+
+  get plainColours() {
+    return this.info.lanes ? "lane" : "chunk";
+  }
+
+  /** What to try; with several models the last one compares two of them. */
+  get examples() {
+    const own = this.info.examples ?? [];
+    if (this.names.length < 2 || !own.length) return own;
+    return [...own.filter((each) => !each.compare), { ...own[0], name: "Compare two models", compare: true }];
+  }
+
+  /** What the page shows of the chosen models. */
+  introduce() {
+    const chosen = [...new Set(this.decoders.slice(0, this.comparing ? 2 : 1).map((each) => each.model))];
+    byId("model").replaceChildren(...chosen.flatMap((name, at) => (at ? [make("br"), facts(name, this.served[name])] : [facts(name, this.served[name])])));
+    byId("about").textContent = chosen.map((name) => this.served[name].about).filter(Boolean).join(" ");
+    byId("about").hidden = !byId("about").textContent;
+    document.title = `${chosen.join(", ")} · DCDM playground`;
+    const chips = this.examples.map((example) => {
       const chip = make("button", { type: "button", className: "chip" }, example.name);
       chip.addEventListener("click", () => {
         if (this.abort) return;
         this.restore(this.settingsOf(example));
         this.generate();
       });
-      byId("examples").append(chip);
-    }
-    byId("examples").hidden = !this.examples.length;
+      return chip;
+    });
+    byId("examples").replaceChildren(byId("examples").firstChild, ...chips);
+    byId("examples").hidden = !chips.length;
+  }
+
+  /** Another model: its examples and colours, and its first example where the prompt was another model's. */
+  modelChosen(decoder) {
+    const known = this.names.flatMap((name) => this.served[name].examples ?? []).some(({ prompt }) => prompt === byId("prompt").value);
+    decoder.use(decoder.pick.control.value);
+    const [example] = this.examples;
+    if (decoder === this.decoders[0] && known && example && !this.comparing) this.restore(this.settingsOf(example));
+    if (decoder === this.decoders[0]) this.colours.set(this.plainColours);
+    this.layout();
+    this.look();
+  }
+
+  /** The first example plays when the page opens; where the canvas is out of sight, again once one comes to it. */
+  greet() {
+    if (!this.examples.length) return;
+    this.generate();
+    clearTimeout(this.revealing);
+    this.followed = true; // nobody asked for it: the page stays where it is
+    const watcher = new IntersectionObserver(([entry]) => {
+      if (!entry.isIntersecting) return;
+      watcher.disconnect();
+      if (!this.abort && !this.player.playing && !this.player.touched) this.player.open();
+    }, { threshold: 0.5 });
+    watcher.observe(byId("runs"));
+  }
+
+  wire() {
+    this.decoders.forEach((each) => each.pick.control.addEventListener("change", () => this.modelChosen(each)));
     byId("figures-about").append(...FIGURES.map(([name, , , about]) => make("div", {}, make("dt", {}, name), make("dd", {}, about))));
     byId("insert").addEventListener("click", () => {
       const area = byId("prompt");
@@ -116,12 +169,16 @@ class Playground {
 
   /** An example as the address would keep it; two decoders write in AR's order and in lanes, or position by position and by chunk. */
   settingsOf({ prompt, length, compare }) {
-    const kept = new URLSearchParams({ prompt, "a.temperature": CAREFUL });
+    const kept = new URLSearchParams({ prompt, "a.temperature": CAREFUL, "a.model": this.decoders[0].model });
     if (length) kept.set("length", length);
     if (!compare) return kept;
     kept.set("compare", "1");
     kept.set("b.temperature", CAREFUL);
-    if (this.lanes) kept.set("a.lanes", "1");
+    if (this.names.length > 1) {
+      const other = this.names.find((name) => name !== this.decoders[0].model);
+      kept.set("b.model", other);
+      kept.set("b.commit", this.served[other].settings.find((each) => each.name === "commit").means); // each by its own default
+    } else if (this.info.lanes) kept.set("a.lanes", "1");
     else if (this.decoders[0].fields.commit.preset !== "position") kept.set("a.commit", "position");
     return kept;
   }
@@ -145,10 +202,11 @@ class Playground {
     const two = this.comparing;
     this.decoders[0].title.textContent = two ? "Decoder A" : "Decoder";
     this.decoders[1].title.textContent = "Decoder B";
-    for (const part of [this.decoders[1].element, this.runs[1].element, this.runs[1].costs, byId("which")]) part.hidden = !two;
+    for (const part of [this.decoders[1].element, this.decoders[1].pick.element, this.runs[1].element, this.runs[1].costs, byId("which")]) part.hidden = !two;
     this.runs[0].costs.firstChild.hidden = !two;
     this.runs[0].name.textContent = two ? "A" : "Canvas";
     this.runs[1].name.textContent = "B";
+    this.introduce();
     for (const id of ["runs", "figures"]) byId(id).classList.toggle("two", two);
     if (!two) this.which.set("0");
     this.figures();
@@ -172,7 +230,7 @@ class Playground {
       keys.push(make("span", { className: "quiet" }, most > 8 ? "lane; the colours repeat after eight" : "lane"), key("chunk-0 lane-head", "head: written last"));
     } else if (colours === "chunk") {
       const most = Math.max(0, ...this.shown().flatMap((run) => run.steps.map((step) => step.chunk)));
-      for (let chunk = 1; chunk <= Math.min(8, most || this.chunks || 8); chunk++) {
+      for (let chunk = 1; chunk <= Math.min(8, most || this.info.num_chunks || 8); chunk++) {
         keys.push(swatch(chunk));
       }
       keys.push(make("span", { className: "quiet" }, most > 8 ? "chunk; the colours repeat after eight" : "chunk, in the order of filling"));
@@ -235,8 +293,8 @@ class Playground {
       this.say(`${this.comparing ? `${run.letter}: ` : ""}${run.progress}`);
     };
     this.say(run.progress);
-    return run.start(this.requests[at], this.abort.signal, (what) => {
-      if (what === "start") this.reveal();
+    return run.start(this.requests[at], this.decoders[at].info, this.abort.signal, (what) => {
+      if (what === "start" && !this.followed) this.reveal();
       if (what === "start") this.look();
       if (what !== "commit") update();
       else if (!waiting) {
@@ -298,7 +356,9 @@ class Playground {
   code() {
     const at = Number(this.which.value());
     const text = this.runs[at].recording?.done?.text;
-    byId("code").textContent = written(this.languages.value(), this.request(this.decoders[at]), this, text);
+    const decoder = this.decoders[at];
+    const { model, info } = decoder;
+    byId("code").textContent = written(this.languages.value(), this.request(decoder), { model, folder: info.folder ?? model, settings: info.settings }, text);
     byId("copied").textContent = "";
   }
 
@@ -331,6 +391,7 @@ class Playground {
   }
 
   restore(kept = new URLSearchParams(location.hash.slice(1))) {
+    this.decoders[0].use(kept.get("a.model") ?? this.names[0]);
     if (!kept.has("prompt") && this.examples.length) {
       for (const [name, value] of this.settingsOf(this.examples[0])) if (!kept.has(name)) kept.set(name, value);
     }
@@ -338,7 +399,7 @@ class Playground {
     this.shared.restore(kept);
     this.decoders.forEach((each) => each.restore(kept));
     byId("compare").checked = kept.get("compare") === "1";
-    if (["chunk", "confidence", "order"].includes(kept.get("colour"))) this.colours.set(kept.get("colour"));
+    this.colours.set(["chunk", "confidence", "order"].includes(kept.get("colour")) ? kept.get("colour") : this.plainColours);
     if (["chunk", "off"].includes(kept.get("number"))) this.numbers.set(kept.get("number"));
     this.layout();
     this.look();

@@ -22,9 +22,8 @@ export const FIGURES = [
 
 /** One decoder's run: its canvas and its figures. */
 export class RunView {
-  constructor(letter, special, tell) {
+  constructor(letter, tell) {
     this.letter = letter;
-    this.special = special;
     this.recording = null;
     this.running = false;
     const box = make("div");
@@ -57,17 +56,17 @@ export class RunView {
     if (this.recording) this.canvas.draw(Math.min(at, this.steps.length), fresh && at <= this.steps.length);
   }
 
-  /** Send a request; `changed(what)` hears "start", "commit" and "done". */
-  async start(request, signal, changed) {
+  /** Send a request to the model that `info` is of; `changed(what)` hears "start", "commit" and "done". */
+  async start(request, info, signal, changed) {
     this.running = true;
     try {
       await denoise(request, signal, (name, data) => {
         if (name === "start") {
-          this.recording = new Recording(data, this.special);
+          this.recording = new Recording(data, info.special_tokens ?? {});
           this.canvas.open(this.recording);
           const routing = data.routing === "auto" ? [] : [data.routing];
           const order = data.lanes ? many(data.lanes, "lane") + (data.drafts ? ` · ${many(data.drafts, "draft")}` : "") : data.commit;
-          this.tag.textContent = [...routing, order, `cache ${data.cache}`].join(" · ");
+          this.tag.textContent = [...(request.model ? [request.model] : []), ...routing, order, `cache ${data.cache}`].join(" · ");
         } else {
           this.canvas.grow(this.recording.add(name, data));
         }

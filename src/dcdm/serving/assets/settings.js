@@ -168,21 +168,38 @@ class Dial extends Field {
   }
 }
 
-/** The settings of one decoder: only what fits the model. */
+/** One decoder: which model, and the settings that fit it. */
 export class Decoder {
-  /** `commit` is the policy that this decoder begins with. */
-  constructor(letter, info, commit) {
-    this.letter = letter;
-    const preset = ({ name, default: usual }) => (name === "commit" ? commit : textOf(usual));
-    this.fields = Object.fromEntries(info.settings.map((each) => [each.name, new Dial(each, letter, preset(each))]));
+  /** `served` maps models' names to what they can do; `commitOf(info)` is the policy that this decoder begins with. */
+  constructor(letter, served, commitOf) {
+    Object.assign(this, { letter, served, commitOf });
+    this.pick = new Field("model", `Model ${letter}`, select(Object.keys(served)), "", { id: `${letter}-model`.toLowerCase() });
     this.title = make("h2", {}, "Decoder");
     this.summary = make("span", { className: "summary quiet small" });
-    this.element = make("details", { className: "panel decoder", open: true },
-      make("summary", {}, this.title, this.summary),
-      make("div", { className: "fields" }, ...Object.values(this.fields).map((each) => each.element)));
+    this.dials = make("div", { className: "fields" });
+    this.element = make("details", { className: "panel decoder", open: true }, make("summary", {}, this.title, this.summary), this.dials);
     this.element.addEventListener("input", () => this.refresh());
     this.element.addEventListener("change", () => this.refresh());
+    this.use(Object.keys(served)[0]);
+  }
+
+  get info() {
+    return this.served[this.model];
+  }
+
+  /** Take a model of the server; a name that it does not know changes nothing. */
+  use(name) {
+    if (!this.served[name] || name === this.model) return;
+    this.model = this.pick.control.value = name;
+    this.pick.about.textContent = this.info.described;
+    const preset = ({ name, default: usual }) => (name === "commit" ? this.commitOf(this.info) : textOf(usual));
+    this.fields = Object.fromEntries(this.info.settings.map((each) => [each.name, new Dial(each, this.letter, preset(each))]));
+    this.dials.replaceChildren(...Object.values(this.fields).map((each) => each.element));
     this.refresh();
+  }
+
+  get several() {
+    return Object.keys(this.served).length > 1;
   }
 
   /** Explanations and visibility follow from what is chosen. */
@@ -211,16 +228,18 @@ export class Decoder {
   /** The request's part. */
   read() {
     const given = this.visible.map((dial) => [dial.name, dial.value]);
-    return Object.fromEntries(given.filter(([, value]) => value !== null));
+    return { ...(this.several ? { model: this.model } : {}), ...Object.fromEntries(given.filter(([, value]) => value !== null)) };
   }
 
   keep(kept) {
+    if (this.several) kept.set(`${this.letter.toLowerCase()}.model`, this.model);
     for (const dial of Object.values(this.fields)) {
       if (dial.text !== dial.preset) kept.set(`${this.letter.toLowerCase()}.${dial.name}`, dial.text);
     }
   }
 
   restore(kept) {
+    this.use(kept.get(`${this.letter.toLowerCase()}.model`) ?? Object.keys(this.served)[0]);
     for (const dial of Object.values(this.fields)) {
       dial.set(dial.preset);
       dial.set(kept.get(`${this.letter.toLowerCase()}.${dial.name}`) ?? dial.preset);
