@@ -33,7 +33,6 @@ EXAMPLES = (
     'dcdm chunks "for i in range(10): print(i)"',
     'dcdm chunks runs/first "for i in range(10): print(i)"',
     'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
-    'dcdm chunks runs/lanes "for i in range(10): print(i)" --lanes 4 --round 3',
 )
 EXAMPLE = "def area(self):\n    return self.width * self.height\n\nfor shape in shapes:\n    print(shape.area())\n"
 """What the default model divides when nothing is given, and one of English instead:"""
@@ -51,8 +50,6 @@ def chunks(
     json: bool = False,
     noise: float | None = None,
     round: int | None = None,
-    lanes: int | None = None,
-    drafts: int = 0,
     window: int = 1,
     corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
     windows: int = 64,
@@ -72,9 +69,6 @@ def chunks(
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
         round: The round to show, for every other model (default the last).
-        lanes: For models that write in lanes: how many (default as in dcdm sample); each is a row, or a
-            colour of the page.
-        drafts: For models with a draft head: lanes as that many draft tokens would have written them.
         window: Which window to show of a text that is longer than the model's context.
         corpus: Tell what chunks hold, and what decides them, over held-out windows of these sources: what
             `dcdm data prepare` reads, or a folder that it wrote. Without a text their first window is shown.
@@ -103,8 +97,6 @@ def chunks(
         seed=seed,
         corpus=counted,
         note=note,
-        lanes=lanes,
-        drafts=drafts,
     )
     if html is not None:
         from dcdm.files import write_whole

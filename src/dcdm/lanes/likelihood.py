@@ -12,13 +12,11 @@ from torch import Tensor
 
 from dcdm.decoding.caching import predictor_of
 from dcdm.decoding.commits import Sampling, commit_policy
-from dcdm.decoding.config import DecodingConfig
-from dcdm.keys import Key
 from dcdm.lanes.decoding import DraftedLanes, LaneState
 from dcdm.lanes.masks import lane_partition
 from dcdm.lanes.model import LaneModel
 from dcdm.likelihood.estimators import AlongText, Part, Scorer, certain, scattered, scorer_of
-from dcdm.model.transformer import Model, PositionMasks
+from dcdm.model.transformer import PositionMasks
 
 
 @scorer_of.register(LaneModel)
@@ -81,17 +79,3 @@ class AlongTextWithDrafts(AlongText):
     ) -> tuple[Tensor, Tensor]:
         p, q = (self.sampling.log_p(x).gather(-1, token[:, None]).squeeze(-1) for x in (log_p, log_q))
         return self.chances[row, position].to(p) < (q - p).exp(), token
-
-
-def forwards_along(
-    model: Model, tokens: Tensor, prompt: Tensor | None = None, *, lanes: int | None = None,
-    drafts: int | None = None, index: Tensor | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """(B, L): the forward pass that brings each token of a text when lanes have drafts, from 1; 0 for given ones.
-
-    The acceptance pattern is drawn as it would have come given the text.
-    """
-    decoder = DecodingConfig("chunk", lanes=lanes, drafts=drafts).resolve(model.config)
-    scorer = LaneScorer(model, 1, Key(seed).fold("drafted"), decoder)
-    numbers = torch.arange(len(tokens)) if index is None else index
-    return scorer.walk(tokens, model.position_masks(tokens, prompt), numbers, 0).came

@@ -2,8 +2,7 @@
 
 A view is a row of *frames*. With the paper's routing ids depend on noise, and a frame is a noise level; each
 level's masked tokens are among the next one's. With every other partition a frame is a round: the chunks are
-formed (or, where they are fixed, filled) one after the other. Lanes are written one token of each with every
-round: there, colours, sizes and kinds of tokens are those of the lanes, and a chunk is what one pass writes.
+formed (or, where they are fixed, filled) one after the other.
 
 `terminal` and `pages` show a view.
 
@@ -13,7 +12,7 @@ round: there, colours, sizes and kinds of tokens are those of the lanes, and a c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, Literal
 
@@ -22,10 +21,7 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.config import resolve_drafts, resolve_lanes
 from dcdm.keys import Key
-from dcdm.lanes.likelihood import forwards_along
-from dcdm.lanes.masks import lane_partition
 from dcdm.model.transformer import Model, Partition
 from dcdm.viewing.contents import Contents, contents, kinds_for, kinds_of
 from dcdm.viewing.palette import colour, ink
@@ -66,7 +62,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Held:
-    """What each chunk, or lane, holds over a corpus."""
+    """What each chunk holds over a corpus."""
 
     source: str
     windows: int
@@ -98,10 +94,6 @@ class ChunkView:
     held: Held
     note: str = ""
     """What a reader must know about the text, such as that it was cut."""
-    lanes: list[int] = field(default_factory=list)
-    """(L): the lane of each position, from 1, and 0 where nothing is written; [] for models without lanes."""
-    drafts: int = 0
-    """How many draft tokens each lane had."""
 
     @property
     def frame(self) -> Frame:
@@ -112,33 +104,6 @@ class ChunkView:
         """What the chunks of the frame hold: all tokens, and visible and masked ones where ids depend on noise."""
         return self.held.frames[self.shown if len(self.held.frames) > 1 else 0]
 
-    @property
-    def num_lanes(self) -> int:
-        return max(self.lanes, default=0)
-
-    @property
-    def groups(self) -> list[int]:
-        """(L): what colours stand for: the lane of each position, or its chunk in the frame that is shown."""
-        return self.lanes or self.frame.ids
-
-    @property
-    def hidden(self) -> list[bool]:
-        """(L): what is shown as not known: MASK to the router; with lanes, what is not written yet."""
-        return [chunk == UNROUTED for chunk in self.frame.ids] if self.lanes else self.frame.hidden
-
-    @property
-    def heads(self) -> list[bool]:
-        """(L): with lanes, what the frame's pass writes: the newest token of every lane that is not full."""
-        return [bool(self.lanes) and chunk == self.frame.at for chunk in self.frame.ids]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Free positions of each chunk in the frame; with lanes, those of each lane that are written."""
-        if not self.lanes:
-            return self.frame.sizes
-        written = [lane for lane, hidden in zip(self.lanes, self.hidden, strict=True) if not hidden]
-        return [written.count(lane) for lane in range(1, self.num_lanes + 1)]
-
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
         return asdict(self)
@@ -147,10 +112,10 @@ class ChunkView:
     def coloured(self) -> str:
         """The frame as HTML: tokens on the colours of their chunks, or outlined; a tip names the chunk."""
         pieces = []
-        for token, group, hidden in zip(self.tokens, self.groups, self.hidden, strict=True):
+        for token, group, hidden in zip(self.tokens, self.frame.ids, self.frame.hidden, strict=True):
             ground = colour(group)
             look = f"outline: 1px solid {ground}" if hidden else f"background: {ground}; color: {ink(ground)}"
-            name = f"{'lane' if self.lanes else 'chunk'} {group}" if group > 0 else "always visible"
+            name = f"chunk {group}" if group > 0 else "always visible"
             tip = "in no chunk yet" if group == UNROUTED else name
             pieces.append(f'<span style="{look}" title="{tip}">{escape(token.text)}</span>')
         style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
@@ -159,9 +124,8 @@ class ChunkView:
     def _repr_html_(self) -> str:
         """For notebooks."""
         where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
-        outlined = "not written yet" if self.lanes else "MASK here"
         chunks = many(self.num_chunks, "chunk")
-        below = f"{self.model}: {chunks}, {where}; outlined: {outlined}. {self.rule} {self.note}"
+        below = f"{self.model}: {chunks}, {where}; outlined: MASK here. {self.rule} {self.note}"
         return f"{self.coloured}<small>{escape(below)}</small>"
 
 
@@ -231,24 +195,18 @@ def view(
     seed: int = 0,
     corpus: TokenWindows | None = None,
     note: str = "",
-    lanes: int | None = None,
-    drafts: int = 0,
 ) -> ChunkView:
     """The chunks of a window, beginning at the noise level or round asked for.
 
-    What chunks hold is measured over `corpus`, or over the window itself. `lanes` is how many, for models that
-    write in them; by default the model's own number. With `drafts` each lane has an acceptance pattern of its own,
-    which is drawn.
+    What chunks hold is measured over `corpus`, or over the window itself.
     """
     config = model.config
-    if config.kind == "ar":
+    if config.kind in ("ar", "lanes"):
         raise ConfigError(
-            "this is an AR model, which predicts tokens from left to right and has no chunks; "
-            "choose a model of kind mdlm, bdlm, lanes or dcdm"
+            f"a model of kind {config.kind} writes from left to right and has no chunks; choose one of kind mdlm, "
+            "bdlm or dcdm"
         )
     levels = _levels(config, noise, round)
-    lanes = resolve_lanes(config, lanes)
-    drafts = resolve_drafts(config, drafts, "exact")
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
     positions = model.position_masks(tokens)
     free = positions.free[0].tolist()
@@ -256,15 +214,7 @@ def view(
     if levels:
         frames = _noise_frames(model, tokens, levels, seed)
     else:
-        if drafts:
-            ids = forwards_along(model, tokens, lanes=lanes, drafts=drafts, seed=seed).to(tokens)
-            partition = Partition(ids, None)
-        else:
-            partition = model.partition(tokens, lanes=lanes)
-        if lanes is not None:
-            num_chunks = int(partition.ids.max())
-        frames = _round_frames(model, tokens, num_chunks, partition)
-    lane = [] if lanes is None else lane_partition(config, positions.free, positions.real, lanes)[1][0].tolist()
+        frames = _round_frames(model, tokens, num_chunks, model.partition(tokens))
     if corpus is None:
         here = torch.zeros_like(tokens, dtype=torch.bool)
         corpus = TokenWindows("this text", tokens, here, torch.zeros(1, dtype=torch.long), [window.pieces])
@@ -273,29 +223,22 @@ def view(
         model=name,
         kind=config.kind,
         routing=config.routing if config.kind == "dcdm" else "",
-        rule=rule(config, max(lane, default=0), drafts),
+        rule=rule(config),
         axis="noise" if levels else "round",
         num_chunks=num_chunks,
         tokens=[Token(*row) for row in zip(tokens[0].tolist(), window.labels, kinds, free, strict=True)],
         frames=frames,
         shown=_shown(frames, levels, noise, round),
         bias=model.chunking.balance_bias.tolist() if levels and model.chunking else [],
-        held=held_over(model, corpus, levels, max(lane) if lane else num_chunks, seed, lanes),
+        held=held_over(model, corpus, levels, num_chunks, seed),
         note=note,
-        lanes=lane,
-        drafts=drafts,
     )
 
 
-def rule(config: ModelConfig, lanes: int = 0, drafts: int = 0) -> str:
+def rule(config: ModelConfig) -> str:
     """How the chunk of a token is decided."""
     if config.kind == "mdlm":
         return "All tokens form one chunk."
-    if config.kind == "lanes":
-        number = "One lane is written" if lanes == 1 else f"{lanes} lanes are written at once"
-        if drafts:
-            return f"{number}, each as far as its draft tokens are accepted; chunk k holds what pass k brings."
-        return f"{number}; chunk k holds the k-th token of each."
     if config.kind == "bdlm":
         return f"Every {config.block_size} tokens in a row form a chunk."
     if config.routes_from_noise:
@@ -397,14 +340,13 @@ def _sizes(ids: Tensor, free: Tensor, num_chunks: int) -> list[int]:
 
 @torch.no_grad()
 def held_over(
-    model: Model, corpus: TokenWindows, levels: Sequence[float] = (), num_groups: int = 0, seed: int = 0,
-    lanes: int | None = None,
-) -> Held:  # fmt: skip
-    """What chunks, or lanes, hold: at each noise level, if there are any, of visible and masked tokens, too."""
+    model: Model, corpus: TokenWindows, levels: Sequence[float] = (), num_groups: int = 0, seed: int = 0
+) -> Held:
+    """What chunks hold: at each noise level, if there are any, of visible and masked tokens, too."""
     device = model.embed_tokens.weight.device
     free = model.position_masks(corpus.tokens, corpus.prompt).free
-    if lanes is None:  # windows of a corpus may be longer than the text, and have more chunks
-        num_groups = max(num_groups, model.config.num_groups(int(free.sum(dim=1).max())))
+    # windows of a corpus may be longer than the text, and have more chunks
+    num_groups = max(num_groups, model.config.num_groups(int(free.sum(dim=1).max())))
     kinds = kinds_for([piece for row in corpus.pieces for piece in row])
     kinds_nl = torch.tensor([list(map(kinds.index, kinds_of(row, kinds))) for row in corpus.pieces])
     masks_fnl = nested_masks(corpus.index, free, levels, seed) if levels else torch.zeros_like(free)[None]
@@ -414,9 +356,6 @@ def held_over(
         tokens, prompt, index = corpus.tokens[rows].to(device), corpus.prompt[rows].to(device), corpus.index[rows]
         if levels:
             found = torch.stack([_routed(model, tokens, masked.to(device))[0] for masked in masks_fnl[:, rows]])
-        elif lanes is not None:
-            positions = model.position_masks(tokens, prompt)
-            found = lane_partition(model.config, positions.free, positions.real, lanes)[1][None]
         else:
             found = model.partition(tokens, prompt, index).ids[None]
         ids_fnl[:, rows] = found.cpu()

@@ -96,7 +96,7 @@ def as_filling(view: ChunkView) -> Filling:
     ids = [chunk if counts else 0 for chunk, counts in zip(ids, free, strict=True)]
     steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
     texts = [token.text for token in view.tokens]
-    return Filling(texts, ids, [step for step in steps if step], view.lanes).by_forward
+    return Filling(texts, ids, [step for step in steps if step])
 
 
 # --- exercises ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Chunks, or lanes, in a terminal: on coloured ground, or numbered where there is no colour."""
+"""Chunks in a terminal: on coloured ground, or numbered where there is no colour."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dcdm.config import many
 from dcdm.viewing.chunks import UNROUTED, ChunkView
 from dcdm.viewing.filling import Filling, Written
 from dcdm.viewing.palette import colour, on_colour
@@ -44,9 +43,8 @@ def show(view: ChunkView, console: Console) -> None:
             console.print()
             console.print(table)
         _line(BITS, console, "dim")
-    if len(view.sizes) > MOST_ROWS:
-        name = "lanes" if view.lanes else "chunks"
-        console.print(f"… {len(view.sizes) - MOST_ROWS} further {name}; --json and --html have all")
+    if len(view.frame.sizes) > MOST_ROWS:
+        console.print(f"… {len(view.frame.sizes) - MOST_ROWS} further chunks; --json and --html have all")
 
 
 def show_text(view: ChunkView, console: Console) -> None:
@@ -81,22 +79,17 @@ def headline(view: ChunkView) -> str:
     """What is shown, in one line."""
     where = f"noise level {view.frame.at:g}" if view.axis == "noise" else f"round {view.frame.at:g}"
     tokens = sum(token.free for token in view.tokens)
-    if view.lanes:
-        lanes = many(view.num_lanes, "lane")
-        return f"{view.model}: {lanes}, {tokens:,} tokens and BOS, forward {view.frame.at:g} of {view.num_chunks}"
     routing = f", {view.routing} routing" if view.routing else ""
     return f"{view.model}: {view.kind}{routing}, {tokens:,} tokens and BOS, {view.num_chunks} chunks, {where}"
 
 
 def coloured_text(view: ChunkView) -> Text:
-    """Every token on the colour of its chunk or lane, of a single lane on that of its forward pass; what is not
-    known: in that colour, underlined; of lanes what is written now: reversed."""
+    """Every token on the colour of its chunk; what is not known: in that colour, underlined."""
     text = Text()
-    groups = view.frames[-1].ids if view.num_lanes == 1 else view.groups
-    for token, group, hidden, head in zip(view.tokens, groups, view.hidden, view.heads, strict=True):
+    for token, group, hidden in zip(view.tokens, view.frame.ids, view.frame.hidden, strict=True):
         if _begins_line(token.text):
             text.append("\n")
-        shown = f"underline {colour(group)}" if hidden else f"{'bold reverse ' if head else ''}{on_colour(group)}"
+        shown = f"underline {colour(group)}" if hidden else on_colour(group)
         text.append(token.text.translate(SIGNS), style="dim" if group < 0 else shown)
         if token.text.endswith("\n"):
             text.append("\n")
@@ -109,10 +102,8 @@ def _begins_line(token: str) -> bool:
 
 
 def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
-    """Rows of tokens; under each the number of its chunk, or of its lane and its forward pass, and a # where it is
-    not known."""
-    named = {"lane": view.lanes, "pass": view.frames[-1].ids} if view.lanes else {"chunk": view.frame.ids}
-    heads = [f"{name:<7}" for name in ("text", *named, "mask")]
+    """Rows of tokens; under each the number of its chunk, and a # where it is not known."""
+    heads = [f"{name:<7}" for name in ("text", "chunk", "mask")]
     rows = [""] * len(heads)
 
     def finished() -> Iterator[str]:
@@ -122,9 +113,8 @@ def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
         yield ""
 
     spaced = view.num_chunks > 9  # sets numbers of several digits apart
-    for token, hidden, *numbers in zip(view.tokens, view.hidden, *named.values(), strict=True):
-        below = ("." if number < 0 else str(number) for number in numbers)
-        cells = (token.text.translate(SIGNS), *below, "#" if hidden else "")
+    for token, hidden, chunk in zip(view.tokens, view.frame.hidden, view.frame.ids, strict=True):
+        cells = (token.text.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if hidden else "")
         room = max(map(cell_len, cells)) + spaced
         if rows[0] and (_begins_line(token.text) or len(heads[0]) + cell_len(rows[0]) + room > width):
             yield from finished()
@@ -192,12 +182,6 @@ def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
 
 def _key(view: ChunkView, coloured: bool) -> str:
     masked, unrouted = ("underlined", "dim") if coloured else ("#", ".")
-    if view.lanes:
-        parts = [f"{masked}: not written yet"] if any(view.hidden) else []
-        if coloured:
-            alike = "one forward pass" if view.num_lanes == 1 else "one lane"
-            parts += [f"same background: written by {alike}", "reversed: written now"]
-        return "; ".join(parts)
     who = "router" if any(view.frame.scores) else "model"
     parts = [f"{masked}: MASK to the {who} here"] if any(view.frame.hidden) else []
     parts += [f"{unrouted}: in no chunk yet"] if UNROUTED in view.frame.ids else []
@@ -210,13 +194,15 @@ def _legend(view: ChunkView, coloured: bool) -> Table:
     sums = [sum(column) for column in zip(*counts, strict=True)]
     kinds = [number for number, total in enumerate(sums) if 200 * total >= sum(sums)]
     table = Table(box=None, pad_edge=False)
-    table.add_column("lane" if view.lanes else "chunk", justify="right", no_wrap=True)
+    table.add_column("chunk", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("", width=BAR, no_wrap=True)
     for kind in kinds:
         table.add_column(view.held.kinds[kind], justify="right", no_wrap=True)
-    most = max(1, *view.sizes)
-    for k, size, row in islice(zip(range(1, len(view.sizes) + 1), view.sizes, counts, strict=False), MOST_ROWS):
+    most = max(1, *view.frame.sizes)
+    for k, size, row in islice(
+        zip(range(1, len(view.frame.sizes) + 1), view.frame.sizes, counts, strict=False), MOST_ROWS
+    ):
         length = round(BAR * size / most)
         bar = Text("█" * length, style=colour(k)) if coloured else Text("#" * length)
         table.add_row(_number(k, coloured), str(size), bar, *(_share(row[kind], sum(row)) for kind in kinds))
@@ -238,7 +224,7 @@ def _typical(view: ChunkView, coloured: bool) -> Table:
     """The tokens that are typical of each chunk, of those that the router sees where it sees any."""
     held = view.contents[min(1, len(view.contents) - 1)]
     table = Table(box=None, pad_edge=False)
-    table.add_column("lane" if view.lanes else "chunk", justify="right", no_wrap=True)
+    table.add_column("chunk", justify="right", no_wrap=True)
     which = "" if held.which == "all" else f", {held.which} to the router"
     table.add_column(f"typical tokens (· is a space){which}", no_wrap=True)
     for k, words in enumerate(held.words[:MOST_ROWS], start=1):

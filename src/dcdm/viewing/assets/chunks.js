@@ -6,9 +6,7 @@ const data = JSON.parse(byId("data").textContent);
 const { tokens, frames } = data;
 const byNoise = data.axis === "noise";
 const routed = frames.some((frame) => frame.scores);
-const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM", lanes: "Lanes" };
-const lanes = data.lanes.length ? data.lanes : null;
-const groupName = lanes ? "lane" : "chunk"; // what colours stand for
+const kindNames = { ar: "AR", mdlm: "MDLM", bdlm: "BDLM", dcdm: "DCDM" };
 const numFree = tokens.filter((token) => token.free).length;
 
 let frame = frames[data.shown];
@@ -18,7 +16,7 @@ let alone = null;
 const text = new ChunkText(byId("tokens"), "Text", tokens.map((token) => token.text), (chosen) => {
   position = chosen;
   showToken();
-}, data.lanes);
+});
 
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part && part < whole / 100 ? 1 : 0)}%` : "–");
 
@@ -30,11 +28,6 @@ function caption() {
     const share = `${masked.toLocaleString("en")} of ${numFree.toLocaleString("en")} tokens are masked.`;
     return `${share} The router sees the others, and sends every token, masked or not, to a chunk. What is masked at one level stays masked at the next.`;
   }
-  if (data.drafts) {
-    const brought = frame.ids.filter((chunk) => chunk === frame.at).length;
-    return `Forward ${frame.at} brings ${brought} token${brought === 1 ? "" : "s"}: of each lane the accepted draft tokens, and one more. It saw what all lanes had before it, and the draft tokens of its own. ${data.rule}`;
-  }
-  if (lanes) return `Forward ${frame.at} writes the next token of every lane that is not full, seeing what all lanes have written before it. ${data.rule}`;
   if (frames.length === 1) return "One chunk holds every token: all are filled in together, in any order.";
   const size = frame.sizes[frame.at - 1];
   const many = `${size} token${size === 1 ? "" : "s"}`;
@@ -48,9 +41,8 @@ function show(number) {
   byId("slider-value").textContent = byNoise ? frame.at.toFixed(frame.at * 10 % 1 ? 2 : 1) : `${frame.at} of ${frames.length}`;
   byId("slider").setAttribute("aria-valuetext", byId("slider-value").textContent);
   byId("caption").textContent = caption();
-  byId("unrouted-key").hidden = lanes !== null || !frame.ids.includes(-1);
-  if (lanes) text.draw(frame.ids, frame.ids.map((chunk) => chunk < 0), undefined, (at) => frame.ids[at] === frame.at);
-  else text.draw(frame.ids, frame.hidden);
+  byId("unrouted-key").hidden = !frame.ids.includes(-1);
+  text.draw(frame.ids, frame.hidden);
   text.single(alone);
   showToken();
   showSizes();
@@ -63,11 +55,10 @@ function show(number) {
 function showToken() {
   const token = tokens[position];
   const chunk = frame.ids[position];
-  const group = lanes ? lanes[position] : chunk;
-  const where = group < 0 ? "in no chunk yet" : group === 0 ? "always visible" : `in ${groupName} `;
+  const where = chunk < 0 ? "in no chunk yet" : chunk === 0 ? "always visible" : "in chunk ";
   const name = [make("code", {}, JSON.stringify(token.text)), ` at ${position}, ${where}`];
-  if (group > 0) name.push(swatch(group));
-  const state = lanes ? (chunk < 0 ? ", not written yet" : chunk > 0 ? `, written by forward pass ${chunk}` : "") : frame.hidden[position] ? ", MASK" : "";
+  if (chunk > 0) name.push(swatch(chunk));
+  const state = frame.hidden[position] ? ", MASK" : "";
   name.push(`${state} · ${token.free ? token.kind : "not counted"}`);
   byId("token-name").replaceChildren(...name);
   const scores = frame.scores ? frame.scores[position] : [];
@@ -87,23 +78,15 @@ function scoreNote(scores, chunk) {
 
 // --- sizes -------------------------------------------------------------------------------------------------------
 
-/** Tokens in each chunk; of lanes, how many each has written. */
-function sizes() {
-  if (!lanes) return frame.sizes;
-  const written = Array(Math.max(...lanes)).fill(0);
-  lanes.forEach((lane, at) => lane && frame.ids[at] >= 0 && written[lane - 1]++);
-  return written;
-}
-
 function showSizes() {
-  const shown = sizes();
+  const shown = frame.sizes;
   const most = Math.max(1, ...shown);
   const rows = shown.map((size, k) => {
     const length = make("span", { className: `length ${chunkClass(k + 1)}` });
     length.style.width = `${(100 * size) / most}%`;
     const row = make("button", { type: "button", className: "size" }, swatch(k + 1), length, String(size), make("span", { className: "quiet" }, percent(size, numFree)));
     row.setAttribute("aria-pressed", String(alone === k + 1));
-    row.setAttribute("aria-label", `${groupName} ${k + 1}: ${size} tokens`);
+    row.setAttribute("aria-label", `chunk ${k + 1}: ${size} tokens`);
     row.addEventListener("click", () => {
       alone = alone === k + 1 ? null : k + 1;
       text.single(alone);
@@ -119,7 +102,7 @@ function showSizes() {
 
 /** Whether query q may attend to key k, as `dcdm.masks` defines it. */
 const mayAttend = {
-  chunk: ({ ids }, q, k) => ids[k] >= 0 && (ids[k] < ids[q] || (ids[k] === ids[q] && (!data.drafts || (lanes[k] === lanes[q] && k <= q)))),
+  chunk: ({ ids }, q, k) => ids[k] >= 0 && ids[k] <= ids[q],
   noise: ({ hidden }, q, k) => !hidden[k] || q === k,
 };
 
@@ -167,7 +150,7 @@ function showMask() {
   const image = canvas.getContext("2d").createImageData(size, size);
   const pixels = new Uint32Array(image.data.buffer);
   const paint = (x, y, colour) => (pixels[y * size + x] = colour);
-  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber((lanes ?? frame.ids)[at])]);
+  const chunkColour = (at) => (frame.ids[at] < 0 ? colours.empty : colours.chunks[colourNumber(frame.ids[at])]);
   let live = 0;
   order.forEach((query, row) => {
     for (let depth = 0; depth < strip; depth++) {
@@ -183,9 +166,9 @@ function showMask() {
   });
   canvas.getContext("2d").putImageData(image, 0, 0);
   const pairs = order.length ** 2;
-  const own = data.drafts ? "A token sees what earlier forward passes brought (light), and of its own pass what stands before it in its lane (dark)." : "A token sees its own chunk (dark) and earlier ones (light).";
+  const own = "A token sees its own chunk (dark) and earlier ones (light).";
   const which = chosenMask() === "chunk" ? own : "The router’s block sees what is visible (dark: same chunk), and each MASK itself.";
-  byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the ${groupName}s. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
+  byId("mask-note").textContent = `Rows ask, columns are seen; the edges show the chunks. ${which} ${live.toLocaleString("en")} of ${pairs.toLocaleString("en")} pairs are live: ${percent(live, pairs)}.`;
   canvas.setAttribute("aria-label", byId("mask-note").textContent);
 }
 
@@ -217,14 +200,14 @@ function showHeld() {
   });
   const words = (k) => held.windows > 1 ? [make("td", { className: "words" }, ...typical.words[k].map((word) => make("code", { title: `${percent(word.count * word.share, word.count)} of its ${word.count.toLocaleString("en")} occurrences are here` }, word.text.replaceAll(" ", "·"))))] : [];
   const typicalName = held.windows > 1 ? [make("th", { className: "words" }, `typical${typical.which === "all" ? "" : `, ${typical.which}`}`)] : [];
-  const head = make("tr", {}, make("th", {}, groupName), ...held.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"), ...typicalName);
+  const head = make("tr", {}, make("th", {}, "chunk"), ...held.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"), ...typicalName);
   const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en")), ...words(k)));
   const all = held.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
   body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
   byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
   const level = held.frames.length > 1 ? ` at noise level ${frame.at}` : "";
   const source = held.kinds.includes("keyword") ? "A token counts as the word that it lies in; keywords are Python’s." : "A token that does not begin its word is a piece.";
-  byId("kinds-source").textContent = `Shares of each ${groupName} over ${held.source}${level}: ${held.tokens.toLocaleString("en")} tokens. ${source}`;
+  byId("kinds-source").textContent = `Shares of each chunk over ${held.source}${level}: ${held.tokens.toLocaleString("en")} tokens. ${source}`;
 }
 
 /** What position, token and window alone explain, a row for each noise level and what the router saw. */
@@ -242,27 +225,18 @@ function showBits() {
 
 // --- begin -------------------------------------------------------------------------------------------------------
 
-byId("title").textContent = `${lanes ? "Lanes" : "Chunks"} of ${data.model}`;
+byId("title").textContent = `Chunks of ${data.model}`;
 byId("subtitle").textContent = [
   kindNames[data.kind] + (data.routing ? `, ${data.routing} routing` : ""),
   `${numFree.toLocaleString("en")} tokens and BOS`,
-  ...(lanes ? [`${Math.max(...lanes)} lane${Math.max(...lanes) === 1 ? "" : "s"}`, `${data.num_chunks} forward passes`] : [`${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`]),
+  `${data.num_chunks} chunk${data.num_chunks === 1 ? "" : "s"}`,
 ].join(" · ");
 byId("note").textContent = data.note;
 byId("note").hidden = !data.note;
-byId("slider-name").textContent = byNoise ? "Noise level" : lanes ? "Forward" : "Round";
+byId("slider-name").textContent = byNoise ? "Noise level" : "Round";
 byId("slider").max = frames.length - 1;
 byId("slider").disabled = frames.length === 1;
 byId("blind").textContent = routed ? "router" : "model";
-byId("head-key").hidden = !lanes;
-if (lanes) {
-  byId("masked-key").replaceChildren(make("span", { className: "token chunk-1 masked" }, "a"), " not written yet");
-  byId("visible-name").textContent = "written; the number is the forward pass";
-  byId("text-about").textContent = "Point at a token, or go through the text with the arrow keys, to see its lane and its forward.";
-  byId("sizes-name").textContent = "Lanes";
-  byId("sizes-about").textContent = "Tokens that each lane has written. Choose a lane to see it alone.";
-  byId("kinds-name").textContent = "What a lane holds";
-}
 byId("noise-choice").hidden = !routed;
 byId("bits-panel").hidden = held.windows === 1;
 showBits();
