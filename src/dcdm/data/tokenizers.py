@@ -198,8 +198,11 @@ class Tokenizer:
         """Whether text cut at `BETWEEN_WORDS` gives the tokens of the whole, as byte-level tokenizers do."""
         return all(self.encode(left + right) == self.encode(left) + self.encode(right) for left, right in PROBES)
 
-    def save(self, folder: Path | str) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` loads with the same ids."""
+    def save(self, folder: Path | str, specials: bool = True) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` loads with the same ids.
+
+        Without `specials` there are no BOS, PAD and MASK: EOS pads.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         names = {"bos_token": self.bos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
@@ -209,11 +212,15 @@ class Tokenizer:
             "eos_token": self.eos_token,
             **{name: self.backend.id_to_token(number) for name, number in names.items()},
         }
+        if not specials:
+            config = {name: value for name, value in config.items() if name not in names}
+            config["pad_token"] = self.eos_token
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        if self.bos_for is not None:
+        if self.bos_for is not None and specials:
             config[BOS_FOR] = self.bos_for
-        write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=False).encode())
+        backend = self.backend if specials else self._template_backend
+        write_whole(folder / "tokenizer.json", backend.to_str(pretty=False).encode())
         write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     @classmethod

@@ -38,7 +38,7 @@ def fitted(start: dict[str, Value], config: ModelConfig) -> dict[str, Value]:
     return {name: value for name, value in start.items() if config.drafts or not name.startswith("drafting.")}
 
 
-_SIZES = {
+SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -46,7 +46,7 @@ _SIZES = {
     "head_dim": "head_dim",
     "intermediate_size": "intermediate_size",
 }  # our name: theirs
-FIXED = (*_SIZES, "rope_theta", "rope_scaling", "norm_eps", "attention_bias", "qk_norm")
+FIXED = (*SIZES, "rope_theta", "rope_scaling", "norm_eps", "attention_bias", "qk_norm")
 """The weights mean something else under any other value."""
 _SCALING = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -296,7 +296,7 @@ def _fields(settings: dict[str, Any], place: str, family: Family | None = None) 
         settings["head_dim"] = read("hidden_size", "a whole number", settings) // max(
             1, read("num_attention_heads", "a whole number", settings)
         )
-    sizes = _SIZES | {"max_position": "max_position_embeddings", "vocab_size": "vocab_size"}
+    sizes = SIZES | {"max_position": "max_position_embeddings", "vocab_size": "vocab_size"}
     fields = {ours: read(theirs, "a whole number", settings) for ours, theirs in sizes.items()} | backbone.blocks
     fields["norm_eps"] = float(read("rms_norm_eps", "a number", settings))
     rope = {"rope_theta": settings.get("rope_theta"), **(settings.get("rope_parameters") or {})}
