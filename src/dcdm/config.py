@@ -217,10 +217,15 @@ class ModelConfig:
         _one_of("prompts", self.prompts, get_args(Prompts))
         if self.family is not None:
             _one_of("family", self.family, get_args(Family))
-        fits = self.kind in ("bdlm", "mdlm") and not self.predicts_from_left
         for name in ("prompts", "shift", "hidden_token", "family"):
-            if getattr(self, name) != getattr(ModelConfig, name) and not fits:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is for BDLM and MDLM that predict at MASK")
+            fits = ("bdlm", "mdlm", "dcdm") if name == "hidden_token" else ("bdlm", "mdlm")
+            if getattr(self, name) == getattr(ModelConfig, name) or (
+                self.kind in fits and not self.predicts_from_left
+            ):
+                continue
+            raise ConfigError(
+                f"{name}={getattr(self, name)!r} is for {' and '.join(fits).upper()} that predict at MASK"
+            )
         if self.shift and (self.prompts != "ordinary" or self.moe is not None):
             raise ConfigError("shift=True needs prompts='ordinary', and no moe")
         if self.hidden_token is not None:

@@ -56,7 +56,7 @@ def evaluations(run: str) -> list[dict]:
     return [row for row in rows if "evaluation" in row]
 
 
-@pytest.mark.parametrize("to", ["lanes", "ar", "bdlm", "dcdm-causal", "dcdm-paper"])
+@pytest.mark.parametrize("to", ["lanes", "ar", "bdlm", "mdlm", "dcdm-causal", "dcdm-paper"])
 def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
     to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +74,27 @@ def test_an_imported_model_becomes_every_kind_and_keeps_its_backbone(
     assert "step 0" in shown
     assert "step 2" in shown
     assert ("8 lanes" in shown) == (to == "lanes")
+
+
+def test_an_imported_diffusion_model_becomes_another_one_and_brings_its_mask(tmp_path: Path) -> None:
+    for name, folder in (("sdar", "sdar"), ("dream", "dream")):
+        import_model(str(pretrained.published(tmp_path / folder, name)[0]), Path(folder))
+    for model, to, more in (("sdar", "dcdm-paper", ["--lora", "2"]), ("dream", "bdlm", ["--block-size", "8"])):
+        run, base = f"runs/{model}-{to}", dcdm.load(model)[0]
+        assert adapt(run, "--to", to, "--steps", "1", *more, model=model, set=CHUNKS.get(to, ())) == 0
+        config = dcdm.load(run)[0].config
+        assert (config.kind, config.hidden_token) == (to.split("-")[0], base.config.hidden_token)
+        habits = ("visible", False) if to == "dcdm-paper" else ("ordinary", True)
+        assert (config.prompts, config.shift, config.family) == (*habits, None)
+        mask = dcdm.load(run)[0].embed_tokens.weight[-1]
+        torch.testing.assert_close(mask, base.embed_tokens.weight[-1], atol=5e-3, rtol=0)
+    kept = adapted(dcdm.load("sdar")[0].config, "bdlm", block_size=8)
+    assert (kept.prompts, kept.family, kept.block_size) == ("ordinary", "sdar", 8)
+    for to in ("lanes", "ar"):
+        with pytest.raises(
+            ConfigError, match=f"adapting to {to} starts from an AR model, and this is of kind 'bdlm'"
+        ):
+            adapted(kept, to)  # type: ignore[arg-type]
 
 
 def test_figures_before_training_are_those_of_the_base_model_and_training_lowers_all_of_them() -> None:

@@ -1,4 +1,4 @@
-"""`dcdm adapt`: a pretrained AR model learns to write in lanes, in blocks or in chunks.
+"""`dcdm adapt`: a pretrained model learns to write in lanes, in blocks or in chunks.
 
 A training run with defaults for two cores, and its figures before and after.
 """
@@ -26,13 +26,14 @@ from dcdm.config import ConfigError, Dtype, ModelConfig, whole_number
 if TYPE_CHECKING:
     from dcdm.viewing.tables import Table
 
-Target = Literal["lanes", "ar", "bdlm", "dcdm-causal", "dcdm-paper"]
+Target = Literal["lanes", "ar", "bdlm", "mdlm", "dcdm-causal", "dcdm-paper"]
 
 EXAMPLES = (
     "dcdm adapt base --run runs/lanes --data train.txt",
     "dcdm adapt base --run runs/lanes --data train.txt --steps 1000 --batch-size 4 --lora 16",
     "dcdm adapt base --run runs/blocks --data train.txt --to bdlm --block-size 4",
     "dcdm adapt base --run runs/tuned --data train.txt --to ar",
+    "dcdm adapt sdar --run runs/chunks --data train.txt --to dcdm-paper",
 )
 DEFAULTS: dict[str, Any] = {
     "data.window": 256, "train.warmup_steps": 20, "evaluate_first": True, "evaluate_sequences": 16,
@@ -40,10 +41,10 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """What suits a short run from good weights; a checkpoint of 135M parameters takes 1.6 GB."""
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
-    "ar": {}, "lanes": {"lanes": (1, 2, 4, 8), "drafts": 0}, "bdlm": {"block_size": 4},
+    "ar": {}, "lanes": {"lanes": (1, 2, 4, 8), "drafts": 0}, "bdlm": {"block_size": 4}, "mdlm": {},
     "dcdm": {"num_chunks": 8, "chunk_dim": 64},
 }  # fmt: skip
-"""Kind → what an AR model becomes by it."""
+"""Kind → what a model of another becomes by it."""
 ACTIVATIONS = 2e9  # bytes that backward may keep of one pass
 
 
@@ -64,17 +65,17 @@ def adapt(
     dtype: Dtype | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train a pretrained AR model further, so that it writes in lanes, in blocks or in chunks.
+    """Train a pretrained model further, so that it writes in lanes, in blocks or in chunks.
 
     A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. Last come
     the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about half an
     hour on one core.
 
     Args:
-        model: The model to start from: what `dcdm import` wrote, or any AR model.
+        model: The model to start from: what `dcdm import` wrote, or any AR, BDLM or MDLM.
         run: The run's folder; if there is a run in it, it is resumed.
-        to: What to make of it: lanes, bdlm (blocks that are filled in parallel), dcdm-causal or dcdm-paper (chunks
-            by content), or ar (fine-tuning, to compare with).
+        to: What to make of it: lanes, bdlm (blocks that are filled in parallel), mdlm, dcdm-causal or dcdm-paper
+            (chunks by content), or ar (fine-tuning, to compare with). Diffusion models do not become lanes or ar.
         lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR (default: 1,2,4,8, or
             as a lane model has them).
         drafts: For lanes: train a head that drafts so many tokens ahead (docs/drafts.md; default: as the model has
@@ -124,8 +125,10 @@ def adapted(
 ) -> ModelConfig:  # fmt: skip
     """The config of what a model is to become; its backbone stays, of one of that kind all that is not given."""
     kind, _, routing = to.partition("-")
-    if base.kind not in ("ar", kind):
-        raise ConfigError(f"adapting to {to} starts from an AR model, and this is of kind {base.kind!r}")
+    knows_mask = base.kind in ("bdlm", "mdlm") and kind in ("bdlm", "mdlm", "dcdm")
+    if base.kind not in ("ar", kind) and not knows_mask:
+        others = ", a BDLM or an MDLM" if kind in ("bdlm", "mdlm", "dcdm") else ""
+        raise ConfigError(f"adapting to {to} starts from an AR model{others}, and this is of kind {base.kind!r}")
     asked = {"lanes": lanes, "drafts": drafts, "block_size": block_size}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if foreign := [name for name in given if name not in DEFAULTS_OF[kind]]:
@@ -143,6 +146,10 @@ def adapted(
         "init_std", "attention_bias", "qk_norm",
     )  # fmt: skip
     kept = {name: getattr(base, name) for name in backbone}
+    if knows_mask:
+        kept["hidden_token"] = base.hidden_token
+        if kind != "dcdm":
+            kept |= {"prompts": base.prompts, "shift": base.shift}
     specials = {"hide_specials": base.hide_specials} if kind == "ar" else {}
     return ModelConfig(kind=kind, **{**kept, **specials, **DEFAULTS_OF[kind], **given})  # type: ignore[arg-type]
 
