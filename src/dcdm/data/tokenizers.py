@@ -212,15 +212,18 @@ class Tokenizer:
             "eos_token": self.eos_token,
             **{name: self.backend.id_to_token(number) for name, number in names.items()},
         }
+        spec = self.backend.to_str(pretty=False)
         if not specials:
             config = {name: value for name, value in config.items() if name not in names}
             config["pad_token"] = self.eos_token
+            held = json.loads(spec)
+            held["added_tokens"] = [token for token in held["added_tokens"] if token["id"] < self.bos_id]
+            spec = Backend.from_str(json.dumps(held)).to_str(pretty=False)
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         if self.bos_for is not None and specials:
             config[BOS_FOR] = self.bos_for
-        backend = self.backend if specials else self._template_backend
-        write_whole(folder / "tokenizer.json", backend.to_str(pretty=False).encode())
+        write_whole(folder / "tokenizer.json", spec.encode())
         write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     @classmethod
