@@ -290,7 +290,8 @@ def what_chunks_hold(folder: Path, corpus: Corpus, windows: int) -> tuple[list[d
         {
             "noise": level, "which": one.which, "tokens": one.tokens, "bits": _bits(one.bits),
             **{name: _bits(getattr(one, name).bits) for name in ("position", "token", "window")},
-            "left": _bits(one.left), "same_chunk": _bits(one.constant), "by_chance": _bits(one.constant_by_chance),
+            "left": _bits(one.left), "neighbour": _bits(one.neighbour.bits),
+            "same_chunk": _bits(one.constant), "by_chance": _bits(one.constant_by_chance),
         }
         for level, parts in zip(levels or (None,), held.frames, strict=True)
         for one in parts[1:] or parts
@@ -447,7 +448,7 @@ def chunks_in_words(card: Card) -> str:
     """What the card tells of chunks, as Markdown; nothing of models without any."""
     if not card.chunks:
         return ""
-    names = ("noise", "which", "tokens", "bits", "position", "token", "window", "left", "same_chunk", "by_chance")
+    names = list(card.chunks[0])
     lines = [
         "| " + " | ".join("–" if row[name] is None else str(row[name]) for name in names) + " |"
         for row in card.chunks
@@ -461,8 +462,9 @@ def chunks_in_words(card: Card) -> str:
 ## What its chunks hold
 
 Bits of the chunk, and how many of them a token's position, the token, and the window alone explain, chance taken
-out; what is left is context, noise, and several together (docs/method.md). *Same chunk*: the share of tokens that
-go where most of their type go, beside what chance gives.
+out; what is left is context, noise, and several together; *neighbour* is what the token before tells, as the router
+sees it (docs/method.md). *Same chunk*: the share of tokens that go where most of their type go, beside what chance
+gives.
 
 | {heads} |
 |{"---|" * len(names)}

@@ -21,7 +21,7 @@ ROUTERS = {
 def measured(ids, tokens=TOKENS):
     counted = POSITION > 0
     names = {token: f"t{token}" for token in range(TYPES)}
-    return contents(ids + 1, tokens, tokens % 2, counted, CHUNKS, 2, names)
+    return contents(ids + 1, tokens, tokens, tokens % 2, counted, CHUNKS, 2, names)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -33,6 +33,7 @@ def test_bits_go_to_what_decides_and_to_nothing_else(name):
     assert found.bits == pytest.approx(2, abs=0.15)
     assert bits.pop(own) == pytest.approx(found.bits, rel=0.02)
     assert max(bits.values()) < 0.02
+    assert found.neighbour.bits == pytest.approx(found.bits if name == "left" else 0, abs=0.02)
     assert found.token.counted > 0.005, "chance is there, and is taken out"
     assert (found.constant == 1) == (name == "token")
     if name == "random":

@@ -362,13 +362,12 @@ def held_over(
     pairs = zip(corpus.tokens.flatten().tolist(), (one for row in corpus.pieces for one in row), strict=True)
     names = {token: _letters(piece) for token, piece in pairs}
 
-    def of(ids: Tensor, counted: Tensor, which: str) -> Contents:
-        return contents(ids, corpus.tokens, kinds_nl, counted, num_groups, len(kinds), names, which, seed)
-
-    every = [of(ids, free, "all") for ids in ids_fnl]
-    frames = [[one] for one in every]
-    for frame, ids, masked in zip(frames, ids_fnl, masks_fnl, strict=True):
-        if levels:
-            parts = {"visible": free & ~masked, "masked": masked}
-            frame += [of(ids, counted, which) for which, counted in parts.items() if bool(counted.any())]
+    frames = []
+    for ids, masked in zip(ids_fnl, masks_fnl, strict=True):
+        seen = corpus.tokens.masked_fill(masked, model.config.mask_id)
+        parts = {"all": free} | ({"visible": free & ~masked, "masked": masked} if levels else {})
+        frames.append([
+            contents(ids, corpus.tokens, seen, kinds_nl, counted, num_groups, len(kinds), names, which, seed)
+            for which, counted in parts.items() if bool(counted.any())
+        ])  # fmt: skip
     return Held(corpus.source, len(free), kinds, int(free.sum()), frames)

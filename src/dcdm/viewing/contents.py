@@ -73,17 +73,20 @@ class Contents:
     window: Explained
     """How chunks differ from window to window: by what the text is about, or by what is masked."""
     left: float
-    """Bits that none of them explains alone: left to context, to noise, and to several of them together."""
+    """Bits that none of these explains alone: left to context, to noise, and to several of them together."""
+    neighbour: Explained
+    """What the token before, as the router sees it, tells: context, if anything does."""
     constant: float | None
     """How often a token goes where most of its type go, over types seen `LEAST` times; None if there are none."""
     constant_by_chance: float | None
 
 
 def contents(
-    ids: Tensor, tokens: Tensor, kinds: Tensor, counted: Tensor, num_chunks: int, num_kinds: int,
+    ids: Tensor, tokens: Tensor, seen: Tensor, kinds: Tensor, counted: Tensor, num_chunks: int, num_kinds: int,
     names: Mapping[int, str], which: str = "all", seed: int = 0,
 ) -> Contents:  # fmt: skip
-    """Of the `counted` (N, L) positions, given ids (N, L) of 1…K, tokens and kinds (N, L), and tokens' names."""
+    """Of the `counted` (N, L) positions, given ids (N, L) of 1…K, tokens as they are and as the router has `seen`
+    them, their kinds (N, L) and names."""
     row, position = counted.nonzero(as_tuple=True)
     chunk, token, kind = (values[counted] for values in (ids, tokens, kinds))
     chunk = chunk - 1
@@ -92,13 +95,14 @@ def contents(
     types, number = token.unique(return_inverse=True)
     of_types = _table(number, chunk, len(types), num_chunks)
     constant = [_constancy(_table(number, one, len(types), num_chunks)) for one in shuffled]
-    place, itself = (explained(chunk, labels, shuffled) for labels in (position, token))
+    labels = (position, token, seen.roll(1, dims=1)[counted])
+    place, itself, neighbour = (explained(chunk, each, shuffled) for each in labels)
     window, whole = explained(chunk, row, everywhere), entropy(chunk)
     left = max(0.0, whole - place.bits - itself.bits - window.bits)
     return Contents(
         which, len(chunk), _table(chunk, kind, num_chunks, num_kinds).tolist(),
         typical([names[one] for one in types.tolist()], of_types), whole, place, itself, window, left,
-        _constancy(of_types), _mean([one for one in constant if one is not None]),
+        neighbour, _constancy(of_types), _mean([one for one in constant if one is not None]),
     )  # fmt: skip
 
 

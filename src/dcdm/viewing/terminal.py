@@ -27,7 +27,8 @@ TOLD = (0, 0.3, 0.6, 0.9, 1)
 """Noise levels of the table of bits, beside the one that is shown."""
 BITS = (
     "bits of the chunk, and how many position, token and window explain alone, chance taken out; left: to context, "
-    "noise, and several together; same chunk: tokens that go where most of their type go (so many by chance)"
+    "noise, and several together; neighbour: what the token before tells; same chunk: tokens that go where most of "
+    "their type go (so many by chance)"
 )
 BLANK = "░"
 
@@ -236,12 +237,12 @@ def _typical(view: ChunkView, coloured: bool) -> Table:
 def _bits(view: ChunkView) -> Table:
     """What position, token and window alone explain of the chunk, at some noise levels."""
     table = Table(box=None, pad_edge=False)
-    for name in ("noise", "tokens", "bits", "position", "token", "window", "left", "same chunk"):
+    for name in ("noise", "tokens", "bits", "position", "token", "window", "left", "neighbour", "same chunk"):
         table.add_column(name, justify="right", no_wrap=True)
     for frame, held in zip(view.frames if view.axis == "noise" else [None], view.held.frames, strict=True):
         if frame is None or frame.at in TOLD or frame is view.frame:
             for one in held[1:] or held:
-                parts = (one.bits, one.position.bits, one.token.bits, one.window.bits, one.left)
+                parts = (one.bits, one.position.bits, one.token.bits, one.window.bits, one.left, one.neighbour.bits)
                 same = "–" if one.constant is None else f"{one.constant:.0%} ({one.constant_by_chance:.0%})"
                 level = "–" if frame is None else f"{frame.at:g}"
                 table.add_row(level, f"{one.tokens:,} {one.which}", *(f"{part:.2f}" for part in parts), same)

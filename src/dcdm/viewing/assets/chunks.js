@@ -212,13 +212,13 @@ function showHeld() {
 
 /** What position, token and window alone explain, a row for each noise level and what the router saw. */
 function showBits() {
-  const names = ["noise", "", "tokens", "bits of chunk", "position alone", "token alone", "window alone", "left", "same chunk", "by chance"];
+  const names = ["noise", "", "tokens", "bits of chunk", "position alone", "token alone", "window alone", "left", "neighbour", "same chunk", "by chance"];
   const share = (value) => (value === null ? "–" : percent(value, 1));
   const rows = held.frames.flatMap((parts, number) => (parts.length > 1 ? parts.slice(1) : parts).map((one) => {
     const part = (bits, title) => make("td", { title }, `${bits.toFixed(2)} (${one.bits ? percent(bits, one.bits) : "–"})`);
-    const alone = [one.position, one.token, one.window].map((each) => part(each.bits, `${each.counted.toFixed(2)} counted, ${each.chance.toFixed(2)} after shuffling`));
+    const [place, token, window, neighbour] = [one.position, one.token, one.window, one.neighbour].map((each) => part(each.bits, `${each.counted.toFixed(2)} counted, ${each.chance.toFixed(2)} after shuffling`));
     const noise = held.frames.length > 1 ? String(frames[number].at) : "–";
-    return make("tr", {}, ...[noise, one.which, one.tokens.toLocaleString("en"), one.bits.toFixed(2)].map((text) => make("td", {}, text)), ...alone, part(one.left, "left to context, to noise, and to several together"), ...[one.constant, one.constant_by_chance].map((value) => make("td", {}, share(value))));
+    return make("tr", {}, ...[noise, one.which, one.tokens.toLocaleString("en"), one.bits.toFixed(2)].map((text) => make("td", {}, text)), place, token, window, part(one.left, "left to context, to noise, and to several together"), neighbour, ...[one.constant, one.constant_by_chance].map((value) => make("td", {}, share(value))));
   }));
   byId("bits").replaceChildren(make("thead", {}, make("tr", {}, ...names.map((name) => make("th", {}, name)))), make("tbody", {}, ...rows));
 }
