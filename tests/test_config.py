@@ -85,6 +85,8 @@ LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
         ({"kind": "mdlm", "intermediate_size": None}, "intermediate_size"),
         ({"kind": "mdlm", "moe": MoEConfig(**MOE)}, "moe"),
         ({"kind": "mdlm", "context_length": 50_000}, "context_length"),
+        ({"kind": "mdlm", "context_length": 2**24 + 1, "max_position": 2**24 + 1}, "context_length"),
+        ({"kind": "mdlm", "max_position": 10**12}, "max_position"),
         ({"kind": "mdlm", "init_std": -1.0}, "init_std"),
         ({"kind": "bdlm"}, "block_size"),
         ({"kind": "bdlm", "block_size": 0}, "block_size"),

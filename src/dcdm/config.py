@@ -41,7 +41,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 DEFAULT_LANES = (1, 2, 4, 8, 16)
 LANE_LENGTH = 4  # training draws no number of lanes that would make them shorter than this
 NUM_SPECIALS = 3  # BOS, PAD, MASK: the last three ids of every vocabulary, in this order
-CHAT_FORMAT = 2  # raise it when the same chats would give other examples, splits or counts of bytes
+MOST_POSITIONS = 1 << 24  # up to here single precision, in which positions are encoded, has every whole number
+CHAT_FORMAT = 3  # raise it when the same chats would give other examples, splits or counts of bytes
 PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balance bias
 
 
@@ -207,6 +208,10 @@ class ModelConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("context_length", "max_position"):
             _at_least(name, getattr(self, name), 1)
+            if getattr(self, name) > MOST_POSITIONS:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is more than {MOST_POSITIONS:,}, the most there can be"
+                )
         self._check_backbone()
         self._check_lanes()
         self._check_partition()

@@ -227,3 +227,12 @@ def test_what_may_not_be_shared_has_no_prefix():
     long = shared_prefix(ar, [20, *range(19), *range(13), ar.mask_id])
     assert isinstance(long, PromptPrefix)
     assert len(long) == 32
+
+
+def test_a_text_draws_no_more_noise_than_its_canvas_has_places_and_what_it_draws_is_the_same():
+    network = tiny.model("mdlm", context_length=2**24, max_position=2**24)
+    asked = {"max_new_tokens": 4, "seed": 3}
+    drawn = dcdm.generate(network, [[1, 2]], **asked)  # a whole window would take gigabytes
+    assert drawn.tokens.tolist() == dcdm.generate(network, [[1, 2]], window=32, **asked).tokens.tolist()
+    text = Text([0], 8, DecodingConfig(), 4096, 8)
+    assert torch.equal(text.noise("token", 9), text.noise("token", 4096)[:, :9])

@@ -109,7 +109,7 @@ class Text:
 
     def noise(self, use: str, length: int) -> Tensor:
         """(1, L) uniform: one number per position, whatever the batch and its padding."""
-        drawn = self._key.fold(use, self.index, self.number).uniform(self.window)[None, :length]
+        drawn = self._key.fold(use, self.index, self.number).uniform(min(self.window, length))[None]
         return widen(drawn, length, 0.0)
 
     def committed(self, event: Event) -> None:
