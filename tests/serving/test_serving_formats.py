@@ -104,14 +104,16 @@ def test_automata_are_made_once_and_only_so_many_are_held(quick, monkeypatch):
     assert held.get(tokenizer, {"schema": one}) is held.get(tokenizer, {"schema": one})
     assert held.get(tokenizer, {"schema": one}) is not held.get(tokenizer, {"schema": other}), "their order counts"
     made.clear()
-    held = Constraints(remembered=2, entries=7000)
+    held = Constraints(remembered=2, most=4 * held.get(tokenizer, {"regex": "a"}).memory)
+    made.clear()
     for text in ("a", "b", "a", "c", "a"):
         held.get(tokenizer, {"regex": text})
     assert len(made) == 3
-    in_use = [held.get(tokenizer, {"regex": text * 3}) for text in "abcd"]
-    assert len(in_use) == 4
-    with pytest.raises(Exception, match="too many requests are waiting"):
-        held.get(tokenizer, {"regex": "e"})
+    in_use = [held.get(tokenizer, {"regex": "y" * 60})]  # more than all that was allowed
+    with pytest.raises(APIError, match="too many requests are waiting"):
+        held.get(tokenizer, {"regex": "z"})
+    in_use.clear()
+    assert held.get(tokenizer, {"regex": "z"})
 
 
 def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refused(monkeypatch, quick):

@@ -210,8 +210,16 @@ class Constraint:
                 self._tails[ends] = [last]
             tails = self._tails[ends]
             while len(tails) <= length:
-                tails.append(self.before(tails[-1], None, ends))
+                one_more = self.before(tails[-1], None, ends)
+                tails.append(tails[-1] if np.array_equal(one_more, tails[-1]) else one_more)
             return tails[length]
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes."""
+        with self._lock:
+            tails = {id(tail): tail.nbytes for tails in self._tails.values() for tail in tails}
+        return self.table.nbytes + self._from.nbytes + self._to.nbytes + sum(tails.values())
 
     def possible(self, length: int, ends: bool) -> bool:
         """Whether any text of so many positions matches."""

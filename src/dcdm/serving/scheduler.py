@@ -10,6 +10,8 @@ request's queue, in the order in which things happen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -26,6 +28,9 @@ from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_ma
 from dcdm.serving.served import Served
 
 T = TypeVar("T")
+
+TRIM_SECONDS = 20.0
+"""How often free memory is given back to the system."""
 
 
 class Reader(Protocol):
@@ -247,7 +252,12 @@ class Scheduler:
             self._thread.join(seconds)
 
     def _work(self) -> None:
+        trimmed = time.monotonic()
         while self._admit():
+            if time.monotonic() > trimmed + TRIM_SECONDS:
+                trimmed = time.monotonic()
+                with contextlib.suppress(OSError, AttributeError):  # of glibc: free memory between what is in use
+                    ctypes.CDLL(None).malloc_trim(0)
             try:
                 count = self._session.step()
             except Exception:  # a defect must not end the service

@@ -236,12 +236,12 @@ class Served:
 
 
 class Constraints:
-    """Automata of expressions, the last few of them remembered; together they may take so much memory."""
+    """Automata of expressions, the last few of them remembered; together they may take so many bytes."""
 
-    def __init__(self, remembered: int = 8, entries: int = 4 * ENTRIES) -> None:
+    def __init__(self, remembered: int = 8, most: int = 8 * ENTRIES) -> None:
         self._last: OrderedDict[str, Constraint] = OrderedDict()
         self._alive: weakref.WeakSet[Constraint] = weakref.WeakSet()
-        self._remembered, self._entries, self._lock = remembered, entries, threading.Lock()
+        self._remembered, self._most, self._lock = remembered, most, threading.Lock()
 
     def known(self, expression: dict[str, Any]) -> Constraint | None:
         """One that is remembered."""
@@ -255,9 +255,9 @@ class Constraints:
         if (known := self.known(expression)) is not None:
             return known
         with self._lock:
-            if sum(each.table.size for each in self._alive) > self._entries:
-                self._last.clear()
-            if sum(each.table.size for each in self._alive) > self._entries:
+            while self._last and self._memory() > self._most:
+                self._last.popitem(last=False)
+            if self._memory() > self._most:
                 raise queue_full()
         made = Constraint.of(tokenizer, **expression)
         with self._lock:
@@ -266,6 +266,9 @@ class Constraints:
             while len(self._last) > self._remembered:
                 self._last.popitem(last=False)
         return made
+
+    def _memory(self) -> int:
+        return sum(each.memory for each in self._alive)
 
 
 def _choice(name: str, about: str, **number: Any) -> dict[str, Any]:
