@@ -117,6 +117,34 @@ def test_a_truncated_shard_and_a_missing_tensor_are_named(tmp_path: Path) -> Non
         import_model(str(folder), tmp_path / "out")
 
 
+def test_a_tokenizer_with_code_of_its_own_is_read_without_it(tmp_path: Path) -> None:
+    """As Dream's: Qwen2's vocabulary and merges, and a class that only its folder has."""
+    folder = pretrained.published(tmp_path / "source", "dream")[0]
+    import_model(str(folder), tmp_path / "plain")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+    }
+    (folder / "tokenization_dream.py").write_text("raise SystemExit('code of a folder was run')\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | own))
+    import_model(str(folder), tmp_path / "with its file")
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(spec["model"]["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\n")
+    (folder / "added_tokens.json").write_text(
+        json.dumps({one["content"]: one["id"] for one in spec["added_tokens"]})
+    )
+    import_model(str(folder), tmp_path / "without")
+    texts = ("the cat", "x = 12  ", "a\n\nb")
+    plain = dcdm.load(tmp_path / "plain")[1]
+    for other in ("with its file", "without"):
+        tokenizer = dcdm.load(tmp_path / other)[1]
+        assert [tokenizer.encode(text) for text in texts] == [plain.encode(text) for text in texts]
+        assert (tokenizer.eos_id, tokenizer.mask_id) == (plain.eos_id, plain.mask_id)
+
+
 def test_weights_are_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pretrained.published(tmp_path / "source", "dream", max_shard_size="20KB")[0]
     read, alive, most = importing._tensor, weakref.WeakSet(), 0  # type: ignore[var-annotated]

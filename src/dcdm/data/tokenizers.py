@@ -336,14 +336,15 @@ def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
     return Tokenizer.over(base, eos, _chat_template(folder, config))
 
 
-def ask_transformers(spec: str, **options: Any) -> Any:
-    """The tokenizer that `transformers` makes of a folder or a hub name."""
-    from transformers import AutoTokenizer
+def ask_transformers(spec: str, reader: str = "AutoTokenizer", **options: Any) -> Any:
+    """The tokenizer that `transformers` makes of a folder or a hub name; `reader` is its class there."""
+    import transformers
 
     is_here = Path(spec).is_dir()
     answers = is_here or hub_answers()
     try:
-        return AutoTokenizer.from_pretrained(spec, local_files_only=is_here, trust_remote_code=False, **options)
+        chosen = getattr(transformers, reader)
+        return chosen.from_pretrained(spec, local_files_only=is_here, trust_remote_code=False, **options)
     except Exception as error:  # network, cache, repository and format errors have no common base
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

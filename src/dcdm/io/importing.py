@@ -90,7 +90,7 @@ class Source:
                 f"{folder} is not a folder; download a {NAMES} model and give the folder that holds its config.json"
             )
         path = folder / "config.json"
-        settings = _read_json(path, "give the folder that `save_pretrained` wrote")
+        settings = read_settings(path, "give the folder that `save_pretrained` wrote")
         known = family_of(settings, str(path), family)
         translated = settings if known is None else known.translated(settings, str(path))
         fields = _fields(translated, str(path), known)
@@ -262,10 +262,10 @@ def is_transformers(folder: Path) -> bool:
     """Whether the folder's config.json is that of a model which can be imported."""
     if not (folder / "config.json").is_file():
         return False
-    return _read_json(folder / "config.json", "restore it").get("model_type") in BACKBONES
+    return read_settings(folder / "config.json", "restore it").get("model_type") in BACKBONES
 
 
-def _read_json(path: Path, fix: str) -> dict[str, Any]:
+def read_settings(path: Path, fix: str) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except UnreadableFile as error:
@@ -354,7 +354,7 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
             "save the model with `save_pretrained`, which writes safetensors"
         )
-    weight_map = _read_json(index, AGAIN).get("weight_map")
+    weight_map = read_settings(index, AGAIN).get("weight_map")
     names: set[Any] = set(weight_map.values()) if isinstance(weight_map, dict) else {None}
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ConfigError(f"weight_map in {index} must name files of this folder; {AGAIN}")

@@ -28,7 +28,7 @@ from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
 from dcdm.files import JSON_LIMIT, MEGABYTE, file_digest
 from dcdm.io import export
 from dcdm.io.families import AR, HOW, Family
-from dcdm.io.importing import EMBEDDING, HEAD, Source
+from dcdm.io.importing import EMBEDDING, HEAD, Source, read_settings
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
 
@@ -235,7 +235,8 @@ def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
             raise ConfigError(
                 f"{path} is not a regular file of at most {JSON_LIMIT // MEGABYTE} MB; download it again"
             )
-    source, loaded = Source.in_folder(folder, family), ask_transformers(str(folder))
+    source = Source.in_folder(folder, family)
+    loaded = ask_transformers(str(folder), "AutoTokenizer" if source.family is None else _reader(folder, source))
     if source.family is None and family is None and loaded.mask_token is not None:
         raise ConfigError(
             f"{folder}: its tokenizer has a mask token, {loaded.mask_token!r}, as diffusion models have, and would "
@@ -243,6 +244,20 @@ def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
         )
     mask = None if loaded.mask_token is None else loaded.mask_token_id
     return Pretrained(source, adopted(loaded, str(folder)), before_text(loaded), mask)
+
+
+def _reader(folder: Path, source: Source) -> str:
+    """The class of `transformers` that reads a diffusion model's tokenizer, which may name code of its own: that of
+    Qwens is Qwen2's vocabulary and merges in another file. No code of a folder is run.
+    """
+    path = folder / "tokenizer_config.json"
+    own = read_settings(path, "restore it").get("auto_map") if path.is_file() else None
+    if not isinstance(own, dict) or "AutoTokenizer" not in own:
+        return "AutoTokenizer"
+    if (folder / "tokenizer.json").is_file():
+        return "PreTrainedTokenizerFast"
+    merges = source.backbone.name.startswith("Qwen") and (folder / "merges.txt").is_file()
+    return "Qwen2Tokenizer" if merges else "AutoTokenizer"
 
 
 def _from_hub(name: str) -> Path:
