@@ -1,5 +1,6 @@
 """The paper's experiments as parts of a study, and what `dcdm reproduce` says and does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import yaml
 
 import corpora
 from dcdm.cli import main
-from dcdm.commands.study import reproduce
+from dcdm.commands.study import WIKITEXT, losses_table, reproduce, with_texts_at_hand
+from dcdm.studies.plots import draw_curves
 from dcdm.studies.study import Study, read_study
 
 ROOT = Path(__file__).parents[2]
@@ -100,10 +102,60 @@ def test_an_experiment_is_carried_out_judged_and_not_repeated(
     main(command)
     first = capsys.readouterr()
     assert first.err.count(": done") == 1
-    assert first.out.count("undecided") == 2  # one seed decides nothing
+    assert first.out.count("one seed") == 2  # which decides nothing
     stored = (tmp_path / "out.json").read_bytes()
     (tmp_path / "work").rename(tmp_path / "gone")
     main(command)
     again = capsys.readouterr()
     assert (again.out, again.err) == (first.out, "")
     assert (tmp_path / "out.json").read_bytes() == stored
+
+
+# --- in a hurry --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick() -> Study:
+    return read_study(ROOT / "studies/quick.yaml")
+
+
+def test_a_quick_study_has_the_papers_k_and_models_of_one_size(quick: Study, claims: Study) -> None:
+    assert set(quick.experiments) == {"loss-curves", "k-ablation", "point-vs-subspace", "zero-shot"}
+    assert set(quick.experiments) <= set(claims.experiments)
+    models = [quick.config(name).model for name in quick.variants_in(["k-ablation"])]
+    assert {model.num_chunks for model in models} == {8, 16, 32, 64}
+    assert {model.num_chunks * model.chunk_dim for model in models} == {256}
+
+
+def test_it_takes_the_texts_that_are_there_and_says_which(
+    quick: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert with_texts_at_hand(quick, ["k-ablation"]).corpora == {}
+    assert with_texts_at_hand(quick, ["zero-shot"]).corpora == {"python": "stdlib"}
+    assert "addresses that come with dcdm" in capsys.readouterr().err
+    for path in (WIKITEXT / "manifest.json", Path("data/zeroshot/lambada.jsonl")):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    found = with_texts_at_hand(quick, ["zero-shot"])
+    assert (set(found.corpora), found.settings["data.sources"]) == ({"lambada", "python"}, [str(WIKITEXT)])
+
+
+def test_what_was_not_run_says_so_and_the_figure_has_loss_and_balance(
+    quick: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    valid = {"nats_per_token": 5.0, "estimator": "sequential", "forwards": None, "max_violation": 0.5}
+    figures = {"paper-s0": {"valid": {**valid, "curve": [[20, 5.5], [40, 5.0]], "balance": [[20, 1.0], [40, 0.5]]}}}
+    rows = losses_table(quick, figures, ["paper", "mdlm"]).rows
+    assert [row[-1] for row in rows] == ["one seed", "not run"]
+    assert rows[0][1:4] == ["5.000", None, "0.500"]
+    draw_curves(quick, figures, tmp_path / "curves.svg", ["paper", "mdlm"])
+    assert len(re.findall(r"<g id=\"axes_\d", (tmp_path / "curves.svg").read_text())) == 2
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dcdm.studies.runner.carry_out", lambda *given: True)
+    main(["reproduce", "k-ablation", "--quick", "--study", str(ROOT / "studies/quick.yaml")])
+    shown = capsys.readouterr().out
+    assert shown.count("not run") == 4 + 3 + 1  # models, comparisons, the claim
+    assert "K=64" in shown
+    assert (tmp_path / "runs/quick/k-ablation.png").is_file()

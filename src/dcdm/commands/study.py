@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +16,7 @@ from dcdm.config import ConfigError
 if TYPE_CHECKING:
     from dcdm.studies.results import Judged
     from dcdm.studies.study import Experiment, Study
+    from dcdm.viewing.tables import Table
 
 STUDY_EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -22,6 +24,7 @@ STUDY_EXAMPLES = (
 )
 REPRODUCE_EXAMPLES = (
     "dcdm reproduce --list",
+    "dcdm reproduce loss-curves --quick",
     "dcdm reproduce loss-curves",
     "dcdm reproduce scaling --scale paper",
 )
@@ -111,12 +114,20 @@ def carry_on(
     import json
 
     from dcdm.files import write_whole
+    from dcdm.progress import ConsoleProgress
     from dcdm.studies.results import summary
     from dcdm.studies.runner import carry_out, collected, stored_figures
 
     at_least_one(jobs=jobs)
     known = () if out is None else stored_figures(asked, out)
-    complete = not start or carry_out(asked, work, jobs, _say, only, seeds, known)
+    with ConsoleProgress() as reporter:
+        began = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            minutes = (time.monotonic() - began) * (total - done) / max(1, done) / 60
+            reporter.progress("training", done, total, "steps", f"about {minutes:.0f} min left" if done else "")
+
+        complete = not start or carry_out(asked, work, jobs, reporter.say, only, seeds, known, progress)
     figures = collected(asked, work, out)
     if out is not None:
         write_whole(out, (json.dumps(summary(asked, figures), indent=1, sort_keys=True) + "\n").encode())
@@ -148,9 +159,10 @@ def _say(line: str) -> None:
 def reproduce(
     names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")] = (),
     scale: Literal["cpu", "paper"] = "cpu",
-    study: Path = Path("studies/claims.yaml"),
-    work: Path = Path("runs/claims"),
-    out: Path = Path("results/claims.json"),
+    quick: bool = False,
+    study: Annotated[Path | None, arg(help_behavior_hint="(default: studies/claims.yaml)")] = None,
+    work: Annotated[Path | None, arg(help_behavior_hint="(default: runs/claims)")] = None,
+    out: Annotated[Path | None, arg(help_behavior_hint="(default: results/claims.json)")] = None,
     jobs: int = 2,
     seeds: tuple[int, ...] = (),
     list: bool = False,
@@ -160,12 +172,16 @@ def reproduce(
     At CPU scale an experiment is a part of one study (`dcdm study`), of which a run takes some minutes of a core. A
     finished run is never repeated; Ctrl-C saves and stops, the same command resumes.
 
+    With --quick one seed of a small study, studies/quick.yaml, is done in minutes (loss-curves, k-ablation,
+    point-vs-subspace, zero-shot), with the paper's figure and its table.
+
     Names: loss-curves, downstream, adaptive, scaling, training-steps, k-ablation, point-vs-subspace, zero-shot,
     moe, partitions, learning-rate, or all.
 
     Args:
         names: Experiments.
         scale: cpu runs here; paper writes commands and costs without starting.
+        quick: At most ten minutes on two cores for an experiment; runs, figures and pictures go to runs/quick.
         study: The study with the runs, the claims and the experiments (docs/reproduction.md says which texts it
             needs).
         work: Folder of the runs themselves: weights, metrics, logs.
@@ -174,12 +190,16 @@ def reproduce(
         seeds: Seeds to run now; by default all that each model has.
         list: Show what each experiment is about, and how many of its runs are done, without starting.
     """
+    from dcdm.studies.plots import draw_curves
     from dcdm.studies.results import judge
     from dcdm.studies.runner import stored_figures
     from dcdm.studies.study import paper_commands, read_study
 
     if not names and not list:
         raise ConfigError("name an experiment, or all; `dcdm reproduce --list` shows their names")
+    name = "quick" if quick else "claims"
+    study, work = study or Path(f"studies/{name}.yaml"), work or Path(f"runs/{name}")
+    out = out or (work / "figures.json" if quick else Path("results/claims.json"))
     if not study.is_file():
         raise ConfigError(f"--study {study}: there is no such file; run this in a checkout, or name the study")
     asked = read_study(study)
@@ -190,15 +210,65 @@ def reproduce(
     if scale == "paper":
         print("\n\n".join(paper_commands(name, one) for name, one in chosen.items()))
         return
+    if quick:
+        asked = with_texts_at_hand(asked, names)
+        work.mkdir(parents=True, exist_ok=True)
     only = asked.variants_in(chosen)
     if not only:
         raise ConfigError(f"{', '.join(names)}: nothing of it runs at CPU scale; --scale paper has its commands")
     folders_exist(out=out)
     complete, figures = carry_on(asked, work, jobs, only, seeds, out)
+    if quick:
+        picture = work / f"{'-'.join(chosen)}.png"
+        draw_curves(asked, figures, picture, only)
+        losses_table(asked, figures, only).print(caption="nats per token of held-out text; lower is better")
+        print(f"\n{picture}: loss and MaxVio against steps\n")
     decided = [claim for one in chosen.values() for claim in one.claims]
     print_verdicts([claim for claim in judge(asked, figures) if claim.name in decided])
     if not complete:
         sys.exit(1)
+
+
+WIKITEXT = Path("data/wikitext2-bpe512")
+
+
+def with_texts_at_hand(study: Study, names: Collection[str]) -> Study:
+    """A quick study on WikiText-2 if it is prepared, and of the other texts those that are there, if asked for."""
+    from dataclasses import replace
+
+    from dcdm.studies.runner import PACKAGED
+
+    if (WIKITEXT / "manifest.json").is_file():
+        study = replace(study, settings={**study.settings, "data.sources": [str(WIKITEXT)]})
+        _say(f"text: {WIKITEXT}")
+    else:
+        _say(
+            f"text: the addresses that come with dcdm; WikiText-2 is taken once it is in {WIKITEXT} (docs/data.md "
+            "says where it is to be had)"
+        )
+    if not {"zero-shot", "all"} & {*names}:
+        return replace(study, corpora={})
+    there = {name: path for name, path in study.corpora.items() if path in PACKAGED or Path(path).is_file()}
+    if missing := sorted({*study.corpora} - {*there}):
+        _say(f"other texts: {', '.join(there)}; {', '.join(missing)} are not in data/zeroshot (docs/data.md)")
+    return replace(study, corpora=there)
+
+
+def losses_table(study: Study, figures: Mapping[str, dict[str, Any]], names: Sequence[str]) -> Table:
+    """A row for each model: its losses on held-out and on other texts, and its balance, or that it was not run."""
+    from dcdm.studies.results import BALANCE, by_seed, interval
+    from dcdm.viewing.tables import Table
+
+    columns = {"loss": "valid", "surrogate (no bound)": "surrogate", BALANCE: BALANCE}
+    columns |= {text: f"{text}: valid" for text in study.corpora}
+    rows = []
+    for name in names:
+        values = [by_seed(study, figures, name, figure) for figure in columns.values()]
+        shown = [interval([*found.values()]) for found in values]
+        seeds = len(values[0])
+        how = "not run" if not seeds else "one seed" if seeds == 1 else f"{seeds} seeds"
+        rows.append([study.variants[name].label or name, *(one and one.shown() for one in shown), how])
+    return Table(("model", *columns, "runs"), rows, ("model", "runs"))
 
 
 def _show_list(study: Study, chosen: Mapping[str, Experiment], done: Collection[str]) -> None:

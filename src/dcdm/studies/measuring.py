@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,7 @@ def measure(
     evaluated = [row for row in read_rows(folder / "metrics.jsonl") if "evaluation" in row]
     if curve := [[row["step"], round(row["evaluation"]["valid_nll"], 5)] for row in evaluated]:
         main["curve"] = curve
+        main["balance"] = _balance(read_rows(folder / "metrics.jsonl"), [step for step, _ in curve])
     if model.config.kind == "dcdm":
         figures["valid"]["max_violation"] = _max_violation(model, held_out)
     main["text"] = {
@@ -112,6 +113,15 @@ def unigram_baseline(data: PreparedData, text: WindowBatch) -> float:
     counts[[tokenizer.bos_id, tokenizer.pad_id, tokenizer.mask_id]] = 0
     free = ~text.prompt & (text.tokens != tokenizer.pad_id) & (text.tokens != tokenizer.bos_id)
     return float(-torch.from_numpy(np.log(counts[text.tokens[free].numpy()] / counts.sum())).mean())
+
+
+def _balance(rows: Iterable[Mapping[str, Any]], steps: Sequence[int]) -> list[list[float]]:
+    """MaxVio of training batches, mean over the steps up to each of `steps`; [] where there are no chunks."""
+    values: dict[int, list[float]] = {}
+    for row in rows:
+        if "max_violation" in row and (end := next((step for step in steps if step >= row["step"]), None)):
+            values.setdefault(end, []).append(row["max_violation"])
+    return [[step, round(math.fsum(found) / len(found), 4)] for step, found in values.items()]
 
 
 def _max_violation(model: Model, text: WindowBatch) -> float:

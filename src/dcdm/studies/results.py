@@ -18,7 +18,8 @@ from dcdm.studies.study import BALANCE, STEP, Study
 Figures = Mapping[str, dict[str, Any]]
 """Run → its figures by name."""
 CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
-WEAKEST_FIRST = (CONTRADICTED, UNDECIDED, CONFIRMED)
+NOT_RUN, ONE_SEED = "not run", "one seed"
+WEAKEST_FIRST = (CONTRADICTED, NOT_RUN, ONE_SEED, UNDECIDED, CONFIRMED)
 NORMAL = 1.959964
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """97.5 % points of Student's distribution by degrees of freedom; `student` has those beyond."""
@@ -83,6 +84,11 @@ def _value(part: Mapping[str, Any], figure: str) -> float | None:
 def curve_of(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
     """Step → valid figure of held-out text while a run was trained, from its figures."""
     return [(step, nll) for figure in figures.values() for step, nll in figure.get("curve", ())]
+
+
+def balance_of(figures: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Step → MaxVio of the training batches since the step before, from the figures of a run."""
+    return [(step, value) for figure in figures.values() for step, value in figure.get("balance", ())]
 
 
 def same_texts(runs: Collection[Mapping[str, Any]]) -> bool:
@@ -172,8 +178,10 @@ class Compared:
     @property
     def verdict(self) -> str:
         """By the side of zero on which the interval lies; one seed decides nothing."""
-        if self.difference is None or (half := self.difference.half) is None:
-            return UNDECIDED
+        if self.difference is None:
+            return NOT_RUN
+        if (half := self.difference.half) is None:
+            return ONE_SEED
         if self.difference.mean + half < 0:
             return CONFIRMED
         return CONTRADICTED if self.difference.mean - half > 0 else UNDECIDED
@@ -190,7 +198,7 @@ class Judged:
     @property
     def verdict(self) -> str:
         reached = {part.verdict for part in self.parts}
-        return next((verdict for verdict in WEAKEST_FIRST if verdict in reached), UNDECIDED)
+        return next((verdict for verdict in WEAKEST_FIRST if verdict in reached), NOT_RUN)
 
 
 def judge(study: Study, figures: Figures) -> list[Judged]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from dcdm.files import UnreadableFile, digest, read_json_object, stops_handled_b
 from dcdm.studies.results import same_texts
 from dcdm.studies.study import Run, Study
 
+PACKAGED = ("stdlib", "addresses")
+"""Other texts that are no files."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -84,12 +87,13 @@ def collected(study: Study, work: Path, results: Path | None = None) -> dict[str
 def carry_out(
     study: Study, work: Path, jobs: int, say: Callable[[str], None] = lambda line: None, only: Collection[str] = (),
     seeds: Collection[int] = (), known: Collection[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:  # fmt: skip
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
     `only` and `seeds` choose the variants and the seeds to carry out, by default all; initial weights that they
     need are made with them. Runs that are `known` need not be made, unless another starts from their weights. A
-    stop is passed on to the runs, which save; the same call resumes them.
+    stop is passed on to the runs, which save; the same call resumes them. `progress` hears of training steps.
     """
     waiting = _waiting(study, work, only, seeds, known)
     if waiting:
@@ -120,10 +124,23 @@ def carry_out(
 
     with stops_handled_by(stop), ThreadPoolExecutor(jobs) as pool:
         results = [pool.submit(one, run) for run in waiting]
+        total = sum(run.config(work).train.steps for run in waiting)
         while not all(result.done() for result in results):  # in small portions, so that signals are heard
             time.sleep(0.2)
+            progress(sum(_steps_done(work / run.name) for run in waiting), total)
     outcomes = [result.result() for result in results]  # all of them: a defect must not hide behind a failed run
     return all(outcomes)
+
+
+def _steps_done(folder: Path) -> int:
+    """Of a run that may be going on: the step of the last line of its metrics."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        found = re.findall(rb'"step": ?(\d+)', file.read())
+    return int(found[-1]) if found else 0
 
 
 def _waiting(
@@ -153,7 +170,7 @@ def _check_corpora(study: Study) -> None:
     """Read the other texts once, before hours are spent on models to measure on them."""
     from dcdm.evaluation.corpora import read_corpus
 
-    if missing := [path for path in study.corpora.values() if not Path(path).is_file()]:
+    if missing := [path for path in study.corpora.values() if path not in PACKAGED and not Path(path).is_file()]:
         raise ConfigError(f"corpora: {', '.join(missing)}: there is no such file; put it there, or leave it out")
     for name, path in study.corpora.items():
         try:
