@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -125,7 +126,8 @@ def carry_on(
 
         def progress(done: int, total: int) -> None:
             minutes = (time.monotonic() - began) * (total - done) / max(1, done) / 60
-            reporter.progress("training", done, total, "steps", f"about {minutes:.0f} min left" if done else "")
+            left = f"about {math.ceil(minutes)} min left, then measuring" if done < total else "now measuring"
+            reporter.progress("training", done, total, "steps", left if done else "")
 
         complete = not start or carry_out(asked, work, jobs, reporter.say, only, seeds, known, progress)
     figures = collected(asked, work, out)
