@@ -16,6 +16,7 @@ from dcdm.data.chats import ChatTemplate
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding import constraints
 from dcdm.serving.app import create_app_for
+from dcdm.serving.scheduler import FairQueue
 from dcdm.serving.schemas import APIError
 from dcdm.serving.served import Constraints, Served
 from dcdm.serving.settings import Settings
@@ -135,9 +136,23 @@ def test_expressions_that_take_long_delay_no_other_request_and_too_many_are_refu
         for other in ({}, regex("a+"), {**regex("b+"), "user": "other"}):
             assert server.post("/v1/completions", {**body, **other}, timeout=10).status_code == 200
         assert sum(each.done() for each in asked) == 5, "one of the caller's is compiled, sixteen wait"
+        server.scheduler.draining = True  # what the signal does first
         going_on.set()
-        assert {each.result().status_code for each in asked} == {429}
-        assert all("Retry-After" in each.result().headers for each in asked)
+        answers = [each.result() for each in asked]
+        codes = [answer.status_code for answer in answers]
+        assert (codes.count(429), codes.count(503)) == (6, 16), "what waits is not made any more"
+        assert all("Retry-After" in answer.headers for answer in answers)
+
+
+def test_a_text_that_must_match_counts_twice_in_the_fair_queue(quick, monkeypatch):
+    costs, add = [], FairQueue.add
+    monkeypatch.setattr(
+        FairQueue, "add", lambda queue, row, caller, cost: costs.append(cost) or add(queue, row, caller, cost)
+    )
+    with live() as server:
+        for more in ({}, regex("a+")):
+            assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 4, **more}).status_code == 200
+    assert costs == [6, 12]
 
 
 def test_callers_take_turns_and_who_is_gone_waits_no_longer(monkeypatch):

@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.constraints import Constraint
 from dcdm.model.transformer import Model
 from dcdm.serving import answers
 from dcdm.serving.monitoring import Metrics
@@ -32,6 +33,7 @@ from dcdm.serving.schemas import (
     Generating,
     Json,
     OpenAIRequest,
+    closing,
     invalid_body,
 )
 from dcdm.serving.served import Served
@@ -239,10 +241,16 @@ def _generation(app: FastAPI) -> None:
     async def prepared(request: Request, body: Generating, prepare: Callable[..., T]) -> T:
         """What is asked for, checked; automata and chats, which may take seconds, wait for their turns."""
         served, caller = models.get(body.model).served, caller_of(request, body)
+
+        def constrained(expression: dict[str, Any]) -> Constraint:
+            if models.draining:  # by the time of its turn
+                raise closing()
+            return served.constrain(expression)
+
         constraint, expression = None, body.expression()
         if expression is not None:
             constraint = served.constraints.known(expression) or await while_connected(
-                request, compiling.run(caller, served.constrain, expression)
+                request, compiling.run(caller, constrained, expression)
             )
         if not isinstance(body, ChatRequest):
             return await run_in_threadpool(prepare, served, body, constraint)

@@ -29,6 +29,8 @@ from dcdm.serving.served import Served
 
 T = TypeVar("T")
 
+CONSTRAINED = 2
+"""How many times as much a text counts whose tokens are drawn one after the other, since they must match."""
 TRIM_SECONDS = 20.0
 """How often free memory is given back to the system."""
 
@@ -228,7 +230,7 @@ class Scheduler:
             for row in rows:
                 length = 1 + len(row.prompt) + row.new_tokens
                 row.size = min(self.served.window, length)
-                self._waiting.add(row, caller, length)
+                self._waiting.add(row, caller, length * (CONSTRAINED if row.spans else 1))
             self._changed.notify_all()
         self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in rows))
         return queued
