@@ -100,3 +100,20 @@ def test_no_figure_tells_a_caller_whether_a_prompt_was_sent_before():
         counted("x" * 40)
         assert counted("x" * 40) == counted("y" * 40)
         assert server.scheduler.prefixes.found == 32
+
+
+def test_an_imported_diffusion_model_is_served_as_it_samples_and_shares_whole_blocks_of_prompts():
+    habits = {"prompts": "ordinary", "shift": True, "hidden_token": ord("b"), "family": "fast-dllm-v2"}
+    pair = tiny_model("bdlm", block_size=4, context_length=96, **habits)
+    with live(model=pair) as server:
+        (card,) = server.get("/v1/models").json()["data"]
+        dials = {dial["name"]: dial["means"] for dial in card["dcdm"]["settings"]}
+        assert (dials["commit"], dials["routing"]) == ("threshold:0.9", "sub-blocks:8")
+        prompt = "one prompt of more than thirty-two letters, "
+        for words in ("here", "there", "here"):
+            body = {"prompt": prompt + words, "max_tokens": 12, "seed": 3, "stop_at_eos": False}
+            answer = server.post("/v1/completions", body).json()
+            options = {"tokenizer": pair[1], "max_new_tokens": 12, "seed": 3, "eos_id": -1}
+            assert answer["choices"][0]["text"] == dcdm.generate(pair[0], [prompt + words], **options).texts[0]
+        assert server.scheduler.prefixes.found == 2 * 32
+        assert '"kind":"bdlm"' in server.post("/v1/denoise", {"prompt": "a [[4]] c", "max_tokens": 0}).text

@@ -204,10 +204,10 @@ class Session:
         most = max(text.alternatives for text in self.texts)
         alternatives = committed.predicted.most(committed.fill & asked[:, None], most) if most else ()
         for row, text in enumerate(self.texts):
+            text.forwards += 1
             fill = committed.fill[row]
             if not bool(fill.any()):
                 continue
-            text.forwards += 1
             places = committed.position[row][fill].tolist()
             others = []
             if text.alternatives:
