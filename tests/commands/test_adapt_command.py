@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dcdm
 import pretrained
@@ -273,6 +274,47 @@ def test_an_adapter_of_another_base_or_a_damaged_one_is_refused(
     assert "its weights have changed" in capsys.readouterr().err
     shutil.rmtree(place / "base")
     kept.rename(place / "base")
+
+
+def test_an_adapter_is_compared_with_its_base_in_every_part(adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(adapters["ar"], tmp_path / "adapter"))
+    (folder / "checksums.json").unlink()
+    stored, weights = load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.safetensors"
+    first = next(name for name in stored if name.endswith("q_proj.lora_A.weight"))
+    other, value = first.replace("lora_A", "lora_B"), stored[first]
+    for changes, message in (
+        ({other: None}, "half of an adapter of layers.0.self_attn.q_proj"),
+        ({first: value[:1]}, "expected"),
+        ({first: value[:, :-1]}, "expected"),
+        ({other: stored[other][:1]}, "expected"),
+        ({first: value * torch.nan}, "no number"),
+        ({first.replace("q_proj", "norm"): value}, "layers.0.self_attn.norm, which its base has no matrix of"),
+        ({"base_model.model.model.norm.weight": value}, "holds norm.weight, which is no part"),
+    ):
+        changed = {name: x for name, x in (stored | changes).items() if x is not None}  # type: ignore[operator]
+        save_file({name: x.clone() for name, x in changed.items()}, weights)
+        with pytest.raises(ConfigError, match=message):
+            load_model("base", adapter=folder)
+    save_file(stored, weights)
+    peft = json.loads((folder / "adapter_config.json").read_text())
+    for changes, message in (
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
+        ({"peft_type": "LOHA"}, "plain LoRA"),
+        ({"lora_alpha": 1e9}, "lora_alpha=1e"),
+        ({"r": peft["r"] + 1}, "expected"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["norm"]}, "modules_to_"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(peft | changes))
+        with pytest.raises(ConfigError, match=message):
+            load_model("base", adapter=folder)
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
+    ours = json.loads((folder / "dcdm.json").read_text())
+    ours["model"]["rope_theta"] = 5.0
+    (folder / "dcdm.json").write_text(json.dumps(ours))
+    with pytest.raises(ConfigError, match="is for rope_theta=5"):
+        load_model("base", adapter=folder)
 
 
 def test_an_adapter_on_weights_in_bf16_with_or_without_a_draft_head_is_the_model_that_was_trained() -> None:

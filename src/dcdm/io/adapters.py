@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcdm.config import NUM_SPECIALS, ConfigError, ModelConfig
 from dcdm.files import UnreadableFile, listed_file, read_json_object, write_tensors
-from dcdm.io.importing import EMBEDDING, fitted
+from dcdm.io.importing import EMBEDDING, FIXED, fitted
 from dcdm.kinds import OWN_PARTS
 from dcdm.model import lora
 
@@ -26,6 +26,12 @@ PREFIX = "base_model.model.model."
 """Before our names: `peft`'s wrapper, its model, and the network in the class that `transformers` loads."""
 ROWS = "embed_tokens.token_adapter.trainable_tokens_delta"
 """The values of the trained rows, in spite of the name."""
+NOT_PLAIN = (
+    "use_rslora", "use_dora", "use_qalora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias", "lora_bias",
+    "modules_to_save", "layers_to_transform",
+)  # fmt: skip
+"""Settings of `peft` by which the same tensors mean something else."""
+MOST_SCALE = 1e4  # of alpha over rank; 2 is usual
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,34 @@ class Adapter:
     scale: float
     tensors: dict[str, Tensor]
     """By the names of the state dict; of the embedding, the values of the trained rows."""
+
+    def check_fits(self, base: ModelConfig, shapes: dict[str, tuple[int, ...]], place: Path) -> None:
+        """Refuse an adapter that was not made for such a model, given the shapes of its weights."""
+
+        def refuse(what: str) -> None:
+            raise ConfigError(f"{place} {what}; export the adapter again, or give the model that it was trained on")
+
+        for name in FIXED:
+            if getattr(base, name) != getattr(self.config, name):
+                refuse(f"is for {name}={getattr(self.config, name)}, and in its base it is {getattr(base, name)}")
+        for name, value in self.tensors.items():
+            module, _, part = name.rpartition(".")
+            wanted: tuple[int, ...] = tuple(value.shape)  # what is new is compared when the model is whole
+            if part in (lora.A, lora.B):
+                weight = shapes.get(f"{module}.weight", ())
+                if len(weight) != 2 or module.rpartition(".")[2] not in lora.TARGETS:
+                    refuse(f"adapts {module}, which its base has no matrix of")
+                if f"{module}.{lora.B if part == lora.A else lora.A}" not in self.tensors:
+                    refuse(f"holds half of an adapter of {module}")
+                wanted = (self.rank, weight[1]) if part == lora.A else (weight[0], self.rank)
+            elif name == EMBEDDING:
+                wanted = (NUM_SPECIALS, base.hidden_size)
+            elif not name.startswith(OWN_PARTS):
+                refuse(f"holds {name}, which is no part of an adapter")
+            if tuple(value.shape) != wanted:
+                refuse(f"holds {_theirs(name)} {list(value.shape)}, and {list(wanted)} was expected")
+            if not bool(value.isfinite().all()):
+                refuse(f"holds {_theirs(name)} with a value that is no number")
 
     def onto(self, base: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of the adapted model, given the base's."""
@@ -115,8 +149,12 @@ def read_adapter(folder: Path) -> Adapter:
         rank, alpha = _typed(peft, "r", int), float(_typed(peft, "lora_alpha", (int, float)))
     except (UnreadableFile, SafetensorError, OSError, TypeError) as error:
         raise ConfigError(f"{folder} cannot be read ({error}); export the adapter again") from error
-    if rank < 1 or peft.get("use_rslora") or peft.get("use_dora"):
-        raise ConfigError(f"{folder / PEFT} asks for another kind of adapter than plain LoRA; export it again")
+    others = [name for name in NOT_PLAIN if peft.get(name) not in (None, False, {}, [], "none")]
+    if rank < 1 or others or peft.get("peft_type") != "LORA" or not 0 < abs(alpha) / rank <= MOST_SCALE:
+        what = f"{others[0]}={peft[others[0]]!r}" if others else f"r={rank}, lora_alpha={alpha:g}"
+        raise ConfigError(
+            f"{folder / PEFT} asks for another kind of adapter than plain LoRA ({what}); export it again"
+        )
     return Adapter(
         config, base, sha256, rank, alpha / rank, {_ours(name): value for name, value in tensors.items()}
     )

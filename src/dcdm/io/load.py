@@ -167,6 +167,7 @@ def _adapted(base: ModelSource, folder: Path) -> ModelSource:
             f"{found[:12]}…, not {adapter.base_sha256[:12]}…); give the model that it was trained on"
         )
     _check_vocabulary(adapter.config, base.tokenizer, folder)
+    adapter.check_fits(base.config, base.shapes(), folder)
     return ModelSource(
         adapter.config, base.tokenizer, lambda: adapter.onto(base.weights()),
         lambda: adapter.shapes(base.shapes()), folder, base=base,
