@@ -181,6 +181,12 @@ def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder
     assert "33.3" in said
     assert "contexts cut on the left" in said
 
+    main(["eval", "tasks", "run", "other/run", "--data-dir", str(folder), "--tasks", "winogrande", "--limit", "2"])
+    said = capsys.readouterr().out
+    rows = said[said.index("model  ") :].splitlines()[1:3]
+    assert [row.split()[0] for row in rows] == ["run", "other/run"]
+    assert rows[0].split()[-1] == rows[0].split()[1]  # of one task the mean is its figure
+
 
 def test_bad_input_is_refused_before_the_model_is_loaded(capsys, folder):
     (folder / "piqa_validation.jsonl").write_text('{"goal": "x"}\n')

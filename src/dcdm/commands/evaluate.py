@@ -18,7 +18,6 @@ from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
-    ModelArgument,
     SetOption,
     assignments,
     at_least_one,
@@ -35,7 +34,10 @@ PPL_EXAMPLES = (
     "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
     "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
 )
-TASKS_EXAMPLES = ("dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",)
+TASKS_EXAMPLES = (
+    "dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",
+    "dcdm eval tasks runs/mdlm runs/bdlm runs/dcdm --data-dir tasks",
+)
 QUALITY_EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
 
 
@@ -129,7 +131,7 @@ def ppl(
 
 
 def tasks(
-    model: ModelArgument,
+    models: Annotated[list[Path], Positional, arg(metavar="MODEL...")],
     tasks: tuple[str, ...] = ("all",),
     data_dir: Path | None = None,
     limit: int | None = None,
@@ -147,11 +149,12 @@ def tasks(
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
 ) -> None:
-    """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions.
+    """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions; several models in one table.
 
     Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
 
     Args:
+        models: Run folders, checkpoints in them, exported folders, or names that `dcdm models` lists.
         tasks: Names, apart or joined by commas.
         data_dir: A folder with the tasks' files (gsm8k_test.jsonl …); nothing is fetched then.
         limit: Questions per task, and per subject of MMLU and MATH.
@@ -166,8 +169,9 @@ def tasks(
         set: Other settings of the decoder, as in lanes=4 or routing=adablock.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
     """
+    from dcdm.evaluation.perplexity import names_of
     from dcdm.evaluation.tasks import choose
-    from dcdm.viewing.tables import print_task
+    from dcdm.viewing.tables import print_task, tasks_table
 
     at_least_one(limit=limit)
     names = [name for text in tasks for name in text.split(",") if name]
@@ -178,20 +182,31 @@ def tasks(
         from dcdm.evaluation import harness
         from dcdm.evaluation.tasks import run_benchmark
 
-        lm = harness.HarnessModel(
-            pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator), batch_size=batch_size,
-            max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
-            **{"commit": commit} | assignments(set),
-        )  # fmt: skip
-        reports: list[dict[str, Any]] = []
-        for one in chosen:
-            reports.append(run_benchmark(lm, one, limit, allow_code_execution))
-            if not json:
-                print_task(reports[-1], first=len(reports) == 1)
+        reports: dict[str, list[dict[str, Any]]] = {}
+        made_with: list[dict[str, Any]] = []
+        for name, model in names_of([str(one) for one in models]).items():
+            lm = harness.HarnessModel(
+                pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator), batch_size=batch_size,
+                max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
+                **{"commit": commit} | assignments(set),
+            )  # fmt: skip
+            weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+            asked = {"model": model, "limit": limit, "batch_size": batch_size, "dtype": weights}
+            made_with.append(asked | lm.settings())
+            if not json and len(models) > 1:
+                print(name)
+            reports[name] = []
+            for one in chosen:
+                reports[name].append(run_benchmark(lm, one, limit, allow_code_execution))
+                if not json:
+                    print_task(reports[name][-1], first=len(reports[name]) == 1)
     if json:
-        weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
-        asked = {"model": str(model), "limit": limit, "batch_size": batch_size, "dtype": weights}
-        print_json({"settings": asked | lm.settings(), "tasks": reports})
+        both = zip(made_with, reports.values(), strict=True)
+        found = [{"settings": settings, "tasks": figures} for settings, figures in both]
+        print_json(found[0] if len(found) == 1 else {"models": found})
+    elif len(models) > 1:
+        print()
+        tasks_table(reports).print(caption="percent; ±: standard error over questions; first metric of each task")
 
 
 def _shots(texts: tuple[str, ...]) -> dict[str, int]:

@@ -166,3 +166,15 @@ def print_task(report: Mapping[str, Any], first: bool) -> None:
     remarks = [f"{counts[name]} {text}" for name, text in TASK_COUNTS.items() if counts[name]]
     for note in (*report["notes"], *remarks, f"{report['seconds']:.0f} s"):
         print(f"    {note}", flush=True)
+
+
+def tasks_table(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """A row for each model, a column for each benchmark, as in the paper, and their mean."""
+    titles = list(dict.fromkeys(report["title"] for tasks in reports.values() for report in tasks))
+    rows = []
+    for model, tasks in reports.items():
+        firsts = [next(iter(report["figures"])) for report in tasks]
+        cells = [f"{100 * one['value']:.1f}" + ("" if one["stderr"] is None else f" ± {100 * one['stderr']:.1f}")
+                 for one in firsts]  # fmt: skip
+        rows.append([model, *cells, f"{100 * sum(one['value'] for one in firsts) / len(firsts):.1f}"])
+    return Table(("model", *titles, "mean"), rows, ("model",))
