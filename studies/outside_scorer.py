@@ -6,11 +6,13 @@ transformers, a text that people wrote, and the file of results.
 
 import json
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
+from sample_quality import TextScorer, measure_quality
+
 import dcdm
-from dcdm.evaluation.quality import TextScorer, measure_quality
 from dcdm.files import write_whole
 
 SEEDS, TEXTS, LENGTH = (0, 1, 2), 24, 127
@@ -35,7 +37,7 @@ def main(work: Path, scorer: Path, text: Path, out: Path) -> None:
             ids = tokenizer.encode(text.read_text(encoding="utf-8")[:400_000])
             starts = range(0, LENGTH * 3 * TEXTS, LENGTH)
             real = [tokenizer.decode(ids[at : at + LENGTH]) for at in starts]
-            rows.append({"variant": "text", "seed": None, "decoding": {}, **measure_quality(real, judge).to_dict()})
+            rows.append({"variant": "text", "seed": None, "decoding": {}, **asdict(measure_quality(real, judge))})
         for decoding in WAYS[variant]:
             if (variant, seed, json.dumps(decoding)) in done:
                 continue
@@ -44,7 +46,7 @@ def main(work: Path, scorer: Path, text: Path, out: Path) -> None:
                 batch_size=8, **decoding,
             )  # fmt: skip
             texts = [tokenizer.decode(completion) for completion in made.completions]
-            figures = measure_quality(texts, judge).to_dict()
+            figures = asdict(measure_quality(texts, judge))
             forwards = float(made.forwards.double().mean())
             rows.append({"variant": variant, "seed": seed, "decoding": decoding, "forwards": forwards, **figures})
             write_whole(out, (json.dumps(rows, indent=1) + "\n").encode())

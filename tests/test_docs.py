@@ -35,7 +35,6 @@ LEFT_OUT = {
     "python benchmarks/": "takes minutes; test_serving_benchmark.py runs a small one",
     "python tools/ship_models.py": "needs a long run; test_shipped.py ships a small one",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
-    "dcdm eval quality": "needs a scorer that readers bring; test_quality.py runs it on one of its own",
     "dcdm bench": "takes minutes; every subject has a test of its own",
 }
 """How a command begins that is not run, and why."""

@@ -72,7 +72,6 @@ COMMANDS: dict[str, Command] = {
     "data prepare": Command(data.prepare_text, data.EXAMPLES),
     "eval ppl": Command(evaluate.ppl, evaluate.PPL_EXAMPLES),
     "eval tasks": Command(evaluate.tasks, evaluate.TASKS_EXAMPLES),
-    "eval quality": Command(evaluate.quality, evaluate.QUALITY_EXAMPLES),
     "study": Command(study.study, study.STUDY_EXAMPLES),
     "reproduce": Command(study.reproduce, study.REPRODUCE_EXAMPLES),
 }

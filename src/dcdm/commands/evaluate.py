@@ -1,11 +1,10 @@
-"""`dcdm eval ppl`, `dcdm eval tasks` and `dcdm eval quality`."""
+"""`dcdm eval ppl` and `dcdm eval tasks`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -13,17 +12,12 @@ from typing import Annotated, Any, Literal, cast
 from tyro.conf import Positional, arg
 
 from dcdm.commands.options import (
-    NO_FLAGS,
-    DecoderOptions,
     DeviceOption,
     DtypeOption,
     JsonOption,
-    SetOption,
     assignments,
     at_least_one,
-    decoder_settings,
     folders_exist,
-    load_for,
     print_json,
     weights_dtype,
     whole_numbers,
@@ -38,7 +32,6 @@ TASKS_EXAMPLES = (
     "dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",
     "dcdm eval tasks runs/mdlm runs/bdlm runs/dcdm --data-dir tasks",
 )
-QUALITY_EXAMPLES = ("dcdm eval quality runs/first --scorer gpt2-folder --num 64",)
 
 
 # --- perplexity --------------------------------------------------------------------------------------------------
@@ -239,69 +232,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-# --- generated texts ---------------------------------------------------------------------------------------------
-
-
-def quality(
-    scorer: Path,
-    model: Annotated[Path | None, Positional, arg(metavar="[MODEL]", help_behavior_hint="")] = None,
-    texts: Path | None = None,
-    num: int = 64,
-    length: int = 128,
-    decoder: DecoderOptions = NO_FLAGS,
-    set: SetOption = (),
-    batch_size: int = 8,
-    seed: int = 0,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "fp32",
-    json: JsonOption = False,
-) -> None:
-    """Measure generated texts: perplexity under another model, entropy, distinct n-grams, repetition.
-
-    Args:
-        scorer: A local folder with a causal model of transformers and its tokenizer, or with an AR model that dcdm
-            import or dcdm export wrote.
-        model: The model whose texts are measured: a run folder, a checkpoint in it, an exported folder, or a
-            name that `dcdm models` lists.
-        texts: A file of texts instead of a model: .jsonl with a field text, or parted by blank lines.
-        num: Texts to generate.
-        length: Tokens of a generated text.
-        batch_size: Sequences of one pass; it changes no result.
-        seed: Seed of sampling; text i follows from it and i.
-    """
-    from dcdm.decoding.engine import generate
-    from dcdm.distributed import choose_device
-    from dcdm.evaluation.quality import TextScorer, measure_quality, read_texts
-
-    if (model is None) == (texts is None):
-        raise ConfigError("give either a model or --texts")
-    at_least_one(num=num, length=length)
-    judge = TextScorer.load(scorer, choose_device(device))
-    settings: dict[str, Any] = {}
-    forwards: dict[str, float] = {}
-    if texts is not None:
-        wanted = read_texts(texts)
-    else:
-        settings = {"max_new_tokens": length, "seed": seed} | decoder_settings(decoder, set)
-        network, tokenizer = load_for(model, device, dtype)
-        prompts = [[tokenizer.bos_id]] * num
-        done = generate(network, prompts, eos_id=tokenizer.eos_id, batch_size=batch_size, **settings)
-        wanted = [tokenizer.decode(completion) for completion in done.completions]
-        forwards = {"forwards": float(done.forwards.double().mean())}
-    result = measure_quality(wanted, judge, batch_size)
-    if json:
-        source = {"source": str(model or texts), "scorer": str(scorer)}
-        print_json(source | settings | asdict(result) | forwards)
-        return
-    spread = "" if result.perplexity_stderr is None else f" ± {result.perplexity_stderr:.2f}"
-    print(f"generative perplexity  {result.perplexity:.2f}{spread}")
-    print(f"by bytes               {result.bits_per_byte:.3f} bits per byte")
-    print(f"entropy                {result.entropy:.3f} nats within a text")
-    for n, share in result.distinct.items():
-        print(f"distinct {n}-grams       {100 * share:.1f} %")
-    print(f"repeated 4-grams       {100 * result.repetition:.1f} %")
-    print(f"{result.texts} texts, {result.tokens} tokens of the scorer scored", end="")
-    print(f", {result.left_out} texts without a token left out" if result.left_out else "")
-    print("".join(f"{count:.1f} forward passes per text\n" for count in forwards.values()), end="")

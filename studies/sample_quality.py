@@ -1,15 +1,20 @@
 """How good and how varied generated texts are, without reference texts.
 
+python studies/sample_quality.py TEXTS SCORER: texts are the field `text` of JSON lines, or parts between blank
+lines; the scorer is a folder with a causal model of transformers. Prints the figures as JSON.
+
 Generative perplexity alone rewards texts that repeat themselves; entropy, distinct n-grams and repetition stand
 beside it for that reason.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +77,7 @@ class TextScorer:
 
         if not folder.is_dir():
             raise ConfigError(
-                f"--scorer {folder} is not a folder; give one that `save_pretrained` or `dcdm import` wrote"
+                f"{folder} is not a folder; give one that `save_pretrained` or `dcdm import` wrote"
             )
         register()
         try:
@@ -80,7 +85,7 @@ class TextScorer:
             tokenizer = AutoTokenizer.from_pretrained(folder, **local)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--scorer {folder} holds no causal model with a tokenizer: {error}") from error
+            raise ConfigError(f"{folder} holds no causal model with a tokenizer: {error}") from error
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         window = getattr(model.config, "max_position_embeddings", None) or 1024
         return cls(model.to(device).eval(), tokenizer, window, prefix, torch.device(device))
@@ -170,5 +175,10 @@ def read_texts(path: Path) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--texts {path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     return [part for part in content.split("\n\n") if part.strip()]
+
+
+if __name__ == "__main__":
+    file, scorer = map(Path, sys.argv[1:])
+    print(json.dumps(asdict(measure_quality(read_texts(file), TextScorer.load(scorer)))))

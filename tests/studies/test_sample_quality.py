@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
-from dcdm.cli import main
+from dcdm.config import ConfigError, DataError
 from dcdm.data.tokenizers import byte_tokenizer
-from dcdm.evaluation import quality
 from dcdm.io.export import write_export
 from dcdm.likelihood.estimators import score
 
+_SCRIPT = Path(__file__).parents[2] / "studies" / "sample_quality.py"
+_SPEC = importlib.util.spec_from_file_location("sample_quality", _SCRIPT)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+quality = sys.modules["sample_quality"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(quality)
 TEXTS = ["the cat sat", "a", "the dog ran and ran and ran and ran", "", "the cat sat"]
 
 
@@ -48,7 +55,7 @@ def test_perplexity_is_that_of_transformers_text_by_text(folder):
     assert (result.texts, result.tokens, result.left_out) == (2, 12, 1)
 
 
-def test_an_exported_ar_model_is_a_scorer_and_one_of_another_kind_is_none(tmp_path, capsys):
+def test_an_exported_ar_model_is_a_scorer_and_one_of_another_kind_is_none(tmp_path):
     model, tokenizer = tiny.model("ar", symbols=257).float(), byte_tokenizer()
     for kind, made in (("ar", model), ("mdlm", tiny.model("mdlm", symbols=257).float())):
         write_export(made, tokenizer, tmp_path / kind, "a model")
@@ -58,9 +65,8 @@ def test_an_exported_ar_model_is_a_scorer_and_one_of_another_kind_is_none(tmp_pa
     exact = score(model, rows)
     assert result.perplexity == pytest.approx(math.exp(exact.per_token), rel=1e-4)
     assert result.bits_per_byte == pytest.approx(float(exact.nats.sum()) / 8 / math.log(2), rel=1e-4)
-    with pytest.raises(SystemExit):
-        main(["eval", "quality", "--texts", "none.txt", "--scorer", str(tmp_path / "mdlm")])
-    assert "holds no causal model" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="holds no causal model"):
+        quality.TextScorer.load(tmp_path / "mdlm")
 
 
 def test_the_scorer_sees_no_padding_and_the_batch_size_changes_nothing(folder):
@@ -96,49 +102,22 @@ def test_entropy_distinct_and_repetition_by_hand():
     assert quality.repetition([[1, 2]], 4) == 0
 
 
-def test_the_command_measures_a_file_and_a_model(folder, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    main(["eval", "quality", "--texts", str(file), "--scorer", str(folder), "--json"])
-    of_file = json.loads(capsys.readouterr().out)
-    assert (of_file["texts"], of_file["left_out"]) == (4, 1)
+def test_texts_are_read_from_rows_or_between_blank_lines_and_measured(folder, tmp_path):
     (tmp_path / "texts.txt").write_text("the cat sat\n\na\n\n\n")
     assert quality.read_texts(tmp_path / "texts.txt") == ["the cat sat", "a"]
     one = tmp_path / "one.jsonl"
     one.write_text('\ufeff{"text": "two\u2028lines\x85"}\n\n \n', encoding="utf-8")
     assert quality.read_texts(one) == ["two\u2028lines\x85"]
-    main(["eval", "quality", "--texts", str(one), "--scorer", str(folder), "--json"])
-    alone = capsys.readouterr().out
-    assert (json.loads(alone)["perplexity_stderr"], "NaN" in alone) == (None, False)
-    main(["eval", "quality", "--texts", str(one), "--scorer", str(folder)])
-    assert "±" not in capsys.readouterr().out
-
-    def generate(model, prompts, **_):
-        made = {"completions": [byte_tokenizer().encode(text) for text in TEXTS], "forwards": torch.tensor([3, 4])}
-        return type("Generation", (), made)
-
-    monkeypatch.setattr("dcdm.decoding.engine.generate", generate)
-    monkeypatch.setattr("dcdm.io.load.load_model", lambda *_, **__: (None, byte_tokenizer()))
-    asked = ["--num", "5", "--lanes", "2", "--set", "top_k=3", "--json", "--scorer", str(folder)]
-    main(["eval", "quality", "run", *asked])
-    of_model = json.loads(capsys.readouterr().out)
-    assert of_model["perplexity"] == pytest.approx(of_file["perplexity"])
-    assert (of_model["forwards"], "forwards" in of_file) == (3.5, False)
-    assert (of_model["lanes"], of_model["top_k"]) == (2, 3)
-    main(["eval", "quality", "--texts", str(file), "--scorer", str(folder)])
-    assert "generative perplexity" in capsys.readouterr().out
+    assert quality.measure_quality(["alone"], quality.TextScorer.load(folder)).perplexity_stderr is None
 
 
-def test_wrong_use_is_refused(folder, tmp_path, capsys):
+def test_wrong_use_is_refused(folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"title": "x"}\n')
-    for arguments, message in (
-        (["--scorer", str(folder)], "either a model or --texts"),
-        (["--texts", "none.txt", "--scorer", str(folder)], "cannot be read"),
-        (["--texts", str(tmp_path / "bad.jsonl"), "--scorer", str(folder)], "bad.jsonl:1"),
-        (["--texts", "none.txt", "--scorer", str(tmp_path / "nowhere")], "is not a folder"),
-        (["--texts", "none.txt", "--scorer", str(tmp_path)], "no causal model"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(["eval", "quality", *arguments])
-        assert caught.value.code == 2
-        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="cannot be read"):
+        quality.read_texts(tmp_path / "none.txt")
+    with pytest.raises(DataError, match=r"bad\.jsonl:1"):
+        quality.read_texts(tmp_path / "bad.jsonl")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        quality.TextScorer.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no causal model"):
+        quality.TextScorer.load(tmp_path)
