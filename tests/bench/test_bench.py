@@ -36,7 +36,7 @@ def tiny_shapes(monkeypatch):
     ],
 )
 def test_every_subject_runs_all_its_paths_and_compares_them(case, tiny_shapes):
-    rows = measure_case("test", case(), repeats=1, memory=False, say=lambda text: None)
+    rows = measure_case("test", case(), repeats=1, say=lambda text: None)
     assert len(rows) >= 2
     assert sum(row.ratio is None for row in rows) >= 1, "a baseline"
     assert all(row.median > 0 for row in rows)
@@ -48,20 +48,20 @@ def measured(monkeypatch):
     """What `dcdm bench` asks to be measured, without measuring it."""
     asked = []
 
-    def measure(subject, case, repeats, memory, say):
-        asked.append((case.name, repeats, memory))
+    def measure(subject, case, repeats, say):
+        asked.append((case.name, repeats))
         return [paths.PathTiming(subject, case.name, "production", 1.0, 1.0, 1.0, None)]
 
     monkeypatch.setattr(paths, "measure_case", measure)
     return asked
 
 
-def test_quick_takes_one_small_case_once_and_without_memory(measured, capsys):
+def test_quick_takes_one_small_case_once(measured, capsys):
     main(["bench", "step", "--quick", "--json"])
     main(["bench", "step", "--json"])
     quick, *whole = measured
-    assert quick[1:] == (1, False)
-    assert [case[1:] for case in whole] == [(3, True)] * 3
+    assert quick[1] == 1
+    assert [repeats for _, repeats in whole] == [3] * 3
     assert quick[0] not in [name for name, *_ in whole]
     assert [json.loads(line)["rows"][0]["path"] for line in capsys.readouterr().out.splitlines()] == [
         "production"
@@ -92,7 +92,7 @@ def test_a_ratio_is_to_the_fastest_baseline():
         return lambda: lambda: sum(range(count))
 
     case = Case("case", {name: path(count) for name, count in waits.items()}, ("slow", "slower"))
-    rows = {row.path: row for row in measure_case("test", case, repeats=3, memory=False, say=lambda text: None)}
+    rows = {row.path: row for row in measure_case("test", case, repeats=3, say=lambda text: None)}
     assert rows["fast"].ratio == pytest.approx(rows["slow"].median / rows["fast"].median)
     assert rows["slow"].ratio is None
 

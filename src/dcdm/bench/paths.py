@@ -4,8 +4,6 @@ Timing takes a warm-up and interleaved repetitions; shown are median, spread and
 Shapes are those of `dcdm-0.1b-k8` with batch 1. Literal means `model/reference.py`: explicit softmax over dense
 masks, K softmax matrices, all logits. Its attention alone swapped for SDPA with the dense mask is a second
 baseline, and the only one where the explicit softmax no longer fits into memory.
-
-`python -m dcdm.bench.paths SUBJECT CASE PATH THREADS` prints the peak memory of one path in a fresh process.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -58,12 +53,9 @@ class PathTiming:
     high: float
     ratio: float | None
     """Time of the fastest baseline over this path's; None for the baselines themselves."""
-    megabytes: float | None = None
 
 
-def measure_case(
-    subject: str, case: Case, repeats: int, memory: bool, say: Callable[[str], None]
-) -> list[PathTiming]:
+def measure_case(subject: str, case: Case, repeats: int, say: Callable[[str], None]) -> list[PathTiming]:
     """Time every path of a case, taking turns so that a busy moment hits all of them."""
     runs = {}
     for name, make in case.paths.items():
@@ -82,8 +74,7 @@ def measure_case(
     rows = []
     for name, times in seconds.items():
         ratio = None if best is None or name in case.baselines else best / median[name]
-        megabytes = peak_memory(subject, case.name, name) if memory else None
-        rows.append(PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio, megabytes))
+        rows.append(PathTiming(subject, case.name, name, median[name], min(times), max(times), ratio))
     return rows
 
 
@@ -105,14 +96,11 @@ def to_json(rows: list[PathTiming]) -> str:
 
 def print_table(rows: list[PathTiming]) -> None:
     """A table for people."""
-    memory = any(row.megabytes is not None for row in rows)
-    columns = ["subject", "case", "path", "median s", "spread", "ratio", *(["peak MB"] if memory else [])]
+    columns = ["subject", "case", "path", "median s", "spread", "ratio"]
     lines = []
     for row in rows:
         cells = [row.subject, row.case, row.path, f"{row.median:.4g}", f"{row.low:.3g}–{row.high:.3g}"]
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}×")
-        if memory:
-            cells.append("" if row.megabytes is None else f"{row.megabytes:.0f}")
         lines.append(cells)
     Table(columns, lines, text=("subject", "case", "path")).print()
 
@@ -231,36 +219,3 @@ QUICK: dict[str, Callable[[], list[Case]]] = {
     "step": lambda: [step(256, layers=1)],
 }
 """Small cases, to see soon that a subject runs."""
-MEMORY_MATTERS = ("step",)
-
-
-# --- peak memory of one path in a fresh process -------------------------------------------------------------------
-
-
-def peak_memory(subject: str, case: str, path: str) -> float | None:
-    """Megabytes that one run adds to a fresh process's resident memory, at its peak; None without Linux."""
-    if platform.system() != "Linux":
-        return None
-    command = [sys.executable, "-m", "dcdm.bench.paths", subject, case, path, str(torch.get_num_threads())]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.strip().splitlines()[-1])
-
-
-def print_peak(subject: str, case: str, path: str, threads: str) -> None:
-    """Megabytes that one run of a path adds to this process, which must be fresh. Linux only."""
-    torch.set_num_threads(int(threads))
-    paths = next(one.paths for one in SUBJECTS[subject]() if one.name == case)
-    run = paths[path]()
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel measures the peak from here on
-    before = _megabytes("VmRSS")
-    run()
-    print(_megabytes("VmHWM") - before)
-
-
-def _megabytes(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**10
-
-
-if __name__ == "__main__":
-    print_peak(*sys.argv[1:])

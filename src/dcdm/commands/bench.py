@@ -43,7 +43,7 @@ def bench(
         models: For generate: the models to compare; for transformers: one.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
-        quick: One repetition of a small case, without memory, and two samples and windows: shows that the
+        quick: One repetition of a small case, and two samples and windows: shows that the
             subject runs, not how fast it is.
     """
     at_least_one(repeats=repeats, samples=samples, windows=windows)
@@ -57,19 +57,19 @@ def bench(
         from dcdm.bench.generation import TOKENS, beside_transformers
 
         cases = beside_transformers(models[0] if models else None, 8 if quick else TOKENS)
-        compare_paths(subject, cases, repeats, memory=False, json=json)
+        compare_paths(subject, cases, repeats, json)
     else:
         from dcdm.bench import paths
 
         cases = (paths.QUICK if quick else paths.SUBJECTS)[subject]()
-        compare_paths(subject, cases, repeats, memory=subject in paths.MEMORY_MATTERS and not quick, json=json)
+        compare_paths(subject, cases, repeats, json)
 
 
-def compare_paths(subject: str, cases: Sequence[Case], repeats: int, memory: bool, json: bool) -> None:
+def compare_paths(subject: str, cases: Sequence[Case], repeats: int, json: bool) -> None:
     """Time every path of these cases; a table, or one line of JSON."""
     from dcdm.bench.paths import measure_case, print_table, to_json
 
-    rows = [row for case in cases for row in measure_case(subject, case, repeats, memory, _say)]
+    rows = [row for case in cases for row in measure_case(subject, case, repeats, _say)]
     if json:
         print(to_json(rows))
     else:

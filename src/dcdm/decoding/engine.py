@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, many, whole_number
+from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.constraints import Constraint, constrained_spans
@@ -86,43 +85,10 @@ class Generation:
     texts: list[str] = field(default_factory=list)
     """The completions as text, if there was a tokenizer."""
 
-    tokenizer: Tokenizer | None = field(default=None, repr=False)
-
     @property
     def forwards(self) -> Tensor:
         """(B,)."""
         return self.statistics.forwards
-
-    def _repr_html_(self) -> str:
-        """For notebooks: every text, what the model wrote in bold; a token's tip says when it came."""
-        rows = "".join(self._row_html(row) for row in range(len(self.completions)))
-        costs = self.statistics
-        return (
-            f'<div style="font-family: monospace; white-space: pre-wrap">{rows}</div>'
-            f"<small>{many(int(costs.new_tokens.sum()), 'token')} in "
-            f"{many(int(costs.forwards.sum()), 'forward pass', 'forward passes')}, "
-            f"{costs.seconds:.2f} s; bold: written by the model</small>"
-        )
-
-    def _row_html(self, row: int) -> str:
-        came = {at: event for event in self.history if event.row == row for at in event.positions}
-        pieces = []
-        for at, token in enumerate(self.tokens[row].tolist()):
-            text = self._shown(token)
-            if not text:
-                continue
-            if at in came:
-                tip = f"forward {came[at].forward}, chunk {came[at].chunk}"
-                pieces.append(f'<b title="{tip}">{text}</b>')
-            else:
-                pieces.append(f'<span style="opacity: 0.6">{text}</span>')
-        return f'<div style="margin: 0.5em 0">{"".join(pieces)} <small>({escape(self.finished[row])})</small></div>'
-
-    def _shown(self, token: int) -> str:
-        """A token as HTML; specials, which stand for no text, are left out."""
-        if self.tokenizer is None:
-            return f"{token} "
-        return escape(self.tokenizer.pieces([token])[0].decode(errors="replace"))
 
 
 @torch.no_grad()
@@ -224,7 +190,6 @@ def generate(
             (tokenizer.decode if alone else tokenizer.continuation)(ids)
             for alone, ids in zip(whole, result.completions, strict=True)
         ]
-        result.tokenizer = tokenizer
     return result
 
 
