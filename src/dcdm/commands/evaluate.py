@@ -142,7 +142,7 @@ def tasks(
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
 ) -> None:
-    """Run the paper's nine benchmarks, by the lm-evaluation-harness's task definitions; several models in one table.
+    """Run the paper's nine benchmarks by lm-evaluation-harness's task definitions; several models in one table.
 
     Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
 
