@@ -70,10 +70,11 @@ def saved(folder: Path, family: str = "Llama", *, adds_bos: bool = False, **chan
 
 def gguf_file(
     path: Path, model: Any, settings: Mapping[str, str | int] | None = None, without: str | None = None,
-    more: Mapping[str, Tensor] | None = None,
+    more: Mapping[str, Tensor] | None = None, claims: Mapping[str, int] | None = None,
 ) -> Path:  # fmt: skip
     """The model and the tokenizer as llama.cpp's converter writes them, unquantized.
 
+    `claims` are sizes that the header gives in place of the model's.
     `settings` are further entries of the header, `more` further tensors; `without` is the name of one left out.
     """
     import gguf
@@ -120,6 +121,8 @@ def gguf_file(
         if f"{prefix}{parts[part]}.{kind}" == without:
             continue
         writer.add_tensor(f"{prefix}{parts[part]}.{kind}", value.numpy())
+    for key, value in (claims or {}).items():
+        writer.kv_data[0][f"{name}.{key}"].value = value
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import zipfile
 from pathlib import Path
@@ -237,7 +238,7 @@ def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"text\.gguf is not a GGUF file"):
         import_model(str(tmp_path / "text.gguf"), tmp_path / "none")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
-    with pytest.raises(ConfigError, match=r"cut\.gguf: transformers cannot read it"):
+    with pytest.raises(ConfigError, match=r"cut\.gguf is cut off or damaged"):
         import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
     for missing in ("gguf", "accelerate"):
         monkeypatch.setattr(
@@ -247,10 +248,26 @@ def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
             import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
 
 
+@pytest.mark.parametrize("entry", ["array", "string", "values", "tensors"])
+def test_a_header_that_claims_more_than_the_file_holds_is_not_believed(tmp_path: Path, entry: str) -> None:
+    many = 1 << 40
+    key = struct.pack("<Q", 1) + b"a"
+    value = {"array": struct.pack("<IIQ", 9, 8, many), "string": struct.pack("<IQ", 8, many)}.get(entry, b"")
+    counts = (many if entry == "tensors" else 0, many if entry == "values" else int(bool(value)))
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + (key + value if value else b""))
+    with pytest.raises(ConfigError, match=r"a\.gguf is cut off or damaged: its header claims more"):
+        import_model(str(file), tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"settings": {"split.count": 2}}, "is one of 2 parts"),
+        *(
+            ({"claims": {name: 10**7}}, f"says {name}=10000000, and its tensors")
+            for name in ("block_count", "embedding_length", "feed_forward_length", "rope.dimension_count")
+        ),
         ({"settings": {"llama.expert_count": 8}}, "a mixture of 8 experts"),
         ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"scales its RoPE \(yarn\)"),
         ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"scales its RoPE \(rope_freqs\.weight\)"),

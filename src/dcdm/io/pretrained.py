@@ -45,6 +45,9 @@ TOKENIZER_FILES = (
 """What `transformers` reads whole to make a tokenizer."""
 PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
 """Names by which GGUF calls GPT-2's rule of splitting text into words."""
+GGUF_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value in a GGUF header by the number of its type."""
+GGUF_STRING, GGUF_ARRAY = 8, 9
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Names of the rule that also takes digits one by one, which `transformers` does not know."""
 
@@ -333,6 +336,7 @@ def _from_gguf(file: Path) -> Pretrained:
     with tempfile.TemporaryDirectory(prefix="dcdm-gguf-") as alone:  # files beside it would be read, too
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
+            check_lengths(file)
             header = Header.read(file)
             check_header(header, file)
             model, report = reader.from_pretrained(
@@ -361,7 +365,8 @@ class Header:
 
     settings: dict[str, Any]
     """Its single values by name; those of the architecture without its name before them."""
-    tensors: frozenset[str]
+    tensors: dict[str, list[int]]
+    """Shapes by name, columns before rows."""
 
     @classmethod
     def read(cls, file: Path) -> Header:
@@ -371,7 +376,65 @@ class Header:
         single = {n: f.contents() for n, f in reader.fields.items() if f.types[:1] != [GGUFValueType.ARRAY]}
         prefix = f"{single.get('general.architecture', '')}."
         settings = {name.removeprefix(prefix): value for name, value in single.items()}
-        return cls(settings, frozenset(tensor.name for tensor in reader.tensors))
+        return cls(settings, {tensor.name: [int(size) for size in tensor.shape] for tensor in reader.tensors})
+
+
+def check_lengths(file: Path) -> None:
+    """Refuse a file whose header claims more than the file holds: readers believe it, and grow without end."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+
+        def need(count: int) -> None:
+            if opened.tell() + count > size:
+                raise ConfigError(f"{file} is cut off or damaged: its header claims more than the file holds")
+
+        def number(width: int) -> int:
+            need(width)
+            return int.from_bytes(opened.read(width), "little")
+
+        def skip(count: int) -> None:
+            need(count)
+            opened.seek(count, 1)
+
+        def skip_value(kind: int, depth: int = 0) -> None:
+            if kind == GGUF_STRING:
+                skip(number(8))
+            elif kind == GGUF_ARRAY and depth < 4:
+                inner, count = number(4), number(8)
+                need(count * GGUF_WIDTHS.get(inner, 8))
+                if inner in GGUF_WIDTHS:
+                    skip(count * GGUF_WIDTHS[inner])
+                    return
+                for _ in range(count):
+                    skip_value(inner, depth + 1)
+            else:
+                need(GGUF_WIDTHS.get(kind, size))
+                skip(GGUF_WIDTHS[kind])
+
+        skip(8)  # the format's name and version
+        tensors, values = number(8), number(8)
+        need(tensors * 24 + values * 13)  # the least that each takes
+        for _ in range(values):
+            skip(number(8))
+            skip_value(number(4))
+
+
+def check_sizes(header: Header, file: Path) -> None:
+    """Refuse sizes that are not those of the tensors, before a model of them is built."""
+    given, shapes = header.settings, header.tensors
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
+    columns, rows = shapes.get("token_embd.weight", [0, 0])
+    heads = given.get("attention.head_count", 0)
+    width = given.get("attention.key_length", columns // heads if type(heads) is int and heads > 0 else 0)
+    for name, held in (
+        ("block_count", len(blocks)), ("embedding_length", columns), ("vocab_size", rows),
+        ("feed_forward_length", shapes.get("blk.0.ffn_up.weight", [0, 0])[1]), ("rope.dimension_count", width),
+        ("attention.key_length", shapes.get("blk.0.attn_q.weight", [0, 0])[1] // max(1, heads)),
+    ):  # fmt: skip
+        if name in given and given[name] != held:
+            raise ConfigError(
+                f"{file}: its header says {name}={given[name]}, and its tensors {held}; choose another"
+            )
 
 
 def check_header(header: Header, file: Path) -> None:
@@ -380,6 +443,7 @@ def check_header(header: Header, file: Path) -> None:
         raise ConfigError(f"{file} is one of {parts} parts; join them with llama.cpp's `gguf-split --merge` first")
     if (experts := header.settings.get("expert_count", 0)) > 0:
         raise ConfigError(f"{file} is a mixture of {experts} experts; only dense models can be imported")
+    check_sizes(header, file)
     scaling = header.settings.get("rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in header.tensors:
         raise ConfigError(
