@@ -14,7 +14,7 @@ from dcdm.data.sources import stdlib_files
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.evaluation.corpora import (
     CorpusWindows,
-    Tokens,
+    TokenisedCorpus,
     WindowSettings,
     detokenise_lambada,
     detokenise_ptb,
@@ -33,7 +33,7 @@ def stream(sizes, prompt=None):
     """Documents of the given numbers of tokens; token i has the id i mod 250."""
     total = sum(sizes)
     document = np.repeat(np.arange(len(sizes)), sizes)
-    return Tokens(np.arange(total) % 250, document, np.ones(total), prompt)
+    return TokenisedCorpus(np.arange(total) % 250, document, np.ones(total), prompt)
 
 
 def counted(windows, batch_size=3, world=1):

@@ -20,7 +20,7 @@ from dcdm.data.prepare import prepare
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.diffusion import noise
 from dcdm.distributed import World
-from dcdm.evaluation.corpora import Corpus, CorpusWindows, Tokens, WindowSettings, read_corpus, tokenise
+from dcdm.evaluation.corpora import Corpus, CorpusWindows, TokenisedCorpus, WindowSettings, read_corpus, tokenise
 from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity, measure_perplexity
 from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
@@ -35,7 +35,7 @@ SOME_KINDS = ["ar", "mdlm", "bdlm", "paper", "causal", "random"]
 def letters(sizes=(30, 4, 17), seed=0):
     total = sum(sizes)
     ids = np.random.default_rng(seed).integers(tiny.LETTERS, size=total)
-    return Tokens(ids, np.repeat(np.arange(len(sizes)), sizes), np.full(total, 2))
+    return TokenisedCorpus(ids, np.repeat(np.arange(len(sizes)), sizes), np.full(total, 2))
 
 
 def windows_of(tokens, length=12, **settings):
@@ -83,7 +83,7 @@ def certain(kind):
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_perfectly_predictable_corpus_gives_one(kind):
-    same = Tokens(np.full(40, 5), np.repeat([0, 1], 20), np.ones(40))
+    same = TokenisedCorpus(np.full(40, 5), np.repeat([0, 1], 20), np.ones(40))
     model = certain(kind)
     for estimator in estimators_of(model.config):
         row = figures(model, windows_of(same), estimator)

@@ -95,7 +95,7 @@ def ppl(
     from dcdm.viewing import tables
 
     folders_exist(csv=csv, markdown=markdown)
-    sampling = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
+    drawing = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
     window = WindowSettings(stride, separate, length, limit)
     corpora = read_corpora(data, field, split)
     world = init_distributed(device)
@@ -103,7 +103,7 @@ def ppl(
         weights = weights_dtype(dtype, world.device)
         with ConsoleProgress(shown=world.is_main) as console:
             result = evaluate_perplexity(
-                models, corpora, estimator, sampling, window, world=world, dtype=weights,
+                models, corpora, estimator, drawing, window, world=world, dtype=weights,
                 say=lambda task: partial(console.progress, task, unit="windows"),
             )  # fmt: skip
     finally:

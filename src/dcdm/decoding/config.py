@@ -144,7 +144,10 @@ class DecodingConfig:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def resolve(self, config: ModelConfig, tokenizer: Tokenizer | None = None) -> DecodingConfig:
-        """Every "auto" replaced by what it means for a model, or a ConfigError that names what does not fit."""
+        """What "auto" means for a model, or a ConfigError that names what does not fit.
+
+        `routing` stays "auto", the model's own, unless an imported family has another.
+        """
         from dcdm.decoding.commits import commit_policy
 
         own_commit, own_routing = DECODERS.get(config.family or "", (default_commit(config), "auto"))

@@ -206,7 +206,7 @@ class DecodingState:
             found = self.router.next(self.z, known, self.route, asking)
             self.route = found.where(asking, self.route)
             block_zero = found.block_zero if torch.equal(asking, busy) else None
-            self.rounds = self.rounds + (asking & self.router.counted)
+            self.rounds = self.rounds + (asking & self.router.runs_block_zero)
         self.steps, self.chunk = torch.where(spent, 0, self.steps), self.chunk + (spent & busy)
         return block_zero
 

@@ -60,10 +60,10 @@ class Router:
     narrows = False
     """Cut a chunk by what its first forward pass predicts; see `narrow`."""
 
-    def __init__(self, *, every_step: bool = False, counted: bool = False) -> None:
+    def __init__(self, *, every_step: bool = False, runs_block_zero: bool = False) -> None:
         self.every_step: bool | Tensor = every_step
         """Ask again after every forward pass, not only when a chunk is full; for all rows, or each (B,)."""
-        self.counted: bool | Tensor = counted
+        self.runs_block_zero: bool | Tensor = runs_block_zero
         """A call of `next` costs a pass through block 0."""
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
@@ -175,7 +175,7 @@ class FromNoise(Router):
     """
 
     def __init__(self, model: Model, positions: PositionMasks, name: str) -> None:
-        super().__init__(every_step=name == "paper-step", counted=True)
+        super().__init__(every_step=name == "paper-step", runs_block_zero=True)
         assert model.chunking is not None
         assert model.config.num_chunks is not None
         self.model, self.chunking, self.last = model, model.chunking, model.config.num_chunks + 1
@@ -226,7 +226,7 @@ class CausalRounds(Router):
     policy = "rounds"
 
     def __init__(self, model: Model, positions: PositionMasks) -> None:
-        super().__init__(counted=True)
+        super().__init__(runs_block_zero=True)
         assert model.config.num_chunks is not None
         self.config, self.most = model.config, model.config.num_chunks
         self.router = model.incremental_router(positions.free)
@@ -339,13 +339,15 @@ class MixedRouter(Router):
     def _refresh(self) -> None:
         self.narrows = any(part.router.narrows for part in self.parts)
         if len(self.parts) == 1:
-            self.every_step, self.counted = self.parts[0].router.every_step, self.parts[0].router.counted
+            self.every_step = self.parts[0].router.every_step
+            self.runs_block_zero = self.parts[0].router.runs_block_zero
             return
         device = self.parts[0].router.real.device if self.parts else None
-        every_step, counted = torch.zeros(2, self.count, dtype=torch.bool, device=device)
+        every_step, block_zero = torch.zeros(2, self.count, dtype=torch.bool, device=device)
         for part in self.parts:
-            every_step[part.rows], counted[part.rows] = part.router.every_step, part.router.counted
-        self.every_step, self.counted = every_step, counted
+            every_step[part.rows] = part.router.every_step
+            block_zero[part.rows] = part.router.runs_block_zero
+        self.every_step, self.runs_block_zero = every_step, block_zero
 
     def next(self, z: Tensor, revealed: Tensor, route: Route, asking: Tensor) -> Route:
         if len(self.parts) == 1:

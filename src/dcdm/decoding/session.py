@@ -92,7 +92,7 @@ class Session:
             if own[0].decoding.cache != "none":
                 prefixes = [
                     shared_prefix(config, line, text.decoding.routing.partition(":")[0])
-                    if text.decoding.cache == "exact" and not text.number
+                    if text.decoding.cache == "exact" and not text.window_number
                     else None
                     for text, line in zip(own, lines[part], strict=True)
                 ]
@@ -215,7 +215,7 @@ class Session:
                 others = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
             text.committed(
                 Event(
-                    text.row, text.number, int(committed.forward[row]), int(committed.chunk[row]),
+                    text.row, text.window_number, int(committed.forward[row]), int(committed.chunk[row]),
                     [place + text.offset for place in places], committed.tokens[row][fill].tolist(),
                     log_p[row][fill].tolist(), others, [text.lanes[place] for place in places if text.lanes],
                 )

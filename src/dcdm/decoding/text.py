@@ -26,6 +26,7 @@ class Event:
 
     row: int
     window: int
+    """Number of the window, from 0."""
     forward: int
     """Number of the row's forward pass within its window, from 1."""
     chunk: int
@@ -91,7 +92,7 @@ class Text:
         self.finished = ""
         """Why it ended: "eos", "length", "stop" or "cancelled"; empty while it is being written."""
         self.costs = dict.fromkeys(COSTS, 0)
-        self.number = 0
+        self.window_number = 0
         """Of its window, from 0."""
         self.lanes: list[int] = []
         """Of each position of the window, where the model writes in lanes."""
@@ -100,7 +101,7 @@ class Text:
     def canvas(self, bos_id: int, mask_id: int) -> list[int]:
         """The next window: what begins it, and MASKs."""
         self.context = self.tokens
-        if self.number:
+        if self.window_number:
             self.context = [bos_id, *self.tokens[max(1, len(self.tokens) - self.overlap) :]]
             self.costs["reencoded"] += len(self.context)
         self.size = min(self.left, self.window - len(self.context))
@@ -109,7 +110,7 @@ class Text:
 
     def noise(self, use: str, length: int) -> Tensor:
         """(1, L) uniform: one number per position, whatever the batch and its padding."""
-        drawn = self._key.fold(use, self.index, self.number).uniform(min(self.window, length))[None]
+        drawn = self._key.fold(use, self.index, self.window_number).uniform(min(self.window, length))[None]
         return widen(drawn, length, 0.0)
 
     def committed(self, event: Event) -> None:
@@ -135,7 +136,7 @@ class Text:
                 self.finished = "stop"
             elif self.left <= 0:
                 self.finished = "length"
-        self.number += 1
+        self.window_number += 1
         if self.finished and self.on_end is not None:
             self.on_end(Ended(self.completion(mask_id), self.finished, self.costs))
 

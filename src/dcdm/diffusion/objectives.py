@@ -1,7 +1,10 @@
 """The training objective: `loss(model, batch, generator)`.
 
 `diffusion_loss` is the paper's, from top to bottom: noise, route, mask, denoise, weigh, balance. AR has its own,
-and other networks register theirs with `objective`.
+and other networks register theirs with `loss_of_part`.
+
+`loss` is for loops of your own, and moves the balance bias in the backward pass. `dcdm train` takes its steps apart
+(training/trainer.py): `with_prompts`, `counted`, `loss_of_part`, and the bias after the optimizer step.
 
 B batch   L positions   K chunks   t noise level
 """
@@ -71,7 +74,8 @@ class Loss:
     total: Tensor
     nll: Tensor
     """Cross-entropy per free token, weighted by 1/t. It estimates the NELBO (of the paper's routing the surrogate,
-    which is not a bound) where t is uniform up to 1 and no chunk was set to t = 1."""
+    which is not a bound) only where t is uniform on about [0, 1], as in the paper: the debug and small presets draw
+    it from 0.3 on, and `full_mask_share` sets some levels to 1."""
     tokens: Tensor
     """Free tokens of this batch."""
     chunk_loss: Tensor | None = None
@@ -103,7 +107,7 @@ def loss(
     key = Key.of(generator)
     batch = with_prompts(model, Batch(batch) if isinstance(batch, Tensor) else batch, key, settings)
     whole = global_batch or GlobalBatch(counted(model, batch), len(batch.tokens))
-    result = objective(model, batch, key, settings, whole)
+    result = loss_of_part(model, batch, key, settings, whole)
     rate = settings.bias_rate_for(model.config)
     if result.total.requires_grad and rate > 0:
         result.total.register_hook(lambda _: _balance(model, result, whole, rate))
@@ -128,13 +132,15 @@ def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig
 
 
 def counted(model: Model, batch: Batch) -> Tensor:
-    """How many tokens of a batch `objective` predicts."""
+    """How many tokens of a batch `loss_of_part` predicts."""
     free = model.position_masks(batch.tokens, batch.prompt).free
     return (free[:, 1:] if model.config.kind == "ar" else free).sum()
 
 
 @singledispatch
-def objective(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch) -> Loss:
+def loss_of_part(
+    model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
+) -> Loss:
     """The loss of a part of a global batch, whose prompts have been drawn (`with_prompts`)."""
     if model.config.kind == "ar":
         return next_token_loss(model, batch, key, settings, global_batch)
@@ -162,7 +168,7 @@ def diffusion_loss(
     )
 
     # balance: L_chunk, and N_k for the bias of the hard assignment
-    return balanced(model, batch, key, settings, encoded, summed, sample.free.sum(), global_batch)
+    return complete_loss(model, batch, key, settings, encoded, summed, sample.free.sum(), global_batch)
 
 
 @dataclass(frozen=True)
@@ -202,10 +208,10 @@ def next_token_loss(
     encoded = model.encode(batch.tokens)
     targets = batch.tokens[:, 1:][free]
     summed = weighted_nll(encoded.states[:, :-1][free], model.head_weight(), targets, torch.ones_like(targets))
-    return balanced(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
+    return complete_loss(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
 
 
-def balanced(
+def complete_loss(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig,
     encoded: Encoded, summed: Tensor, tokens: Tensor, global_batch: GlobalBatch,
 ) -> Loss:  # fmt: skip

@@ -151,7 +151,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenisedCorpus:
     """A corpus under one tokenizer: T tokens, every document closed by its EOS."""
 
     ids: np.ndarray
@@ -239,7 +239,7 @@ def check_tokenizer(corpus: Corpus, tokenizer: Tokenizer) -> None:
     )
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
+def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> TokenisedCorpus:
     """The corpus as `tokenizer` writes it; shards must have been written by the same one."""
     check_tokenizer(corpus, tokenizer)
     if corpus.prepared is not None and corpus.split is not None:
@@ -254,10 +254,10 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
                 sizes.append(np.append(size, 0))
             waiting, length = [], 0
     document = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
-    return Tokens(np.concatenate(ids), document, np.concatenate(sizes))
+    return TokenisedCorpus(np.concatenate(ids), document, np.concatenate(sizes))
 
 
-def _from_shards(prepared: PreparedData, split: Split) -> Tokens:
+def _from_shards(prepared: PreparedData, split: Split) -> TokenisedCorpus:
     """Shards keep no text: every token gets the split's mean number of bytes, which is exact over all of it."""
     stream, eos = prepared.stream(split), prepared.tokenizer.eos_id
     ids = stream.read(0, len(stream))
@@ -270,7 +270,7 @@ def _from_shards(prepared: PreparedData, split: Split) -> Tokens:
         document, prompt = np.cumsum(ids == eos) - (ids == eos), None
     carries = (ids != eos) & (True if prompt is None else ~prompt)
     size = np.where(carries, prepared.text_bytes(split) / max(1, int(carries.sum())), 0.0)
-    return Tokens(ids, document, size, prompt)
+    return TokenisedCorpus(ids, document, size, prompt)
 
 
 # --- windows -----------------------------------------------------------------------------------------------------
@@ -318,7 +318,9 @@ class WindowBatch:
 class CorpusWindows:
     """The windows of a corpus, of which `chosen` are measured."""
 
-    def __init__(self, corpus: Tokens, tokenizer: Tokenizer, length: int, settings: WindowSettings) -> None:
+    def __init__(
+        self, corpus: TokenisedCorpus, tokenizer: Tokenizer, length: int, settings: WindowSettings
+    ) -> None:
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
         apart = settings.apart or corpus.prompt is not None
         borders = corpus.borders() if apart else np.array([0, len(corpus.ids)])

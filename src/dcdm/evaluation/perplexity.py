@@ -22,7 +22,7 @@ from dcdm.distributed import World, gather_objects
 from dcdm.evaluation.corpora import (
     Corpus,
     CorpusWindows,
-    Tokens,
+    TokenisedCorpus,
     WindowBatch,
     WindowSettings,
     check_tokenizer,
@@ -76,7 +76,7 @@ class Figures:
     monte_carlo_stderr: float | None
     """Of the drawn masks: 0 where nothing is drawn, None for a single sample."""
     document_stderr: float | None
-    """Of the choice of documents, that of the masks in it; None for a single document."""
+    """Over documents; it includes the Monte-Carlo error. None for a single document."""
     samples: int | str | None
     """None where nothing is drawn."""
     seed: int
@@ -119,7 +119,7 @@ def measure_perplexity(
     model: Model,
     windows: CorpusWindows,
     estimator: Estimator,
-    sampling: EstimatorSettings,
+    drawing: EstimatorSettings,
     world: World,
     advance: Advance = lambda done, total: None,
     lanes: int | None = None,
@@ -127,9 +127,9 @@ def measure_perplexity(
 ) -> Tally:
     """Score the windows, this process its share of them, and gather all of it on every process."""
     total, mine = len(windows.chosen[world.rank :: world.size]), Tally()
-    for batch in windows.batches(sampling.batch_size, world.rank, world.size):
+    for batch in windows.batches(drawing.batch_size, world.rank, world.size):
         scored = score(
-            model, batch.tokens.to(world.device), estimator, sampling.samples, sampling.seed,
+            model, batch.tokens.to(world.device), estimator, drawing.samples, drawing.seed,
             prompt=batch.prompt.to(world.device), index=batch.index, batch_size=len(batch.tokens), lanes=lanes,
             commit=commit,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class Tally:
 
     rows: list[tuple[int, float, float, list[Share]]] = field(default_factory=list)
 
-    def add(self, batch: WindowBatch, scored: Score, corpus: Tokens) -> None:
+    def add(self, batch: WindowBatch, scored: Score, corpus: TokenisedCorpus) -> None:
         columns = (batch.index.tolist(), scored.stderr.square().tolist(), scored.forwards.tolist())
         for row, (number, variance, forwards) in enumerate(zip(*columns, strict=True)):
             counted = batch.place[row] >= 0
@@ -154,7 +154,7 @@ class Tally:
             self.rows.append((number, variance, forwards, _shares(place, nats, corpus)))
 
     def figures(
-        self, model: str, corpus: Corpus, windows: CorpusWindows, estimator: Estimator, sampling: EstimatorSettings
+        self, model: str, corpus: Corpus, windows: CorpusWindows, estimator: Estimator, drawing: EstimatorSettings
     ) -> Figures:
         shares = [share for *_, row in self.rows for share in row]
         nats = math.fsum(share[1] for share in shares)
@@ -174,12 +174,12 @@ class Tally:
             nats / math.log(2) / size if size else None,
             known(math.sqrt(math.fsum(variance for _, variance, _, _ in self.rows)) / tokens),
             known(mean_and_stderr(documents.values())[1]),
-            sampling.samples if drawn else None, sampling.seed, round(sum(row[2] for row in self.rows)),
+            drawing.samples if drawn else None, drawing.seed, round(sum(row[2] for row in self.rows)),
             tokens, round(size), len(documents), len(self.rows), windows.length, left_out, windows.cut_documents(),
         )  # fmt: skip
 
 
-def _shares(place: np.ndarray, nats: np.ndarray, corpus: Tokens) -> list[Share]:
+def _shares(place: np.ndarray, nats: np.ndarray, corpus: TokenisedCorpus) -> list[Share]:
     numbers, member = np.unique(corpus.document[place], return_inverse=True)
     sums = [np.bincount(member, weights) for weights in (nats, None, corpus.size[place])]
     return list(zip(numbers.tolist(), *(column.tolist() for column in sums), strict=True))
@@ -219,7 +219,7 @@ def evaluate_perplexity(
     models: Sequence[str],
     corpora: Sequence[Corpus],
     estimators: tuple[str, ...] = ("auto",),
-    sampling: EstimatorSettings | None = None,
+    drawing: EstimatorSettings | None = None,
     window: WindowSettings | None = None,
     *,
     world: World | None = None,
@@ -227,22 +227,22 @@ def evaluate_perplexity(
     say: Say = lambda text: lambda done, total: None,
 ) -> Evaluation:
     """Measure every model (a run, a checkpoint or an exported folder) on every corpus by every estimator."""
-    sampling, window, world = sampling or EstimatorSettings(), window or WindowSettings(), world or World()
+    drawing, window, world = drawing or EstimatorSettings(), window or WindowSettings(), world or World()
     sources = {name: find_model(path) for name, path in names_of(models).items()}
-    _check(sources, corpora, estimators, window, sampling)
-    how = {"estimators": list(estimators), "dtype": str(dtype).removeprefix("torch."), **sampling.__dict__}
+    _check(sources, corpora, estimators, window, drawing)
+    how = {"estimators": list(estimators), "dtype": str(dtype).removeprefix("torch."), **drawing.__dict__}
     result = Evaluation(how | {f"window_{name}": value for name, value in window.__dict__.items()})
     for corpus in corpora:
         result.corpora[corpus.name] = {
             "source": corpus.source, "sha256": corpus.fingerprint, "detokeniser": corpus.detokeniser,
             "split": corpus.split,
         }  # fmt: skip
-    tokens: dict[tuple[str, str], Tokens] = {}
+    tokens: dict[tuple[str, str], TokenisedCorpus] = {}
     for (name, source), path in zip(sources.items(), models, strict=True):
         say(f"{name}: loading")
         model = source.load(world.device, dtype)
         fitting, others = chosen_estimators(source.config, estimators)
-        variants = _variants(name, source.config, fitting, sampling)
+        variants = _variants(name, source.config, fitting, drawing)
         result.models |= {variant: _model_described(source, path) for variant in variants}
         for corpus in corpora:
             key = (corpus.name, source.tokenizer.fingerprint)
@@ -255,8 +255,8 @@ def evaluate_perplexity(
             for variant, (lanes, commit, wanted) in variants.items():
                 for estimator in wanted:
                     advance = say(f"{variant} on {corpus.name}, {estimator}")
-                    tally = measure_perplexity(model, windows, estimator, sampling, world, advance, lanes, commit)
-                    result.rows.append(tally.figures(variant, corpus, windows, estimator, sampling))
+                    tally = measure_perplexity(model, windows, estimator, drawing, world, advance, lanes, commit)
+                    result.rows.append(tally.figures(variant, corpus, windows, estimator, drawing))
                 why = f"{source.config.kind.upper()} has {', '.join(estimators_of(source.config))}"
                 result.rows += [Unsupported(variant, corpus.name, estimator, why) for estimator in others]
     return result
@@ -267,13 +267,13 @@ Variant = tuple[int | None, str, list[Estimator]]
 
 
 def _variants(
-    name: str, config: ModelConfig, fitting: list[Estimator], sampling: EstimatorSettings
+    name: str, config: ModelConfig, fitting: list[Estimator], drawing: EstimatorSettings
 ) -> dict[str, Variant]:
     """A line of the table for each number of lanes, for each decoder, or one for a model that has but one way."""
     if config.lanes is not None:
-        numbers = sampling.lanes or config.lanes
+        numbers = drawing.lanes or config.lanes
         return {f"{name}, {many(number, 'lane')}": (number, "chunk", fitting) for number in numbers}
-    commits = sampling.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
+    commits = drawing.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
     here = [estimator for estimator in fitting if estimator != "trajectory" or "chunk" in commits]
     one: dict[str, Variant] = {name: (None, "chunk", here)} if here else {}
     return one | {f"{name}, {commit}": (None, commit, ["trajectory"]) for commit in commits if commit != "chunk"}
@@ -296,25 +296,25 @@ def names_of(models: Sequence[str]) -> dict[str, str]:
 
 def _check(
     sources: dict[str, ModelSource], corpora: Sequence[Corpus], estimators: tuple[str, ...], window: WindowSettings,
-    sampling: EstimatorSettings,
+    drawing: EstimatorSettings,
 ) -> None:  # fmt: skip
     unsupported: list[set[str]] = []
     for source in sources.values():
         window.check(window.length or source.config.context_length, source.config.max_position)
         fitting, others = chosen_estimators(source.config, estimators)
         for estimator in fitting:
-            check_estimator(source.config, estimator, sampling.samples)
+            check_estimator(source.config, estimator, drawing.samples)
         unsupported.append(set(others))
         if fills_in_steps(source.config):
-            for commit in sampling.commits:
+            for commit in drawing.commits:
                 DecodingConfig(commit).resolve(source.config).check_likelihood()
         for corpus in corpora:
             check_tokenizer(corpus, source.tokenizer)
-    if sampling.commits != ("chunk",) and not (
+    if drawing.commits != ("chunk",) and not (
         "trajectory" in estimators and any(fills_in_steps(source.config) for source in sources.values())
     ):
         raise ConfigError(
-            f"--commit {' '.join(sampling.commits)} belongs to --estimator trajectory of models that fill a chunk "
+            f"--commit {' '.join(drawing.commits)} belongs to --estimator trajectory of models that fill a chunk "
             "in several forward passes (mdlm, bdlm, dcdm with masks); leave it out"
         )
     if nowhere := sorted(set.intersection(*unsupported)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, balanced, objective
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part
 from dcdm.keys import Key
 from dcdm.lanes.model import SHARE, LaneModel, draft_states
 from dcdm.model.products import weighted_nll
@@ -24,7 +24,7 @@ DRAFT_WEIGHT = 0.1
 """Of the draft head's loss: its steps hardly depend on it, the norm at which all gradients are clipped does."""
 
 
-@objective.register
+@loss_of_part.register
 def lane_loss(
     model: LaneModel, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
 ) -> Loss:
@@ -35,7 +35,7 @@ def lane_loss(
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
     targets = batch.tokens[free]
     summed = weighted_nll(encoded.states[free], model.head_weight(), targets, torch.ones_like(targets))
-    made = balanced(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
+    made = complete_loss(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
     if model.drafting is None:
         return made
     draft_loss = _draft_loss(model, batch, encoded) / global_batch.tokens.clamp(min=1)

@@ -205,23 +205,23 @@ class IncrementalRouter:
         rows = (members.any(dim=-1) & self.hidden.any(dim=-1)).nonzero().squeeze(-1)
         if len(rows) == 0:
             return
-        asked, asking = RaggedIndex(members, rows), RaggedIndex(self.hidden, rows)
-        clean_byd = self.block.input_layernorm(self.embed_tokens(asked.pick(tokens)))
-        k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(asked.index))
+        keys, queries = RaggedIndex(members, rows), RaggedIndex(self.hidden, rows)
+        clean_byd = self.block.input_layernorm(self.embed_tokens(keys.pick(tokens)))
+        k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(keys.index))
         v_bygd = self.block.self_attn.values(clean_byd)
         k_byhd, v_byhd = (x.repeat_interleave(self.heads_per_key, dim=2) for x in (k_bygd, v_bygd))
-        q_bxhd = asking.pick(self.q_1lhd.expand(len(members), -1, -1, -1))
+        q_bxhd = queries.pick(self.q_1lhd.expand(len(members), -1, -1, -1))
         score_bhxy = torch.einsum("bxhd,byhd->bhxy", q_bxhd, k_byhd) * self.scale
-        score_bhxy.masked_fill_(~asked.valid[:, None, None, :], -torch.inf)
-        old_peak = asking.pick(self.peak_blh)
+        score_bhxy.masked_fill_(~keys.valid[:, None, None, :], -torch.inf)
+        old_peak = queries.pick(self.peak_blh)
         peak = torch.maximum(old_peak, score_bhxy.amax(dim=-1).transpose(1, 2))
         fading = (old_peak - peak).exp()
         weight_bhxy = score_bhxy.sub_(peak.transpose(1, 2)[..., None]).exp_()
-        total = asking.pick(self.sum_blh) * fading + weight_bhxy.sum(dim=-1).transpose(1, 2)
-        mean = asking.pick(self.mean_blhd) * fading[..., None]
+        total = queries.pick(self.sum_blh) * fading + weight_bhxy.sum(dim=-1).transpose(1, 2)
+        mean = queries.pick(self.mean_blhd) * fading[..., None]
         mean += torch.einsum("bhxy,byhd->bxhd", weight_bhxy, v_byhd)
         for whole, part in ((self.peak_blh, peak), (self.sum_blh, total), (self.mean_blhd, mean)):
-            asking.put(whole, part)
+            queries.put(whole, part)
 
     def scores(self, asking: Tensor | None = None) -> Tensor:
         """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere."""

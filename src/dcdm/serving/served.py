@@ -76,7 +76,7 @@ class Served:
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
 
     def decoding(self, request: Generating) -> DecodingConfig:
-        """The decoder that is asked for, with every "auto" resolved."""
+        """The decoder that is asked for, as this model understands it."""
         try:
             return DecodingConfig.of(**request.decoding()).resolve(self.model.config, self.tokenizer)
         except ConfigError as error:

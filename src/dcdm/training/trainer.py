@@ -138,10 +138,10 @@ class Trainer:
             given = (model, batch, key, self.objective, global_batch)
             if world.size == 1:
                 with self.types.autocast(world.device):
-                    part = objectives.objective(*given)
+                    part = objectives.loss_of_part(*given)
             else:
                 sync_gradients(model, number == len(micro) - 1)
-                part = run_gathered(model, objectives.objective, *given)
+                part = run_gathered(model, objectives.loss_of_part, *given)
             part.total.backward()
             parts.append(part)
         norm = clip_gradients(model, self.settings.clip)
