@@ -79,9 +79,9 @@ def passes_needed(sizes: Tensor, samples: int) -> Tensor:
 def sampled_subsets(key: Key, index: Tensor, groups: Tensor, num_groups: int, samples: int) -> Iterator[Draw]:
     """Up to `samples` draws: small groups enumerated, of the others stratified sizes and uniform subsets.
 
-    Over the samples each group visits every stratum of the sizes once; within a sample the groups are spread over
-    the strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those that may be
-    masked, so that sequences of one number share their noise whatever stands before it.
+    Over the samples each group visits every stratum of the sizes once; within a sample the groups are spread
+    over the strata. Sequence i's draws follow from (key, i) alone, and a position's from its rank among those that
+    may be masked, so that sequences of one number share their noise whatever stands before it.
     """
     among_free = (groups >= 1).cumsum(dim=-1).sub(1).clamp(min=0)
     sizes = group_sizes(groups, num_groups)
