@@ -59,7 +59,7 @@ def written(models, rng, **wanted):
     return text if length is not None else text.removeprefix(prompt.partition("[[")[0]).removesuffix(" end")
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_expressions_and_schemas_are_matched_by_every_kind_and_order(models, monkeypatch, count):
     compile_here(monkeypatch)
     rng, answered = random.Random(count), 0
