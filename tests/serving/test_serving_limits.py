@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -364,9 +365,13 @@ def test_what_runs_longer_than_the_grace_is_cut_off(monkeypatch):
 # --- what is loaded ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_takes_its_key_from_the_environment_and_tells_it_to_nobody(tmp_path, capsys, monkeypatch):
+def test_the_command_takes_its_key_from_the_environment_and_bounds_what_kernels_are_kept(
+    tmp_path, capsys, monkeypatch
+):
     exported, served = tiny.exported("causal", tmp_path / "exported"), []
     monkeypatch.setenv("DCDM_API_KEY", KEY)
+    monkeypatch.setenv(kept := "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
+    monkeypatch.delenv(kept)
     monkeypatch.setattr(
         "dcdm.serving.server.serve_app", lambda app, listening: served.append(app) or listening.close()
     )
@@ -377,4 +382,5 @@ def test_the_command_takes_its_key_from_the_environment_and_tells_it_to_nobody(t
     assert KEY not in said.out + said.err
     state = served[0].state
     assert state.settings.api_key == KEY
+    assert int(os.environ[kept]) < 1024, "of oneDNN's own number memory grows with every shape of a batch"
     assert state.served.card()["dcdm"]["folder"] == str(exported.resolve())

@@ -18,6 +18,9 @@ Limits = Annotated[Settings, arg(name="")]
 """A flag for every field."""
 DEFAULT_LIMITS = Settings()
 
+KERNELS = "32"
+"""Kernels that oneDNN keeps, one for each shape that requests lead to; of its own default, 1024, memory grows."""
+
 EXAMPLES = (
     "dcdm serve",
     "dcdm serve runs/first",
@@ -54,6 +57,7 @@ def serve(
     import os
 
     require_packages()
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
     import torch
 
     from dcdm.io.load import load_model

@@ -10,8 +10,6 @@ request's queue, in the order in which things happen.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -31,8 +29,6 @@ T = TypeVar("T")
 
 CONSTRAINED = 2
 """How many times as much a text counts whose tokens are drawn one after the other, since they must match."""
-TRIM_SECONDS = 20.0
-"""How often free memory is given back to the system."""
 
 
 class Reader(Protocol):
@@ -254,12 +250,7 @@ class Scheduler:
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        trimmed = time.monotonic()
         while self._admit():
-            if time.monotonic() > trimmed + TRIM_SECONDS:
-                trimmed = time.monotonic()
-                with contextlib.suppress(OSError, AttributeError):  # of glibc: free memory between what is in use
-                    ctypes.CDLL(None).malloc_trim(0)
             try:
                 count = self._session.step()
             except Exception:  # a defect must not end the service

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import ctypes
 import errno
 import gc
 import hmac
@@ -331,13 +330,8 @@ class Server(uvicorn.Server):
             yield
 
 
-M_ARENA_MAX = -8
-
-
 def serve_app(app: FastAPI, listening: socket.socket) -> None:
     """Serve until a signal comes; then take no new requests and let the running ones finish."""
-    with contextlib.suppress(OSError, AttributeError):  # of glibc: else every thread keeps free memory of its own
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     gc.collect()
     gc.freeze()  # what is loaded stays: without it, full collections find what requests left behind too seldom
     asyncio.run(Server(app).serve([listening]))
