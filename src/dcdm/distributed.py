@@ -57,16 +57,16 @@ def init_distributed(device: torch.device | str = "auto", *, timeout: timedelta 
     rank, size, local_rank = (_number(env, name) for name in needed[:3])
     if not 0 <= rank < size:
         raise ParallelError(f"RANK={rank} must lie between 0 and WORLD_SIZE-1={size - 1}; start with torchrun")
-    place = choose_device(device, local_rank)
+    own_device = choose_device(device, local_rank)
     if size == 1:
-        return World(device=place)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    elif place.type != "cpu":
-        raise ParallelError(f"several processes run on cpu or cuda, not on {place.type}; set device=cpu")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", timeout=timeout)
+        return World(device=own_device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    elif own_device.type != "cpu":
+        raise ParallelError(f"several processes run on cpu or cuda, not on {own_device.type}; set device=cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo", timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return World(rank, size, local_rank, place, control)
+    return World(rank, size, local_rank, own_device, control)
 
 
 def shutdown(world: World) -> None:

@@ -115,8 +115,8 @@ def load_for(
     """The model that a command was given, ready for evaluation, and its tokenizer."""
     from dcdm.io.load import load_model
 
-    on, weights = compute_on(device, dtype)
-    return load_model(model, device=on, dtype=weights, adapter=adapter)
+    torch_device, torch_dtype = compute_on(device, dtype)
+    return load_model(model, device=torch_device, dtype=torch_dtype, adapter=adapter)
 
 
 def at_least_one(**counts: int | None) -> None:

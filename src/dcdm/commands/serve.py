@@ -80,12 +80,12 @@ def serve(
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    on, weights = compute_on(device, dtype)
+    torch_device, torch_dtype = compute_on(device, dtype)
     if adapter is not None and len(model) > 1:
         raise ConfigError("--adapter belongs to one model; serve adapted models by their own folders")
     served = []
     for path, called in zip(model, names, strict=True):
-        loaded, tokenizer = load_model(path, adapter=adapter, device=on, dtype=weights)
+        loaded, tokenizer = load_model(path, adapter=adapter, device=torch_device, dtype=torch_dtype)
         card = card_of(path)
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)
