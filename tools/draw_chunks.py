@@ -1,6 +1,6 @@
 """Draw a text on the colours of its chunks, and the masks: `python tools/draw_chunks.py RUN docs/images/dcdm.svg`.
 
-RUN is a DCDM with the paper's routing, such as that of `dcdm demo`, whose text this is.
+RUN is a DCDM with the paper's routing, such as english-dcdm; the text is that of `dcdm demo`.
 """
 
 from __future__ import annotations
