@@ -191,7 +191,7 @@ def test_every_kind_is_served_with_every_routing_and_cache_that_it_names(kind):
         pairs = [(routing, "auto") for routing in names["routing"]]
         pairs += [("auto", cache) for cache in names["cache"][1:]]
         for routing, cache in pairs:
-            chosen = {"routing": "blocks:3" if routing == "blocks" else routing, "cache": cache, "seed": 1}
+            chosen = {"routing": f"{routing}:3" if "blocks" in routing else routing, "cache": cache, "seed": 1}
             answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 6, **chosen})
             assert answer.json()["choices"][0]["text"] == alone(server, ["ab"], max_new_tokens=6, **chosen).texts[0]
         refused = server.post("/v1/completions", {"prompt": "a", "suffix": "b"})
