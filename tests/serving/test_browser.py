@@ -265,7 +265,7 @@ def test_invisible_characters_are_shown_and_markup_stays_text(page, address):
     ("name", "routings", "caches"),
     [
         ("ar", ["auto"], ["auto", "exact", "none"]),
-        ("bdlm", ["auto", "blocks", "adablock"], ["auto", "exact", "none"]),
+        ("bdlm", ["auto", "blocks", "sub-blocks", "adablock"], ["auto", "exact", "none"]),
         ("paper", ["auto", "paper-chunk", "paper-step", "paper-equal", "appendix-b"], ["auto", "none", "frozen"]),
     ],
 )
