@@ -60,7 +60,7 @@ def test_the_notebook_runs_and_shows_texts_and_chunks(tmp_path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     pages = [data["text/html"] for data in shown if "text/html" in data]
-    assert any("bold: written by the model" in page for page in pages)
+    assert "(self):" in notebook.cells[3].outputs[-1].text
     assert any('title="chunk 8"' in page for page in pages)
     assert "upper bound" in notebook.cells[-1].outputs[-1].text
     assert (tmp_path / "runs" / "notebook" / "settings.yaml").is_file()
