@@ -21,7 +21,7 @@ TWO = Filling(
     lanes=[0, 0, 0, 1, 1, 2],
 )
 ONE = Filling(TWO.tokens, [0, 0, 0, 1, 2, 3], [[3], [4], [5]], [0, 0, 0, 1, 1, 1])
-TEXTS = [Written("2 lanes", TWO, 0.1, 1.5), Written("AR’s order", ONE, 0.2)]
+TEXTS = [Written("2 lanes", TWO, 0.1), Written("AR’s order", ONE, 0.2)]
 
 
 # --- in a terminal -----------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def test_two_texts_stand_side_by_side_where_there_is_room(width, beside):
     assert len(heads) == (1 if beside else 2)
     assert "2 lanes: forward 2 of 2" in shown
     assert "AR’s order: forward 3 of 3" in shown
-    assert "1.50 nats per token" in " ".join(shown.replace("│", " ").split())
+    assert "in 3 forward passes, 0.20 s" in " ".join(shown.replace("│", " ").split())
 
 
 def test_in_a_terminal_all_move_together_and_wait_for_the_longest(monkeypatch):

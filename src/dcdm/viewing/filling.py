@@ -60,8 +60,6 @@ class Written:
     """Which decoder, such as "4 lanes"."""
     filling: Filling
     seconds: float
-    nats: float | None = None
-    """−log p of what stood in the blanks before they were blanks, per token, under this decoder: exact."""
 
     @property
     def forwards(self) -> int:
@@ -71,9 +69,8 @@ class Written:
     def sentence(self) -> str:
         """What it took, in figures."""
         tokens = sum(map(len, self.filling.steps))
-        exact = "" if self.nats is None else f"; exact −log p of the original: {self.nats:.2f} nats per token"
         passes = many(self.forwards, "forward pass", "forward passes")
-        return f"{tokens} tokens in {passes}, {self.seconds:.2f} s{exact}"
+        return f"{tokens} tokens in {passes}, {self.seconds:.2f} s"
 
 
 def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
