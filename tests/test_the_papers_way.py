@@ -14,7 +14,7 @@ import tiny
 from dcdm.cli import main
 
 ROOT = Path(dcdm.__file__).parent
-APART = ("lanes/", "lora", "adapters", "decoding/constraints", "decoding/json_schemas")
+APART = ("lanes/", "lora", "adapters")
 
 
 def files_entered(action: Callable[[], object]) -> set[str]:
@@ -45,7 +45,7 @@ def apart(files: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("cache", ["none", "frozen"])
-def test_sampling_enters_no_file_of_lanes_drafts_adapters_or_constraints(cache):
+def test_sampling_enters_no_file_of_lanes_drafts_or_adapters(cache):
     model = tiny.model("paper")
     files = files_entered(lambda: dcdm.generate(model, [[1, 2]], max_new_tokens=8, cache=cache))
     assert "decoding/loop.py" in files
@@ -53,7 +53,7 @@ def test_sampling_enters_no_file_of_lanes_drafts_adapters_or_constraints(cache):
 
 
 @pytest.mark.parametrize("estimator", ["sequential", "surrogate", "trajectory"])
-def test_scoring_enters_no_file_of_lanes_drafts_adapters_or_constraints(estimator):
+def test_scoring_enters_no_file_of_lanes_drafts_or_adapters(estimator):
     model, tokens = tiny.model("paper"), tiny.tokens(2, 9)
     files = files_entered(lambda: dcdm.score(model, tokens, estimator, samples=2))
     assert "likelihood/estimators.py" in files

@@ -169,7 +169,6 @@ def test_prompts_with_and_without_blanks_share_a_batch(writer):
         ({"max_new_tokens": 4.0}, "max_new_tokens=4.0 must be a whole number"),
         ({"seed": 0.5}, "seed=0.5 must be a whole number"), ({"adablock": object()}, "adablock has no effect"),
         ({"prompts": ["\udce9"], "tokenizer": TOKENIZER}, "half of a surrogate pair"),
-        ({"regex": [], "tokenizer": TOKENIZER}, "constrains nothing"),
         ({"prompts": [[21, 1]]}, "PAD"), ({"window": 0}, "window"), ({"commit": "steps:inf"}, "commit"),
         ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
         ({"max_new_tokens": [1, 2]}, "max_new_tokens has 2 entries for 1 prompts"),

@@ -61,7 +61,7 @@ def test_trajectories_sum_to_one_over_all_texts_and_bounds_to_at_most_one_also_g
 
 
 @pytest.mark.parametrize("name", tiny.OTHERS)
-def test_texts_fill_blanks_continue_in_windows_match_expressions_and_never_hold_the_mask(name: str) -> None:
+def test_texts_fill_blanks_continue_in_windows_and_never_hold_the_mask(name: str) -> None:
     tokenizer = byte_tokenizer()
     hidden = ord("b")
     model = tiny.model(name, symbols=257, hidden_token=hidden)
@@ -78,8 +78,6 @@ def test_texts_fill_blanks_continue_in_windows_match_expressions_and_never_hold_
     written = [token for event in together.history for token in event.tokens]
     assert len(written) == 3 + 4 + 40 + 9
     assert hidden not in written
-    made = dcdm.generate(model, ["n = "], tokenizer=tokenizer, max_new_tokens=6, regex="[0-9]{2,6}")
-    assert made.texts[0].isdigit()
 
 
 def test_training_predicts_what_is_not_given_and_its_loss_reaches_every_weight() -> None:

@@ -1,7 +1,6 @@
 """A served model that writes in lanes: completions, filling, its card, and the playground's dial."""
 
 import json
-import re
 
 import pytest
 
@@ -119,14 +118,6 @@ def test_texts_with_drafts_are_the_librarys_whole_and_streamed(drafting, drafts)
     sent = events(drafting.post("/v1/denoise", body).text)
     assert sent[0][1].get("drafts", 0) == (3 if drafts is None else drafts)
     assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
-
-
-def test_texts_that_must_match_are_written_without_drafts(drafting):
-    matching = {"type": "regex", "regex": "[ab]{6}"}
-    body = {"prompt": "ab", "max_tokens": 8, "lanes": 2, "seed": 3, "response_format": matching}
-    text = drafting.post("/v1/completions", body).json()["choices"][0]["text"]
-    assert re.fullmatch("[ab]{6}", text)
-    assert "drafts" not in events(drafting.post("/v1/denoise", body).text)[0][1]
 
 
 def test_the_playground_has_dials_for_lanes_and_drafts_where_they_fit(page, drafting, other):

@@ -21,9 +21,7 @@ from dcdm.io.load import load_model
 from live import figure_of, live, tiny_model, until
 
 CLIENTS = 32
-
-
-DECODERS = ({}, {"cache": "none"}, {"commit": "steps:2", "temperature": 0.5}, {"regex": "[a-z]+( [a-z]+)*"})
+DECODERS = ({}, {"cache": "none"}, {"commit": "steps:2", "temperature": 0.5}, {"logprobs": 2})
 
 
 def requests_and_answers(model, tokenizer, commit, decoders=({},)):
@@ -31,14 +29,13 @@ def requests_and_answers(model, tokenizer, commit, decoders=({},)):
     pairs = []
     for i in range(12):
         body = {"prompt": f"def f{i}(x", "seed": i, "max_tokens": 6 + 5 * (i % 4)}
-        decoder = {"commit": commit, **decoders[i % len(decoders)]}
+        more = {"commit": commit, **decoders[i % len(decoders)]}
+        decoder = {name: value for name, value in more.items() if name != "logprobs"}
         right = dcdm.generate(
             model, [body["prompt"]], tokenizer=tokenizer, max_new_tokens=body["max_tokens"], seed=body["seed"],
             blanks=False, **decoder,
         )  # fmt: skip
-        if wanted := decoder.pop("regex", None):
-            body |= {"response_format": {"type": "regex", "regex": wanted}, "logprobs": 2}
-        pairs.append(({**body, **decoder}, right.texts[0]))
+        pairs.append(({**body, **more}, right.texts[0]))
     return pairs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.constraints import Constraint, constrained_spans
 from dcdm.decoding.session import write
 from dcdm.decoding.text import COSTS, Ended, Event, Text
 from dcdm.model.transformer import Model
@@ -110,8 +109,6 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     on_end: Callable[[int, Ended], None] | None = None,
     batch_size: int = 16,
-    regex: str | Sequence[str] | None = None,
-    schema: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Generation:
     """Complete prompts, or fill their blanks.
@@ -126,9 +123,6 @@ def generate(
     `routing`, `temperature`, …), or by a `DecodingConfig` as `decoding`. A row's result follows from its prompt,
     its `seed` (one for all, or one for each) and its `index` (by default its place) alone: neither the batch nor
     the padding changes it.
-
-    A `regex` or a JSON `schema` is matched by what is written behind each prompt, or by each of its blanks (several
-    expressions are for the blanks in turn), in whatever order they are filled.
 
     `on_event` receives tokens as they are committed, out of order; `on_end(row, …)` each row that has ended, while
     the others of its batch continue. `cancel(row)` is asked between forwards; `stop(row, completion)` after each
@@ -153,7 +147,6 @@ def generate(
         raise ConfigError(
             f"seed has {len(seeds)} entries for {len(given.rows)} prompts; give one number, or one each"
         )
-    constraints = _constraints(tokenizer, regex, schema)
     history: list[Event] = []
 
     def record(event: Event) -> None:
@@ -166,8 +159,6 @@ def generate(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,
-            spans=constrained_spans(constraints, ids, given.new_tokens[row], window, eos_id, config.mask_id)
-            if constraints else (),
             on_end=None if on_end is None else partial(on_end, row),
         )
         for row, ids in enumerate(given.rows)
@@ -184,29 +175,12 @@ def generate(
     )
     result.statistics.seconds = time.perf_counter() - started
     if tokenizer is not None:
-        # one with blanks, or no prompt; what matches an expression is given as it was matched
-        whole = [config.mask_id in row or (len(row) < 2 and not constraints) for row in given.rows]
+        whole = [config.mask_id in row or len(row) < 2 for row in given.rows]  # with blanks, or without a prompt
         result.texts = [
             (tokenizer.decode if alone else tokenizer.continuation)(ids)
             for alone, ids in zip(whole, result.completions, strict=True)
         ]
     return result
-
-
-def _constraints(
-    tokenizer: Tokenizer | None, regex: str | Sequence[str] | None, schema: Mapping[str, Any] | None
-) -> list[Constraint]:
-    if regex is None and schema is None:
-        return []
-    if regex is not None and not regex and not isinstance(regex, str):
-        raise ConfigError("regex=[] constrains nothing; give an expression for each part, or leave it out")
-    if tokenizer is None:
-        raise ConfigError("regex and schema are about text; give tokenizer=")
-    if regex is not None and schema is not None:
-        raise ConfigError("give a regex or a schema, one of them")
-    if schema is not None:
-        return [Constraint.of(tokenizer, schema=schema)]
-    return [Constraint.of(tokenizer, regex=one) for one in ([regex] if isinstance(regex, str) else regex or [])]
 
 
 # --- prompts in every form that users have them, checked before anything is computed --------------------------

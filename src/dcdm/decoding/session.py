@@ -185,10 +185,6 @@ class Session:
 
             asked = fill & mine[:, None]
             tokens = torch.where(mine[:, None], view.predicted.measure(draw, asked, 0), tokens)
-        for row, text in enumerate(self.texts):
-            for span in text.spans:
-                line, chances = self._state.z[row], self._state.uniform[row, :, 0]
-                tokens[row] = span.draw(view, fill, row, tokens[row], line, text.decoding.sampling, chances)
         return tokens
 
     def _samplings(self) -> list[tuple[Sampling, Tensor]]:

@@ -6,13 +6,12 @@ what is there being the prompt of the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.constraints import ConstrainedSpan
 from dcdm.keys import Key
 from dcdm.model.layout import widen
 
@@ -73,8 +72,6 @@ class Text:
     """Its number in events."""
     alternatives: int = 0
     """How many of the most probable tokens events name beside each."""
-    spans: Sequence[ConstrainedSpan] = ()
-    """What runs of its positions must match; such a text is written in one window."""
     cancel: Callable[[], bool] | None = None
     """Asked between forward passes."""
     stop: Callable[[list[int]], bool] | None = None
@@ -85,7 +82,6 @@ class Text:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         """The whole text so far."""
-        self.spans = [replace(span) for span in self.spans]  # each text has its own memory of what they allow
         self.left = self.new_tokens
         self.forwards = 0
         """Forward passes so far that brought it tokens."""

@@ -215,14 +215,14 @@ class LaneSession(Session):
         )  # fmt: skip
 
     def _policy(self, text: Text) -> tuple[Hashable, ...]:
-        return *super()._policy(text), _drafts(text) > 0
+        return *super()._policy(text), bool(text.decoding.drafts)
 
     def _rows(self, z: Tensor, positions: PositionMasks, texts: list[Text]) -> DecodingState:
         lanes = torch.tensor([text.decoding.lanes for text in texts])
         ids, lane = lane_partition(self.model.config, positions.free, positions.real, lanes)
         for text, row in zip(texts, lane.tolist(), strict=True):
             text.lanes = row
-        ahead = torch.tensor([_drafts(text) for text in texts])
+        ahead = torch.tensor([text.decoding.drafts or 0 for text in texts])
         router = DraftedLanes(positions, lane) if bool(ahead.any()) else Fixed(positions, ids, ids)
         noise = self._noise(texts, z.shape[1])
         return LaneState(z, positions, router, self._cache(), *noise, lane=lane, ahead=ahead, drafter=self)
@@ -252,11 +252,6 @@ class LaneSession(Session):
                 sampling, log_p[mine], log_q[mine], token[mine], accept, draw
             )
         return right, instead
-
-
-def _drafts(text: Text) -> int:
-    """How many tokens of each lane are drafted; none where they must match something."""
-    return 0 if text.spans else text.decoding.drafts or 0
 
 
 @session_of.register(LaneModel)

@@ -16,7 +16,6 @@ import torch
 
 from dcdm.data.chats import ChatBusy, ChatError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.constraints import Constraint
 from dcdm.decoding.engine import blank_tokens, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.masks import lane_partition
@@ -37,7 +36,7 @@ from dcdm.serving.served import Served
 DEFAULT_MAX_TOKENS = 16
 
 
-def prepare_completion(served: Served, request: CompletionRequest, constraint: Constraint | None) -> Answer:
+def prepare_completion(served: Served, request: CompletionRequest) -> Answer:
     """What a request asks for, checked."""
     if request.suffix is not None and served.model.config.kind == "ar":
         raise bad_request("suffix needs a diffusion model; this AR model sees nothing behind a blank", "suffix")
@@ -45,14 +44,14 @@ def prepare_completion(served: Served, request: CompletionRequest, constraint: C
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = [served.encode(one) if isinstance(one, str) else served.check_ids(one) for one in several]
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
-    rows = _rows(served, request, constraint, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
+    rows = _rows(served, request, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
     for row in rows:
         row.alternatives = request.logprobs or 0
     form = CompletionChoices(served.tokenizer, request.logprobs is not None)
     return Answer(served, request, rows, form, sum(len(ids) + len(behind or ()) for ids in prompts))
 
 
-def prepare_chat(served: Served, request: ChatRequest, constraint: Constraint | None) -> Answer:
+def prepare_chat(served: Served, request: ChatRequest) -> Answer:
     """What a request asks for, checked."""
     template = served.template
     if template is None:
@@ -67,15 +66,14 @@ def prepare_chat(served: Served, request: ChatRequest, constraint: Constraint | 
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    rows = _rows(served, request, constraint, [ids], getattr(request, length), ("messages", length))
+    rows = _rows(served, request, [ids], getattr(request, length), ("messages", length))
     for row in rows:
         row.alternatives = request.top_logprobs or 0
     return Answer(served, request, rows, ChatChoices(served.tokenizer, bool(request.logprobs)), len(ids))
 
 
 def _rows(
-    served: Served, request: OpenAIRequest, constraint: Constraint | None, prompts: Sequence[list[int]],
-    new_tokens: int | None,
+    served: Served, request: OpenAIRequest, prompts: Sequence[list[int]], new_tokens: int | None,
     names: tuple[str, str] = ("prompt", "max_tokens"), behind: list[int] | None = None,
 ) -> list[QueuedText]:  # fmt: skip
     """The texts of every prompt; with something `behind` it the new tokens are a blank.
@@ -103,13 +101,12 @@ def _rows(
             given = [*ids, *[served.model.config.mask_id] * new_tokens, *behind]
             last, length = len(ids) + new_tokens, 0
             served.check_lengths(given, 0, "suffix" if len(behind) > len(ids) else "prompt")
-        spans = served.spans(constraint, given, length, eos_id)
         for _ in range(n):
             reader = TextReader(
                 served.tokenizer, 1 + len(ids), last=last, stops=request.stops(), eos_id=eos_id,
-                begins=not ids and not spans, in_pieces=bool(request.stream),
+                begins=not ids, in_pieces=bool(request.stream),
             )  # fmt: skip
-            rows.append(QueuedText(given, length, seed, len(rows), decoding, eos_id, reader, spans=spans))
+            rows.append(QueuedText(given, length, seed, len(rows), decoding, eos_id, reader))
     return rows
 
 
@@ -248,15 +245,14 @@ def _note_costs(notes: dict[str, Any], last: Last) -> None:
 # --- a canvas being filled ---------------------------------------------------------------------------------------
 
 
-def prepare_denoising(served: Served, request: DenoiseRequest, constraint: Constraint | None) -> QueuedText:
+def prepare_denoising(served: Served, request: DenoiseRequest) -> QueuedText:
     """The row that a request asks for, checked."""
     decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
     eos_id = served.eos_id(request.stop_at_eos)
     new_tokens = served.check_lengths(ids, request.max_tokens)
-    spans = served.spans(constraint, ids, new_tokens, eos_id)
-    reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids and not spans)
-    return QueuedText(ids, new_tokens, request.seed, 0, decoding, eos_id, reader, spans=spans)
+    reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids)
+    return QueuedText(ids, new_tokens, request.seed, 0, decoding, eos_id, reader)
 
 
 class CommitReader:
@@ -298,8 +294,7 @@ def _start(served: Served, row: QueuedText) -> dict[str, Any]:
         canvas.append({"position": at, **shown, "given": given})
     more: dict[str, Any] = {}
     if decoding.lanes is not None:
-        drafts = 0 if row.spans else decoding.drafts  # texts that must match are written without
-        more = {"lanes": decoding.lanes, **({"drafts": drafts} if drafts else {})}
+        more = {"lanes": decoding.lanes, **({"drafts": decoding.drafts} if decoding.drafts else {})}
         for place, lane in zip(canvas, _first_lanes(served, tokens, decoding.lanes), strict=True):
             place["lane"] = lane
     return {

@@ -19,7 +19,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.constraints import Constraint
 from dcdm.model.transformer import Model
 from dcdm.serving import answers
 from dcdm.serving.monitoring import Metrics
@@ -33,7 +32,6 @@ from dcdm.serving.schemas import (
     Generating,
     Json,
     OpenAIRequest,
-    closing,
     invalid_body,
 )
 from dcdm.serving.served import Served
@@ -61,8 +59,6 @@ ANSWER: Responses = {
 }
 GRACE_SECONDS = 10.0
 """How long after its deadline a stream may still be read."""
-COMPILERS = 2
-"""Threads that make automata; each model has one that renders its chats."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -236,25 +232,14 @@ def _models(app: FastAPI) -> None:
 def _generation(app: FastAPI) -> None:
     models: Models = app.state.models
     most = models.first.served.settings.max_queued
-    compiling, rendering = Workers(COMPILERS, most), {name: Workers(1, most) for name in models.schedulers}
+    rendering = {name: Workers(1, most) for name in models.schedulers}
 
     async def prepared(request: Request, body: Generating, prepare: Callable[..., T]) -> T:
-        """What is asked for, checked; automata and chats, which may take seconds, wait for their turns."""
-        served, caller = models.get(body.model).served, caller_of(request, body)
-
-        def constrained(expression: dict[str, Any]) -> Constraint:
-            if models.draining:  # by the time of its turn
-                raise closing()
-            return served.constrain(expression)
-
-        constraint, expression = None, body.expression()
-        if expression is not None:
-            constraint = served.constraints.known(expression) or await while_connected(
-                request, compiling.run(caller, constrained, expression)
-            )
+        """What is asked for, checked; chats, which may take seconds, wait for their turns."""
+        served = models.get(body.model).served
         if not isinstance(body, ChatRequest):
-            return await run_in_threadpool(prepare, served, body, constraint)
-        work = rendering[served.name].run(caller, prepare, served, body, constraint)
+            return await run_in_threadpool(prepare, served, body)
+        work = rendering[served.name].run(caller_of(request, body), prepare, served, body)
         return await while_connected(request, work)
 
     async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:

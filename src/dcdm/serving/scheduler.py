@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dcdm.decoding.caching import PrefixCache
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.constraints import ConstrainedSpan
 from dcdm.decoding.session import session_of
 from dcdm.decoding.text import Ended, Event, Text
 from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
@@ -26,9 +25,6 @@ from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_ma
 from dcdm.serving.served import Served
 
 T = TypeVar("T")
-
-CONSTRAINED = 2
-"""How many times as much a text counts whose tokens are drawn one after the other, since they must match."""
 
 
 class Reader(Protocol):
@@ -57,8 +53,6 @@ class QueuedText:
     reader: Reader
     alternatives: int = 0
     """How many of the most probable tokens to name beside each."""
-    spans: Sequence[ConstrainedSpan] = ()
-    """What runs of its positions must match."""
     request: QueuedRequest = field(init=False, repr=False)
     """Of which it is row number `index`."""
     size: int = 0
@@ -226,7 +220,7 @@ class Scheduler:
             for row in rows:
                 length = 1 + len(row.prompt) + row.new_tokens
                 row.size = min(self.served.window, length)
-                self._waiting.add(row, caller, length * (CONSTRAINED if row.spans else 1))
+                self._waiting.add(row, caller, length)
             self._changed.notify_all()
         self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in rows))
         return queued
@@ -322,7 +316,7 @@ class Scheduler:
 
         row.text = Text(
             [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
-            row.seed, row.index, row.eos_id, row.index, row.alternatives, row.spans,
+            row.seed, row.index, row.eos_id, row.index, row.alternatives,
             cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended),
         )  # fmt: skip
         return row.text

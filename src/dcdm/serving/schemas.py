@@ -11,7 +11,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from starlette.responses import Response
 
 from dcdm.config import ConfigError
@@ -47,34 +47,10 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(Body):
-    name: Short | None = None
-    description: Utf8Text | None = None
-    strict: bool | None = Field(None, description="Answers match the schema in any case.")
-    json_schema: dict[str, Any] = Field(alias="schema", description="docs/serving.md says which keywords.")
-
-
-class ResponseFormat(Body):
-    """What a text must match."""
-
-    type: Literal["text", "json_schema", "regex"]
-    json_schema: JsonSchema | None = None
-    regex: Annotated[Utf8Text, Field(max_length=4096)] | None = Field(
-        None, description="Matched as a whole; in the syntax of Rust's regex."
-    )
-
-    def expression(self) -> dict[str, Any] | None:
-        """What `Constraint.of` takes; None if anything matches."""
-        for name, value in (("json_schema", self.json_schema), ("regex", self.regex)):
-            if (value is not None) != (name == self.type):
-                raise bad_request(f"response_format: {name} goes with type {name!r}, and only with it", FORMAT)
-        if self.type == "json_schema":
-            assert self.json_schema is not None
-            return {"schema": self.json_schema.json_schema}
-        return None if self.regex is None else {"regex": self.regex}
-
-
-FORMAT = "response_format"
+def _of_any_form(asked: Any) -> Any:
+    if asked not in (None, {"type": "text"}):
+        raise ValueError('only {"type": "text"} is supported: texts cannot be made to match a format')
+    return asked
 
 
 def _decoder_fields() -> dict[str, Any]:
@@ -99,13 +75,7 @@ class Generating(DecoderSettings):  # type: ignore[misc, valid-type]
     """What all requests for texts share: the settings of the decoder, and these."""
 
     model: Short | None = Field(None, description="The served model's name; another is an error.")
-    response_format: ResponseFormat | None = Field(
-        None, description="What each blank, or what is written behind the prompt, must match."
-    )
-
-    def expression(self) -> dict[str, Any] | None:
-        """What texts must match, as `Constraint.of` takes it; None if anything does."""
-        return None if self.response_format is None else self.response_format.expression()
+    response_format: Annotated[dict[Literal["type"], Literal["text"]] | None, BeforeValidator(_of_any_form)] = None
 
     def decoding(self) -> dict[str, Any]:
         """The settings that were given, for `DecodingConfig.of`."""
@@ -132,11 +102,8 @@ class OpenAIRequest(Generating):
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:
-        constrained = self.response_format is not None and self.response_format.type != "text"
         if self.stream_options and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
-        if self.stop and constrained:
-            raise bad_request("stop would cut what response_format completes; give one of them", "stop")
         return self
 
     def stops(self) -> tuple[str, ...]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -25,16 +21,9 @@ from dcdm.decoding.config import (
     fitting_routings,
     fitting_settings,
 )
-from dcdm.decoding.constraints import ENTRIES, CompilerBusy, ConstrainedSpan, Constraint, constrained_spans
 from dcdm.decoding.engine import blank_tokens, read_prompts, with_blanks
 from dcdm.model.transformer import Model
-from dcdm.serving.schemas import (
-    FORMAT,
-    Generating,
-    bad_request,
-    invalid_setting,
-    queue_full,
-)
+from dcdm.serving.schemas import Generating, bad_request, invalid_setting
 from dcdm.serving.settings import Settings
 from dcdm.viewing.filling import exercises_for
 
@@ -58,7 +47,6 @@ class Served:
     language: str = "python"
     """Of its examples."""
     created: int = field(default_factory=lambda: int(time.time()))
-    constraints: Constraints = field(default_factory=lambda: Constraints(), compare=False)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -81,28 +69,6 @@ class Served:
             return DecodingConfig.of(**request.decoding()).resolve(self.model.config, self.tokenizer)
         except ConfigError as error:
             raise invalid_setting(error) from error
-
-    def constrain(self, expression: dict[str, Any]) -> Constraint:
-        """The constraint of an expression; may take seconds."""
-        try:
-            return self.constraints.get(self.tokenizer, expression)
-        except CompilerBusy:
-            raise queue_full() from None
-        except ConfigError as error:
-            raise bad_request(str(error), FORMAT) from error
-
-    def spans(
-        self, constraint: Constraint | None, ids: list[int], new_tokens: int, eos_id: int
-    ) -> list[ConstrainedSpan]:
-        """What a text must match; refused before anything is computed if none can."""
-        if constraint is None:
-            return []
-        config = self.model.config
-        row = [config.bos_id, *ids]
-        try:
-            return constrained_spans([constraint], row, new_tokens, self.window, eos_id, config.mask_id, FORMAT)
-        except ConfigError as error:
-            raise bad_request(str(error), FORMAT) from error
 
     def eos_id(self, stop_at_eos: bool) -> int:
         """The token that ends a text; −1, which is not a token, where texts continue behind an EOS."""
@@ -233,42 +199,6 @@ class Served:
                 },
             },
         }
-
-
-class Constraints:
-    """Automata of expressions, the last few of them remembered; together they may take so many bytes."""
-
-    def __init__(self, remembered: int = 8, most: int = 8 * ENTRIES) -> None:
-        self._last: OrderedDict[str, Constraint] = OrderedDict()
-        self._alive: weakref.WeakSet[Constraint] = weakref.WeakSet()
-        self._remembered, self._most, self._lock = remembered, most, threading.Lock()
-
-    def known(self, expression: dict[str, Any]) -> Constraint | None:
-        """One that is remembered."""
-        name = json.dumps(expression)  # the order of properties is that of the answer
-        with self._lock:
-            if name in self._last:
-                self._last.move_to_end(name)
-            return self._last.get(name)
-
-    def get(self, tokenizer: Tokenizer, expression: dict[str, Any]) -> Constraint:
-        if (known := self.known(expression)) is not None:
-            return known
-        with self._lock:
-            while self._last and self._memory() > self._most:
-                self._last.popitem(last=False)
-            if self._memory() > self._most:
-                raise queue_full()
-        made = Constraint.of(tokenizer, **expression)
-        with self._lock:
-            self._alive.add(made)
-            self._last[json.dumps(expression)] = made
-            while len(self._last) > self._remembered:
-                self._last.popitem(last=False)
-        return made
-
-    def _memory(self) -> int:
-        return sum(each.memory for each in self._alive)
 
 
 def _choice(name: str, about: str, **number: Any) -> dict[str, Any]:

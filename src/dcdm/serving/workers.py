@@ -1,4 +1,4 @@
-"""Threads for what a request can make long before it reaches a model: automata of expressions, rendered chats."""
+"""Threads for what a request can make long before it reaches a model: rendered chats."""
 
 from __future__ import annotations
 
