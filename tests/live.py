@@ -12,7 +12,7 @@ import httpx
 
 import tiny
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.decoding.session import Session
+from dcdm.decoding.batch import Batch
 from dcdm.model.transformer import Model
 from dcdm.serving.app import create_app
 from dcdm.serving.server import BackgroundServer
@@ -74,13 +74,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 def slow_down(monkeypatch: Any, seconds: float = 0.02) -> None:
     """Every forward of a served model takes this much longer."""
-    fast = Session.step
+    fast = Batch.step
 
     def slow(decoding: Any) -> int:
         time.sleep(seconds)
         return fast(decoding)
 
-    monkeypatch.setattr(Session, "step", slow)
+    monkeypatch.setattr(Batch, "step", slow)
 
 
 def events(text: str) -> list[tuple[str, dict]]:

@@ -15,11 +15,11 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError
 from dcdm.decoding import caching
+from dcdm.decoding.batch import Batch, batch_of
 from dcdm.decoding.caching import PrefixCache, predictor_of
 from dcdm.decoding.commits import Sampling, View, commit_policy
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.session import Session, session_of
-from dcdm.decoding.text import Text
+from dcdm.decoding.text import BatchRow
 from dcdm.keys import Key
 from dcdm.lanes import masks as lane_masks
 from dcdm.lanes import reference
@@ -254,7 +254,7 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
     mask, bos = model.config.mask_id, model.config.bos_id
     draw = random.Random(0)
 
-    def text(number: int) -> Text:
+    def text(number: int) -> BatchRow:
         prompt = [draw.randrange(6) if draw.random() < 0.7 else mask for _ in range(draw.choice([0, 4, 18]))]
         options = {"lanes": draw.choice([1, 2, 3]), "drafts": draw.choice([0, 1, 3, 7])}
         how = draw.choice([{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
@@ -262,9 +262,11 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
             options |= {"drafts": 0, "cache": "none"}
         decoding = DecodingConfig.of(**options, **how).resolve(model.config)
         window = draw.choice([24, 40])
-        return Text([bos, *prompt], draw.choice([7, 25, 50]), decoding, window, 8, seed=4, index=number, eos_id=2)
+        return BatchRow(
+            [bos, *prompt], draw.choice([7, 25, 50]), decoding, window, 8, seed=4, index=number, eos_id=2
+        )
 
-    def written(texts: list[Text], together: Session) -> list[list[int]]:
+    def written(texts: list[BatchRow], together: Batch) -> list[list[int]]:
         waiting = list(texts)
         while waiting or together.running:
             if waiting:
@@ -273,9 +275,9 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
         return [one.completion(mask) for one in texts]
 
     state = draw.getstate()
-    mixed = written([text(number) for number in range(12)], session_of(model, PrefixCache(1 << 20)))
+    mixed = written([text(number) for number in range(12)], batch_of(model, PrefixCache(1 << 20)))
     draw.setstate(state)
-    assert mixed == [written([text(number)], session_of(model))[0] for number in range(12)]
+    assert mixed == [written([text(number)], batch_of(model))[0] for number in range(12)]
 
 
 def test_texts_end_at_eos_also_where_drafts_continue() -> None:

@@ -21,7 +21,7 @@ from dcdm.commands.serve import language_of
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import generate
 from dcdm.serving.app import create_app_for
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 from dcdm.serving.server import BackgroundServer
 from dcdm.serving.settings import Settings
 from dcdm.shipped import LANES, card_of
@@ -65,14 +65,16 @@ def test_it_serves_the_shipped_model_by_its_name(address):
     assert answer.json()["choices"][0]["finish_reason"] in ("length", "stop")
 
 
-def served(name: str, **changes) -> Served:
-    return Served(*(tiny_model(name, **changes) if name in ("ar", "causal") else dcdm.load(name)), name, Settings())
+def served(name: str, **changes) -> ServedModel:
+    return ServedModel(
+        *(tiny_model(name, **changes) if name in ("ar", "causal") else dcdm.load(name)), name, Settings()
+    )
 
 
 def test_examples_have_blanks_as_long_as_what_stood_there_and_fit_the_kind():
     one = served(LANES)
     tokenizer = one.tokenizer
-    blanks, function = exercises_for(tokenizer, one.window)
+    blanks, function = exercises_for(tokenizer, one.window_length)
     fill, complete, compare = one.examples
     assert fill == {"name": "Fill blanks", "prompt": blanks.prompt(tokenizer), "length": None, "compare": False}
     (given, none), (rest, length) = function.segments(tokenizer)
@@ -114,7 +116,7 @@ def test_examples_speak_the_language_that_the_model_was_trained_on(sources, lang
         run_settings.write(run_settings.resolve("mdlm-debug", None, {"data.sources": sources}), tmp_path / SETTINGS)
     assert language_of(tmp_path) == language_of(tmp_path / "checkpoints" / "step-00000001") == language
     assert language_of(LANES) == "python"
-    one = Served(*tiny_model("causal", context_length=256), "tiny", Settings(), language=language)
+    one = ServedModel(*tiny_model("causal", context_length=256), "tiny", Settings(), language=language)
     assert one.examples[0]["prompt"] == exercises_for(one.tokenizer, 256, language)[0].prompt(one.tokenizer)
 
 
@@ -180,7 +182,9 @@ def test_a_model_without_lanes_compares_position_by_position_with_chunks(page):
 
 def test_two_models_stand_side_by_side_each_by_its_own_decoder_and_a_replay_shows_where_blanks_will_go(page):
     names = ("paper", "bdlm")
-    both = [Served(*tiny_model(name, context_length=256), name, Settings(), language="english") for name in names]
+    both = [
+        ServedModel(*tiny_model(name, context_length=256), name, Settings(), language="english") for name in names
+    ]
     with BackgroundServer(create_app_for(both)) as server:
         page.open(server.url, still=True)
         assert not page.js("document.getElementById('models').hidden")

@@ -19,10 +19,10 @@ import tiny
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.session import Session
+from dcdm.decoding.batch import Batch
 from dcdm.serving import monitoring
 from dcdm.serving.reading import TextReader
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 from dcdm.serving.settings import Settings
 from live import NAME, events, live, slow_down, tiny_model, until
 
@@ -213,14 +213,14 @@ def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
 def watched(monkeypatch):
     """How many texts joined at once, and how many ran in each forward."""
     joined, running = [], []
-    step = Session.step
+    step = Batch.step
 
     def spy(decoding):
         joined.append(len(decoding.running) - len(decoding.texts))
         running.append(len(decoding.running))
         return step(decoding)
 
-    monkeypatch.setattr(Session, "step", spy)
+    monkeypatch.setattr(Batch, "step", spy)
     return joined, running
 
 
@@ -256,12 +256,12 @@ def test_a_caller_who_asks_for_much_does_not_delay_the_others(monkeypatch):
 def test_a_defect_in_one_batch_or_route_is_answered_and_does_not_end_the_service(monkeypatch):
     with live() as server:
         with monkeypatch.context() as broken:
-            broken.setattr(Session, "step", lambda _: 1 / 0)
+            broken.setattr(Batch, "step", lambda _: 1 / 0)
             answer = server.post("/v1/completions", BODY)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
         assert server.post("/v1/completions", BODY).status_code == 200
-        monkeypatch.setattr(Served, "card", lambda self: 1 / 0)
+        monkeypatch.setattr(ServedModel, "card", lambda self: 1 / 0)
         answer = server.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "failed")
         assert answer.headers["x-request-id"].startswith("req-")

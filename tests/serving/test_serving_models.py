@@ -11,7 +11,7 @@ import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.serving.app import create_app_for
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 from dcdm.serving.settings import Settings
 from live import Live, live, tiny_model
 
@@ -21,7 +21,7 @@ BODY = {"prompt": "a", "max_tokens": 12, "seed": 3}
 @pytest.fixture(scope="module")
 def server():
     made = {"causal": tiny_model("causal"), "org/ar": tiny_model("ar")}
-    running = Live(create_app_for([Served(*pair, name, Settings()) for name, pair in made.items()]))
+    running = Live(create_app_for([ServedModel(*pair, name, Settings()) for name, pair in made.items()]))
     yield running
     running.stop()
 
@@ -67,7 +67,7 @@ def test_two_models_of_one_name_and_models_without_one_are_refused(capsys):
         assert re.search("a name of its own|1 names to 2", capsys.readouterr().err)
     for names in (["a", "a"], [""]):
         with pytest.raises(ConfigError, match="a name of its own"):
-            create_app_for([Served(*tiny_model(), name, Settings()) for name in names])
+            create_app_for([ServedModel(*tiny_model(), name, Settings()) for name in names])
 
 
 @pytest.mark.parametrize("kind", ["ar", "causal"])

@@ -63,7 +63,7 @@ def serve(
     from dcdm.io.load import load_model
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
-    from dcdm.serving.served import Served
+    from dcdm.serving.served import ServedModel
     from dcdm.serving.server import is_loopback, listen, serve_app
     from dcdm.shipped import card_of, default
 
@@ -90,7 +90,7 @@ def serve(
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)
         about = card.sentence if card else None
-        served.append(Served(loaded, tokenizer, called, settings, folder, about, language_of(path)))
+        served.append(ServedModel(loaded, tokenizer, called, settings, folder, about, language_of(path)))
         if card is not None:
             print(f"dcdm: {card.name}: {card.sentence}", flush=True)
     app = create_app_for(served)

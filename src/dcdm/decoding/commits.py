@@ -79,20 +79,6 @@ class Distributions:
 
         return self.measure(most, self.valid, -torch.inf), tokens
 
-    def most(self, where: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities (B, A, count) of the most probable tokens at the places in `where` (B, A)."""
-        tokens = torch.zeros(*where.shape, count, dtype=torch.long, device=where.device)
-        values = torch.zeros(tokens.shape, dtype=torch.float64, device=where.device)
-
-        def largest(log_p: Tensor, row: Tensor, at: Tensor) -> Tensor:
-            found = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
-            size = found.values.shape[-1]
-            tokens[row, at, :size], values[row, at, :size] = found.indices, found.values.double()
-            return at
-
-        self.measure(largest, where, 0)
-        return tokens, values
-
     @cached_property
     def entropy(self) -> Tensor:
         """(B, A) in nats; inf at fillers."""

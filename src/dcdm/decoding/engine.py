@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dcdm.config import ConfigError, whole_number
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.batch import write
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.session import write
-from dcdm.decoding.text import COSTS, Ended, Event, Text
+from dcdm.decoding.text import COSTS, BatchRow, Ended, Event
 from dcdm.model.transformer import Model
 
 MOST_BLANK = 1e7
@@ -155,7 +155,7 @@ def generate(
             on_event(event)
 
     texts = [
-        Text(
+        BatchRow(
             ids, given.new_tokens[row], decoding, window, given.overlap, seeds[row], numbers[row], eos_id, row,
             cancel=None if cancel is None else partial(cancel, row),
             stop=None if stop is None else partial(stop, row), on_event=record,

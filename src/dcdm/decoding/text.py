@@ -35,8 +35,6 @@ class Event:
     tokens: list[int]
     log_p: list[float]
     """What the model itself gave each token, before temperature and truncation."""
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each token the most probable ones in its place, if the text asks for them."""
     lanes: list[int] = field(default_factory=list)
     """The lane of each position, from 1; [] where the model does not write in lanes."""
 
@@ -51,8 +49,8 @@ class Ended:
 
 
 @dataclass
-class Text:
-    """One text to write, and how far it is."""
+class BatchRow:
+    """One text to write, and how far it is: a row of a `Batch` as long as one of its windows is being written."""
 
     prompt: list[int]
     """Token ids, BOS first, MASK where there is a blank."""
@@ -60,7 +58,7 @@ class Text:
     """To write behind the prompt."""
     decoding: DecodingConfig
     """Resolved for the model."""
-    window: int
+    window_length: int
     """Positions of a canvas."""
     overlap: int
     """Tokens of what is written that begin the next canvas."""
@@ -70,8 +68,6 @@ class Text:
     eos_id: int | None = None
     row: int = 0
     """Its number in events."""
-    alternatives: int = 0
-    """How many of the most probable tokens events name beside each."""
     cancel: Callable[[], bool] | None = None
     """Asked between forward passes."""
     stop: Callable[[list[int]], bool] | None = None
@@ -100,13 +96,13 @@ class Text:
         if self.window_number:
             self.context = [bos_id, *self.tokens[max(1, len(self.tokens) - self.overlap) :]]
             self.costs["reencoded"] += len(self.context)
-        self.size = min(self.left, self.window - len(self.context))
+        self.size = min(self.left, self.window_length - len(self.context))
         self.offset = len(self.tokens) - len(self.context)
         return self.context + [mask_id] * self.size
 
     def noise(self, use: str, length: int) -> Tensor:
         """(1, L) uniform: one number per position, whatever the batch and its padding."""
-        drawn = self._key.fold(use, self.index, self.window_number).uniform(min(self.window, length))[None]
+        drawn = self._key.fold(use, self.index, self.window_number).uniform(min(self.window_length, length))[None]
         return widen(drawn, length, 0.0)
 
     def committed(self, event: Event) -> None:

@@ -1,6 +1,6 @@
 """Decoding with a model that predicts from the left: its router of lanes, its cache, and its drafts.
 
-The core asks for these by the model's class: `router_of`, `cached_predictor` and `session_of`.
+The core asks for these by the model's class: `router_of`, `cached_predictor` and `batch_of`.
 
     B batch   L positions   A asked positions
 """
@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dcdm.decoding.batch import Batch, batch_of
 from dcdm.decoding.caching import Cached, Needed, Part, PrefixCache, cached_predictor
 from dcdm.decoding.commits import Commit, View
 from dcdm.decoding.config import AdaBlock, check_routing
 from dcdm.decoding.loop import Committed, DecodingState, Predicted, Predictor, Reveal
 from dcdm.decoding.routes import LATER, Fixed, Route, Router, router_of
-from dcdm.decoding.session import Session, session_of
-from dcdm.decoding.text import Text
+from dcdm.decoding.text import BatchRow
 from dcdm.lanes.drafts import Drafter, Drafts, accept_or_replace, propose, shifted, verify
 from dcdm.lanes.masks import DRAFTS, lane_partition, led_positions
 from dcdm.lanes.model import LaneModel
@@ -199,8 +199,8 @@ class LaneState(DecodingState):
 # --- texts -------------------------------------------------------------------------------------------------------
 
 
-class LaneSession(Session):
-    """Texts that are written in lanes; the session samples and verifies their drafts."""
+class LaneBatch(Batch):
+    """Texts that are written in lanes; the batch samples and verifies their drafts."""
 
     DRAWS: ClassVar[tuple[str, ...]] = ("token", "guess", "verify")
     """For a token, for a draft token, and for whether that is accepted."""
@@ -214,10 +214,10 @@ class LaneSession(Session):
             lane=no_lane, ahead=no_lane[:, 0], drafter=self,
         )  # fmt: skip
 
-    def _policy(self, text: Text) -> tuple[Hashable, ...]:
+    def _policy(self, text: BatchRow) -> tuple[Hashable, ...]:
         return *super()._policy(text), bool(text.decoding.drafts)
 
-    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[BatchRow]) -> DecodingState:
         lanes = torch.tensor([text.decoding.lanes for text in texts])
         ids, lane = lane_partition(self.model.config, positions.free, positions.real, lanes)
         for text, row in zip(texts, lane.tolist(), strict=True):
@@ -254,6 +254,6 @@ class LaneSession(Session):
         return right, instead
 
 
-@session_of.register(LaneModel)
-def lane_session(model: LaneModel, prefixes: PrefixCache | None = None) -> Session:
-    return (LaneSession if model.config.kind == "lanes" else Session)(model, prefixes)
+@batch_of.register(LaneModel)
+def lane_batch(model: LaneModel, prefixes: PrefixCache | None = None) -> Batch:
+    return (LaneBatch if model.config.kind == "lanes" else Batch)(model, prefixes)

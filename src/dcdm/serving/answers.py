@@ -19,8 +19,8 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import blank_tokens, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.masks import lane_partition
-from dcdm.serving.reading import UNFINISHED, Piece, ReadToken, TextReader, own_costs, token_text
-from dcdm.serving.scheduler import Last, QueuedRequest, QueuedText
+from dcdm.serving.reading import Piece, ReadToken, TextReader, own_costs, token_text
+from dcdm.serving.scheduler import Completion, Last, QueuedRequest
 from dcdm.serving.schemas import (
     APIError,
     ChatRequest,
@@ -31,12 +31,12 @@ from dcdm.serving.schemas import (
     encode,
     queue_full,
 )
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def prepare_completion(served: Served, request: CompletionRequest) -> Answer:
+def prepare_completion(served: ServedModel, request: CompletionRequest) -> Answer:
     """What a request asks for, checked."""
     if request.suffix is not None and served.model.config.kind == "ar":
         raise bad_request("suffix needs a diffusion model; this AR model sees nothing behind a blank", "suffix")
@@ -44,14 +44,12 @@ def prepare_completion(served: Served, request: CompletionRequest) -> Answer:
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts = [served.encode(one) if isinstance(one, str) else served.check_ids(one) for one in several]
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
-    rows = _rows(served, request, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
-    for row in rows:
-        row.alternatives = request.logprobs or 0
+    completions = _completions(served, request, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
     form = CompletionChoices(served.tokenizer, request.logprobs is not None)
-    return Answer(served, request, rows, form, sum(len(ids) + len(behind or ()) for ids in prompts))
+    return Answer(served, request, completions, form, sum(len(ids) + len(behind or ()) for ids in prompts))
 
 
-def prepare_chat(served: Served, request: ChatRequest) -> Answer:
+def prepare_chat(served: ServedModel, request: ChatRequest) -> Answer:
     """What a request asks for, checked."""
     template = served.template
     if template is None:
@@ -66,16 +64,14 @@ def prepare_chat(served: Served, request: ChatRequest) -> Answer:
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    rows = _rows(served, request, [ids], getattr(request, length), ("messages", length))
-    for row in rows:
-        row.alternatives = request.top_logprobs or 0
-    return Answer(served, request, rows, ChatChoices(served.tokenizer, bool(request.logprobs)), len(ids))
+    completions = _completions(served, request, [ids], getattr(request, length), ("messages", length))
+    return Answer(served, request, completions, ChatChoices(served.tokenizer, bool(request.logprobs)), len(ids))
 
 
-def _rows(
-    served: Served, request: OpenAIRequest, prompts: Sequence[list[int]], new_tokens: int | None,
+def _completions(
+    served: ServedModel, request: OpenAIRequest, prompts: Sequence[list[int]], new_tokens: int | None,
     names: tuple[str, str] = ("prompt", "max_tokens"), behind: list[int] | None = None,
-) -> list[QueuedText]:  # fmt: skip
+) -> list[Completion]:  # fmt: skip
     """The texts of every prompt; with something `behind` it the new tokens are a blank.
 
     `names` are what callers call the prompt and the number of new tokens.
@@ -89,7 +85,7 @@ def _rows(
     decoding = served.decoding(request)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     eos_id = served.eos_id(request.stop_at_eos is not False)
-    rows: list[QueuedText] = []
+    completions: list[Completion] = []
     for ids in prompts:
         given, last = ids, None
         if behind is None:
@@ -106,8 +102,8 @@ def _rows(
                 served.tokenizer, 1 + len(ids), last=last, stops=request.stops(), eos_id=eos_id,
                 begins=not ids, in_pieces=bool(request.stream),
             )  # fmt: skip
-            rows.append(QueuedText(given, length, seed, len(rows), decoding, eos_id, reader))
-    return rows
+            completions.append(Completion(given, length, seed, len(completions), decoding, eos_id, reader))
+    return completions
 
 
 class CompletionChoices:
@@ -126,24 +122,12 @@ class CompletionChoices:
         return {"text": piece.text, "finish_reason": piece.finish, "logprobs": log_p}
 
     def _log_p(self, tokens: list[ReadToken]) -> dict[str, Any]:
-        top = [
-            {self._name(token): log_p for token, log_p in [*each.alternatives, (each.token, each.log_p)]}
-            for each in tokens
-        ]
         return {
             "tokens": [token_text(self.tokenizer, each.token) for each in tokens],
             "token_logprobs": [each.log_p for each in tokens],
-            "top_logprobs": top if any(each.alternatives for each in tokens) else None,
+            "top_logprobs": None,
             "text_offset": [each.offset for each in tokens],
         }
-
-    def _name(self, token: int) -> str:
-        """A token's text; what is no whole character is named by its bytes, so that no two share a name."""
-        text = token_text(self.tokenizer, token)
-        if text and UNFINISHED not in text:
-            return text
-        held = self.tokenizer.pieces([token])[0]
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in held) if held else f"token:{token}"
 
 
 class ChatChoices:
@@ -162,28 +146,21 @@ class ChatChoices:
             said: dict[str, Any] = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
         else:
             said = {"delta": {"content": piece.text} if piece.text else {}}
-        tokens = [
-            {
-                **self._token(each.token, each.log_p),
-                "top_logprobs": [self._token(*other) for other in each.alternatives],
-            }
-            for each in piece.tokens
-        ]
-        log_p = {"content": tokens, "refusal": None} if self.with_log_p else None
-        return {**said, "finish_reason": piece.finish, "logprobs": log_p}
+        log_p = {"content": [self._token(each) for each in piece.tokens], "refusal": None}
+        return {**said, "finish_reason": piece.finish, "logprobs": log_p if self.with_log_p else None}
 
-    def _token(self, token: int, log_p: float) -> dict[str, Any]:
-        held = list(self.tokenizer.pieces([token])[0])
-        return {"token": token_text(self.tokenizer, token), "logprob": log_p, "bytes": held}
+    def _token(self, read: ReadToken) -> dict[str, Any]:
+        text, held = token_text(self.tokenizer, read.token), list(self.tokenizer.pieces([read.token])[0])
+        return {"token": text, "logprob": read.log_p, "bytes": held, "top_logprobs": []}
 
 
 @dataclass
 class Answer:
-    """The rows of a request, and OpenAI's objects from what is said of them; `notes` are what the log will say."""
+    """The texts of a request, and OpenAI's objects from what is said of them; `notes` are what the log will say."""
 
-    served: Served
+    served: ServedModel
     request: OpenAIRequest
-    rows: list[QueuedText]
+    completions: list[Completion]
     form: CompletionChoices | ChatChoices
     prompt_tokens: int
 
@@ -195,7 +172,7 @@ class Answer:
 
     async def whole(self, queued: QueuedRequest, notes: dict[str, Any]) -> dict[str, Any]:
         with queued:
-            pieces = {row.index: piece async for row, piece in self._pieces(queued, notes)}
+            pieces = {one.index: piece async for one, piece in self._pieces(queued, notes)}
         choices = [{"index": at, **self.form.choice(pieces[at], whole=True)} for at in sorted(pieces)]
         return {**self.head, "object": self.form.object, "choices": choices, **self._sums()}
 
@@ -207,11 +184,11 @@ class Answer:
         def sse(data: dict[str, Any]) -> str:
             return f"data: {encode(data)}\n\n"
 
-        for row in self.rows if self.form.opening else ():
-            yield sse({**head, "choices": [{"index": row.index, **self.form.opening}]})
+        for one in self.completions if self.form.opening else ():
+            yield sse({**head, "choices": [{"index": one.index, **self.form.opening}]})
         try:
-            async for row, piece in self._pieces(queued, notes):
-                yield sse({**head, "choices": [{"index": row.index, **self.form.choice(piece)}]})
+            async for one, piece in self._pieces(queued, notes):
+                yield sse({**head, "choices": [{"index": one.index, **self.form.choice(piece)}]})
             if include_usage:
                 yield sse({**head, "choices": [], **self._sums()})
         except APIError as error:
@@ -221,19 +198,19 @@ class Answer:
 
     async def _pieces(
         self, queued: QueuedRequest, notes: dict[str, Any]
-    ) -> AsyncIterator[tuple[QueuedText, Piece]]:
-        notes |= {"texts": len(self.rows), "prompt_tokens": self.prompt_tokens}
-        async for row, message in queued.messages():
+    ) -> AsyncIterator[tuple[Completion, Piece]]:
+        notes |= {"texts": len(self.completions), "prompt_tokens": self.prompt_tokens}
+        async for one, message in queued.messages():
             if isinstance(message, Last):
                 _note_costs(notes, message)
                 for name, value in own_costs(message.ended.costs).items():
                     self.costs[name] = self.costs.get(name, 0) + value
-            yield row, message.message if isinstance(message, Last) else message
+            yield one, message.message if isinstance(message, Last) else message
 
     def _sums(self) -> dict[str, Any]:
         prompt, new = self.prompt_tokens, self.costs["new_tokens"]
         usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {"usage": usage, "dcdm": {"seed": self.rows[0].seed, **self.costs}}
+        return {"usage": usage, "dcdm": {"seed": self.completions[0].seed, **self.costs}}
 
 
 def _note_costs(notes: dict[str, Any], last: Last) -> None:
@@ -245,18 +222,18 @@ def _note_costs(notes: dict[str, Any], last: Last) -> None:
 # --- a canvas being filled ---------------------------------------------------------------------------------------
 
 
-def prepare_denoising(served: Served, request: DenoiseRequest) -> QueuedText:
-    """The row that a request asks for, checked."""
+def prepare_denoising(served: ServedModel, request: DenoiseRequest) -> Completion:
+    """The text that a request asks for, checked."""
     decoding = served.decoding(request)
     ids = served.encode(request.prompt, request.blanks)
     eos_id = served.eos_id(request.stop_at_eos)
     new_tokens = served.check_lengths(ids, request.max_tokens)
     reader = CommitReader(served.tokenizer, request.prompt, request.blanks, begins=not ids)
-    return QueuedText(ids, new_tokens, request.seed, 0, decoding, eos_id, reader)
+    return Completion(ids, new_tokens, request.seed, 0, decoding, eos_id, reader)
 
 
 class CommitReader:
-    """Makes the stream's objects of a row's events."""
+    """Makes the stream's objects of a text's events."""
 
     satisfied = False
 
@@ -283,10 +260,10 @@ class CommitReader:
         }  # fmt: skip
 
 
-def _start(served: Served, row: QueuedText) -> dict[str, Any]:
+def _start(served: ServedModel, asked: Completion) -> dict[str, Any]:
     """The canvas: the whole text as far as it is known."""
-    tokenizer, decoding = served.tokenizer, row.decoding
-    tokens = [tokenizer.bos_id, *row.prompt, *[tokenizer.mask_id] * row.new_tokens]
+    tokenizer, decoding = served.tokenizer, asked.decoding
+    tokens = [tokenizer.bos_id, *asked.prompt, *[tokenizer.mask_id] * asked.new_tokens]
     canvas: list[dict[str, Any]] = []
     for at, token in enumerate(tokens):
         given = token != tokenizer.mask_id
@@ -299,28 +276,28 @@ def _start(served: Served, row: QueuedText) -> dict[str, Any]:
             place["lane"] = lane
     return {
         "id": f"dn-{uuid4().hex}", "model": served.name, "kind": served.model.config.kind,
-        "routing": decoding.routing, "commit": decoding.commit, "cache": decoding.cache, "seed": row.seed, **more,
+        "routing": decoding.routing, "commit": decoding.commit, "cache": decoding.cache, "seed": asked.seed, **more,
         "canvas": canvas,
     }  # fmt: skip
 
 
-def _first_lanes(served: Served, tokens: list[int], lanes: int) -> list[int | None]:
+def _first_lanes(served: ServedModel, tokens: list[int], lanes: int) -> list[int | None]:
     """The lane of every blank of the first window; later windows are cut when they begin."""
-    config, window = served.model.config, torch.tensor([tokens[: served.window]])
+    config, window = served.model.config, torch.tensor([tokens[: served.window_length]])
     real = torch.ones_like(window, dtype=torch.bool)
     numbers = lane_partition(config, window == config.mask_id, real, lanes)[1][0].tolist()
     return [number or None for number in numbers] + [None] * (len(tokens) - len(numbers))
 
 
-async def stream_denoising(served: Served, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
-    """The events of a row; the notes are what the log will say."""
+async def stream_denoising(served: ServedModel, queued: QueuedRequest, notes: dict[str, Any]) -> AsyncIterator[str]:
+    """The events of a text; the notes are what the log will say."""
 
     def sse(name: str, data: Any) -> str:
         return f"event: {name}\ndata: {encode(data)}\n\n"
 
-    (row,) = queued.rows
-    notes |= {"texts": 1, "prompt_tokens": len(row.prompt)}
-    yield sse("start", _start(served, row))
+    (asked,) = queued.completions
+    notes |= {"texts": 1, "prompt_tokens": len(asked.prompt)}
+    yield sse("start", _start(served, asked))
     try:
         async for _, message in queued.messages():
             if isinstance(message, Last):

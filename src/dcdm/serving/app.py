@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
@@ -33,11 +34,11 @@ from dcdm.serving.schemas import (
     Json,
     OpenAIRequest,
     invalid_body,
+    queue_full,
 )
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 from dcdm.serving.server import Gate
 from dcdm.serving.settings import Settings, check_names
-from dcdm.serving.workers import Workers
 from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
 
@@ -59,6 +60,8 @@ ANSWER: Responses = {
 }
 GRACE_SECONDS = 10.0
 """How long after its deadline a stream may still be read."""
+TURN_SECONDS = 20.0
+"""How long a chat may wait for its template."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -116,10 +119,10 @@ def create_app(
     folder: str | None = None,
 ) -> FastAPI:  # fmt: skip
     """The whole server for a model; `app.state.scheduler` is its queue. Callers are told its `folder`, if any."""
-    return create_app_for([Served(model, tokenizer, name, settings or Settings(), folder)])
+    return create_app_for([ServedModel(model, tokenizer, name, settings or Settings(), folder)])
 
 
-def create_app_for(several: Sequence[Served]) -> FastAPI:
+def create_app_for(several: Sequence[ServedModel]) -> FastAPI:
     """The whole server for models with equal settings and names of their own."""
     check_names([each.name for each in several])
     metrics, settings = Metrics(), several[0].settings
@@ -127,16 +130,18 @@ def create_app_for(several: Sequence[Served]) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        models.start()
+        for each in models.all:
+            each.start()
         yield
-        await run_in_threadpool(models.close)
+        for each in models.all:
+            await run_in_threadpool(each.close)
 
     app = FastAPI(
         title="dcdm", version=version("dcdm"), description="A block diffusion language model behind HTTP.",
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
     )  # fmt: skip
     app.state.models, app.state.metrics, app.state.settings = models, metrics, settings
-    app.state.served, app.state.scheduler = models.first.served, models.first
+    app.state.served, app.state.scheduler = several[0], models.all[0]
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     _errors(app)
     _pages(app)
@@ -218,33 +223,35 @@ def _watching(app: FastAPI) -> None:
 
 
 def _models(app: FastAPI) -> None:
-    served: Models = app.state.models
+    models: Models = app.state.models
 
     @app.get("/v1/models", summary="The served models", responses=CARD)
-    def models() -> Response:  # not on the event loop: a card holds examples in the model's tokens
-        return Json({"object": "list", "data": [each.served.card() for each in served.schedulers.values()]})
+    def listed() -> Response:  # not on the event loop: a card holds examples in the model's tokens
+        return Json({"object": "list", "data": [each.served.card() for each in models.all]})
 
     @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
     def one(name: str) -> Response:
-        return Json(served.get(name).served.card())
+        return Json(models.get(name).served.card())
 
 
 def _generation(app: FastAPI) -> None:
     models: Models = app.state.models
-    most = models.first.served.settings.max_queued
-    rendering = {name: Workers(1, most) for name in models.schedulers}
+    rendering = {name: ThreadPoolExecutor(1, "chats") for name in models.schedulers}
 
     async def prepared(request: Request, body: Generating, prepare: Callable[..., T]) -> T:
-        """What is asked for, checked; chats, which may take seconds, wait for their turns."""
+        """What is asked for, checked; chats, whose templates may take seconds, have a thread of their model's."""
         served = models.get(body.model).served
         if not isinstance(body, ChatRequest):
             return await run_in_threadpool(prepare, served, body)
-        work = rendering[served.name].run(caller_of(request, body), prepare, served, body)
-        return await while_connected(request, work)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(rendering[served.name], prepare, served, body)
+            return await while_connected(request, asyncio.wait_for(work, TURN_SECONDS))
+        except TimeoutError:
+            raise queue_full() from None
 
     async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:
         answer = await prepared(request, body, prepare)
-        queued = models.get(body.model).submit(answer.rows, caller_of(request, body))
+        queued = models.get(body.model).submit(answer.completions, caller_of(request, body))
         if body.stream:
             return EventStream(answer.stream(queued, request.state.notes), queued)
         return Json(await while_connected(request, answer.whole(queued, request.state.notes)))
@@ -260,8 +267,8 @@ def _generation(app: FastAPI) -> None:
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
-        row = await prepared(request, body, answers.prepare_denoising)
-        queued = scheduler.submit([row], caller_of(request, body))
+        completion = await prepared(request, body, answers.prepare_denoising)
+        queued = scheduler.submit([completion], caller_of(request, body))
         return EventStream(answers.stream_denoising(scheduler.served, queued, request.state.notes), queued)
 
 

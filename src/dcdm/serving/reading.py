@@ -13,8 +13,6 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.text import Ended, Event
 
 UNFINISHED = "\ufffd"  # how a part of a character decodes
-Alternatives = list[tuple[int, float]]
-"""Tokens and their log-probabilities, the most probable first."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -35,8 +33,6 @@ class ReadToken:
 
     token: int
     log_p: float
-    alternatives: Alternatives
-    """The most probable tokens in its place, if they were asked for."""
     offset: int
     """Where it begins, in characters of the whole completion."""
 
@@ -67,7 +63,7 @@ class TextReader:
         self.begins, self.in_pieces = begins, in_pieces
         self.satisfied = False
         self.text = ""
-        self._waiting: dict[int, tuple[int, float, Alternatives]] = {}  # by position: what cannot be read yet
+        self._waiting: dict[int, tuple[int, float]] = {}  # by position: what cannot be read yet
         self._tokens: list[ReadToken] = []
         self._ids: list[int] = []
         self._sent = 0
@@ -76,8 +72,7 @@ class TextReader:
         self._group = 0  # where the last part of that text begins
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
-        others = event.alternatives or [[]] * len(event.tokens)
-        for position, *rest in zip(event.positions, event.tokens, event.log_p, others, strict=True):
+        for position, *rest in zip(event.positions, event.tokens, event.log_p, strict=True):
             if self.last is None or position <= self.last:
                 self._waiting[position] = tuple(rest)  # type: ignore[assignment]
         while not self.satisfied and (following := self._waiting.get(self.first + len(self._ids))):

@@ -1,10 +1,10 @@
 """One thread owns the model and computes texts that wait, as many together as fit.
 
-Requests come from the event loop's thread as a `QueuedRequest` of `QueuedText`s: what a caller asked for, and the
-reader that makes messages of what is written. Texts join and leave between two forward passes: whoever waits is
-taken in as soon as there is room, whatever the others are doing. A row that joins becomes a `Text` of the decoder:
-a `Session` (decoding.session) writes it and calls back at every commit and at its end. Messages go back into the
-request's queue, in the order in which things happen.
+Requests come from the event loop's thread as a `QueuedRequest` of `Completion`s: what a caller asked for, and the
+reader that makes messages of what is written. They join and leave between two forward passes: whoever waits is
+taken in as soon as there is room, whatever the others are doing. A completion that joins gets a `BatchRow`, which
+the decoder's `Batch` writes and which calls back at every commit and at its end. Messages go back into the queue of
+the request, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from dcdm.decoding.batch import batch_of
 from dcdm.decoding.caching import PrefixCache
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.session import session_of
-from dcdm.decoding.text import Ended, Event, Text
+from dcdm.decoding.text import BatchRow, Ended, Event
 from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
 from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_many_forwards
-from dcdm.serving.served import Served
+from dcdm.serving.served import ServedModel
 
 T = TypeVar("T")
 
 
 class Reader(Protocol):
-    """What a route makes of a row's events. It is called in the model's thread."""
+    """What a route makes of a completion's events. It is called in the model's thread."""
 
     satisfied: bool
     """Nothing more is needed; asked between forward passes."""
 
     def event(self, event: Event, seconds: float) -> Any:
-        """A message for the route, or None. `seconds` count from when the row was begun."""
+        """A message for the route, or None. `seconds` count from when it was begun."""
 
     def end(self, ended: Ended, seconds: float) -> Any:
-        """The row's last message."""
+        """The last message."""
 
 
 @dataclass
-class QueuedText:
-    """One text to write."""
+class Completion:
+    """One text that a request asks for."""
 
     prompt: list[int]
     new_tokens: int
@@ -51,14 +51,12 @@ class QueuedText:
     decoding: DecodingConfig
     eos_id: int
     reader: Reader
-    alternatives: int = 0
-    """How many of the most probable tokens to name beside each."""
     request: QueuedRequest = field(init=False, repr=False)
-    """Of which it is row number `index`."""
+    """Of which it is number `index`."""
     size: int = 0
     """Positions of its canvas in a window."""
-    text: Text = field(init=False, repr=False)
-    """What the decoder has of it, once it has joined."""
+    row: BatchRow = field(init=False, repr=False)
+    """What writes it, once it has joined."""
     began: float = 0.0
     heard: bool = False
     """Its caller has been told something of it."""
@@ -66,24 +64,24 @@ class QueuedText:
 
 @dataclass(frozen=True)
 class Last:
-    """A row's last message, and how it ended."""
+    """A completion's last message, and how it ended."""
 
     message: Any
     ended: Ended
 
 
 class QueuedRequest:
-    """The rows of one request. Leaving its context before they have ended stops them between two forward passes."""
+    """The texts that a request waits for. Leaving its context stops them between two forward passes."""
 
-    def __init__(self, rows: Sequence[QueuedText], seconds: float) -> None:
-        self.rows, self.seconds = rows, seconds
-        for row in rows:
-            row.request = self
+    def __init__(self, completions: Sequence[Completion], seconds: float) -> None:
+        self.completions, self.seconds = completions, seconds
+        for one in completions:
+            one.request = self
         self.arrived = time.monotonic()
         self.deadline = self.arrived + seconds
         self.given_up = False
         self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[tuple[QueuedText, Any]] = asyncio.Queue()
+        self._messages: asyncio.Queue[tuple[Completion, Any]] = asyncio.Queue()
 
     def __enter__(self) -> QueuedRequest:
         return self
@@ -91,24 +89,24 @@ class QueuedRequest:
     def __exit__(self, *_: object) -> None:
         self.given_up = True
 
-    async def messages(self) -> AsyncIterator[tuple[QueuedText, Any]]:
-        """Rows and what their readers say, until all have ended; raises an `APIError` if that cannot be."""
-        left = len(self.rows)
+    async def messages(self) -> AsyncIterator[tuple[Completion, Any]]:
+        """Completions and what their readers say, until all have ended; an `APIError` if that cannot be."""
+        left = len(self.completions)
         while left:
             try:
                 async with asyncio.timeout(self.deadline - time.monotonic()):
-                    row, message = await self._messages.get()
+                    completion, message = await self._messages.get()
             except TimeoutError:
                 raise too_long(self.seconds) from None
             if isinstance(message, APIError):
                 raise message
             left -= isinstance(message, Last)
-            yield row, message
+            yield completion, message
 
-    def tell(self, row: QueuedText, message: Any) -> None:
+    def tell(self, completion: Completion, message: Any) -> None:
         """Called in the model's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._messages.put_nowait, (row, message))
+            self._loop.call_soon_threadsafe(self._messages.put_nowait, (completion, message))
         except RuntimeError:  # the loop is closed: nobody listens any more
             self.given_up = True
 
@@ -188,18 +186,19 @@ class Scheduler:
     are, each as long as the longest. What is left of it caches prompt prefixes for later texts.
     """
 
-    def __init__(self, served: Served, metrics: ModelMetrics) -> None:
+    def __init__(self, served: ServedModel, metrics: ModelMetrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: FairQueue[QueuedText] = FairQueue()
+        self._waiting: FairQueue[Completion] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
-        self._running: list[QueuedText] = []
+        self._running: list[Completion] = []
         self.prefixes = PrefixCache(self.settings.prefix_tokens)
-        self._session = session_of(served.model, self.prefixes)
+        self._batch = batch_of(served.model, self.prefixes)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         metrics.queued.set_function(lambda: len(self._waiting))
-        metrics.positions.set_function(lambda: self._session.positions)
+        metrics.running.set_function(lambda: len(self._running))
+        metrics.positions.set_function(lambda: self._batch.positions)
 
     def start(self) -> None:
         self._thread.start()
@@ -208,29 +207,29 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, rows: Sequence[QueuedText], caller: str = "") -> QueuedRequest:
-        """Rows into the queue; refused if it is full or the server is closing. Called in the event loop."""
-        queued = QueuedRequest(rows, self.settings.timeout_seconds)
+    def submit(self, completions: Sequence[Completion], caller: str = "") -> QueuedRequest:
+        """Completions into the queue; refused if it is full or the server is closing. Called in the event loop."""
+        queued = QueuedRequest(completions, self.settings.timeout_seconds)
         with self._changed:
             if self.draining or self._closed:
                 raise closing()
             self._forget_given_up()
-            if len(self._waiting) + len(rows) > self.settings.max_queued:
+            if len(self._waiting) + len(completions) > self.settings.max_queued:
                 raise queue_full()
-            for row in rows:
-                length = 1 + len(row.prompt) + row.new_tokens
-                row.size = min(self.served.window, length)
-                self._waiting.add(row, caller, length)
+            for one in completions:
+                length = 1 + len(one.prompt) + one.new_tokens
+                one.size = min(self.served.window_length, length)
+                self._waiting.add(one, caller, length)
             self._changed.notify_all()
-        self.metrics.prompt_tokens.inc(sum(len(row.prompt) for row in rows))
+        self.metrics.prompt_tokens.inc(sum(len(one.prompt) for one in completions))
         return queued
 
     def refuse_all(self) -> None:
         """Give up what waits and what is being computed; its callers are told."""
         with self._changed:
             self.draining = True
-            for request in {row.request for row in (*self._waiting, *self._running)}:
-                request.tell(request.rows[0], closing())
+            for request in {one.request for one in (*self._waiting, *self._running)}:
+                request.tell(request.completions[0], closing())
                 request.given_up = True
             self._waiting.drop(lambda _: True)
 
@@ -246,16 +245,13 @@ class Scheduler:
     def _work(self) -> None:
         while self._admit():
             try:
-                count = self._session.step()
+                self.metrics.batch.observe(self._batch.step())
             except Exception:  # a defect must not end the service
                 error = self._failed("step failed", texts=len(self._running))
-                self._session = session_of(self.served.model, self.prefixes)
-                for row in self._running:
-                    row.request.tell(row, error)
+                self._batch = batch_of(self.served.model, self.prefixes)
+                for one in self._running:
+                    one.request.tell(one, error)
                 self._running = []
-            else:
-                self.metrics.batch.observe(count)
-            self.metrics.running.set(len(self._running))
 
     def _admit(self) -> bool:
         """Take in what there is room for, and wait if there is nothing to do; False when closed."""
@@ -269,14 +265,14 @@ class Scheduler:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
         return False
 
-    def _fitting(self) -> Callable[[QueuedText], bool]:
-        """Whether a text still fits beside those that run and those that were taken before it."""
+    def _fitting(self) -> Callable[[Completion], bool]:
+        """Whether a completion still fits beside those that run and those that were taken before it."""
         settings = self.settings
-        count, longest = len(self._running), max((row.size for row in self._running), default=0)
+        count, longest = len(self._running), max((one.size for one in self._running), default=0)
 
-        def fits(row: QueuedText) -> bool:
+        def fits(one: Completion) -> bool:
             nonlocal count, longest
-            size = max(longest, row.size)
+            size = max(longest, one.size)
             if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
                 return False
             count, longest = count + 1, size
@@ -284,49 +280,48 @@ class Scheduler:
 
         return fits
 
-    def _join(self, rows: list[QueuedText]) -> None:
+    def _join(self, completions: list[Completion]) -> None:
         now = time.monotonic()
-        self._running = [*self._running, *rows]
-        taken = len(self._running) * max((row.size for row in self._running), default=0)
+        self._running = [*self._running, *completions]
+        taken = len(self._running) * max((one.size for one in self._running), default=0)
         self.prefixes.limit = max(0, min(self.settings.prefix_tokens, self.settings.max_batch_tokens - taken))
         self.prefixes.shrink(self.prefixes.limit)
-        for row in rows:
-            row.began = now
-            self.metrics.waited.observe(now - row.request.arrived)
-            self._session.add(self._text(row))
-        self.metrics.running.set(len(self._running))
+        for one in completions:
+            one.began = now
+            self.metrics.waited.observe(now - one.request.arrived)
+            self._batch.add(self._row(one))
 
-    def _text(self, row: QueuedText) -> Text:
-        request, window = row.request, self.served.window
+    def _row(self, one: Completion) -> BatchRow:
+        request, window = one.request, self.served.window_length
 
         def over() -> bool:
             return (
-                request.given_up or row.reader.satisfied or row.text.forwards >= self.settings.max_forwards
+                request.given_up or one.reader.satisfied or one.row.forwards >= self.settings.max_forwards
                 or time.monotonic() > request.deadline
             )  # fmt: skip
 
         def event(event: Event) -> None:
             if request.given_up:
                 return
-            if (message := self._read(row, row.reader.event, event)) is not None:
-                self._heard(row)
-                request.tell(row, message)
+            if (message := self._read(one, one.reader.event, event)) is not None:
+                self._heard(one)
+                request.tell(one, message)
                 if isinstance(message, APIError):
                     request.given_up = True
 
-        row.text = Text(
-            [self.served.model.config.bos_id, *row.prompt], row.new_tokens, row.decoding, window, window // 2 - 1,
-            row.seed, row.index, row.eos_id, row.index, row.alternatives,
-            cancel=over, on_event=event, on_end=lambda ended: self._end(row, ended),
+        one.row = BatchRow(
+            [self.served.model.config.bos_id, *one.prompt], one.new_tokens, one.decoding, window, window // 2 - 1,
+            one.seed, one.index, one.eos_id, one.index,
+            cancel=over, on_event=event, on_end=lambda ended: self._end(one, ended),
         )  # fmt: skip
-        return row.text
+        return one.row
 
-    def _read(self, row: QueuedText, read: Callable[[T, float], Any], what: T) -> Any:
-        """What a row's reader makes of an event; its defect, or its tokenizer's panic, is that row's alone."""
+    def _read(self, one: Completion, read: Callable[[T, float], Any], what: T) -> Any:
+        """What its reader makes of an event; its defect, or its tokenizer's panic, is this completion's alone."""
         try:
-            return read(what, time.monotonic() - row.began)
+            return read(what, time.monotonic() - one.began)
         except BaseException:  # a panic of `tokenizers` is not an Exception
-            return self._failed("reader failed", text=row.index)
+            return self._failed("reader failed", text=one.index)
 
     def _failed(self, event: str, **data: int) -> APIError:
         """Log and count the exception that is being handled; what its callers are told."""
@@ -334,46 +329,42 @@ class Scheduler:
         self.metrics.failures.inc()
         return APIError(500, "the model failed on this request", code="failed")
 
-    def _heard(self, row: QueuedText) -> None:
-        if not row.heard:
-            row.heard = True
-            self.metrics.first.observe(time.monotonic() - row.request.arrived)
+    def _heard(self, one: Completion) -> None:
+        if not one.heard:
+            one.heard = True
+            self.metrics.first.observe(time.monotonic() - one.request.arrived)
 
-    def _end(self, row: QueuedText, ended: Ended) -> None:
+    def _end(self, one: Completion, ended: Ended) -> None:
         message: Last | APIError
-        if ended.finished != "cancelled" or row.reader.satisfied:
-            read = self._read(row, row.reader.end, ended)
+        if ended.finished != "cancelled" or one.reader.satisfied:
+            read = self._read(one, one.reader.end, ended)
             message = read if isinstance(read, APIError) else Last(read, ended)
-            self._heard(row)
-        elif row.text.forwards >= self.settings.max_forwards:
+            self._heard(one)
+        elif one.row.forwards >= self.settings.max_forwards:
             message = too_many_forwards(self.settings.max_forwards, self.served.model.config.kind)
         else:
             message = too_long(self.settings.timeout_seconds)
-        self._running = [other for other in self._running if other is not row]
-        self.metrics.running.set(len(self._running))
+        self._running = [other for other in self._running if other is not one]
         self.metrics.new_tokens.inc(ended.costs["new_tokens"])
         self.metrics.forwards.inc(ended.costs["forwards"])
-        self.metrics.ended("stop" if row.reader.satisfied else ended.finished)
-        row.request.tell(row, message)  # last: whoever has an answer finds it counted
+        self.metrics.ended("stop" if one.reader.satisfied else ended.finished)
+        one.request.tell(one, message)  # last: whoever has an answer finds it counted
 
     def _forget_given_up(self) -> None:
-        if dropped := self._waiting.drop(lambda row: row.request.given_up):
+        if dropped := self._waiting.drop(lambda one: one.request.given_up):
             self.metrics.ended("given up", dropped)
 
 
 class Models:
     """The models of a server, each with a queue and a thread of its own; requests that name none get the first."""
 
-    def __init__(self, served: Sequence[Served], metrics: Metrics) -> None:
+    def __init__(self, served: Sequence[ServedModel], metrics: Metrics) -> None:
         self.schedulers = {each.name: Scheduler(each, ModelMetrics(metrics, each.name)) for each in served}
-
-    @property
-    def first(self) -> Scheduler:
-        return next(iter(self.schedulers.values()))
+        self.all = list(self.schedulers.values())
 
     def get(self, name: str | None) -> Scheduler:
         if name is None:
-            return self.first
+            return self.all[0]
         if name not in self.schedulers:
             served = ", ".join(map(repr, self.schedulers))
             message = f"the model {name!r} is not served here; this is {served}"
@@ -382,25 +373,17 @@ class Models:
 
     @property
     def draining(self) -> bool:
-        return any(scheduler.draining for scheduler in self.schedulers.values())
+        return any(each.draining for each in self.all)
 
     @property
     def alive(self) -> bool:
-        return all(scheduler.alive for scheduler in self.schedulers.values())
-
-    def start(self) -> None:
-        for scheduler in self.schedulers.values():
-            scheduler.start()
+        return all(each.alive for each in self.all)
 
     def drain(self) -> None:
         """Take nothing new."""
-        for scheduler in self.schedulers.values():
-            scheduler.draining = True
+        for each in self.all:
+            each.draining = True
 
     def refuse_all(self) -> None:
-        for scheduler in self.schedulers.values():
-            scheduler.refuse_all()
-
-    def close(self) -> None:
-        for scheduler in self.schedulers.values():
-            scheduler.close()
+        for each in self.all:
+            each.refuse_all()

@@ -122,10 +122,7 @@ class CompletionRequest(OpenAIRequest):
         None, description="What follows: exactly max_tokens tokens are filled in between. Not for AR models."
     )
     echo: Literal[False] | None = Field(None, description="Only false: the caller has the prompt.")
-    logprobs: int | None = Field(
-        None, ge=0, le=5,
-        description="Each token's log-probability at its commit, and those of so many most probable ones.",
-    )  # fmt: skip
+    logprobs: Literal[0] | None = Field(None, description="0: each token's log-probability at its commit.")
 
 
 class TextPart(Body):
@@ -149,14 +146,9 @@ class ChatRequest(OpenAIRequest):
     max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
     logprobs: bool | None = Field(None, description="The log-probability of each token at its commit.")
-    top_logprobs: int | None = Field(
-        None, ge=0, le=5, description="The log-probabilities of so many most probable tokens beside each."
-    )
 
     @model_validator(mode="after")
     def says_each_thing_once(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise bad_request(
                 "max_tokens and max_completion_tokens are two names of one number; give one", "max_tokens"

@@ -35,7 +35,7 @@ KINDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     model: Model
     tokenizer: Tokenizer
     name: str
@@ -54,13 +54,13 @@ class Served:
         return None if self.tokenizer.chat_template is None else ChatTemplate(self.tokenizer)
 
     @property
-    def window(self) -> int:
+    def window_length(self) -> int:
         return self.model.config.context_length
 
     @property
     def max_prompt_tokens(self) -> int:
         """Of a prompt to be continued: BOS and one new token need room beside it."""
-        room = self.window - 2
+        room = self.window_length - 2
         return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
 
     def decoding(self, request: Generating) -> DecodingConfig:
@@ -76,9 +76,9 @@ class Served:
 
     def encode(self, text: str, blanks: bool = False, param: str = "prompt") -> list[int]:
         """Token ids of a text, in which `[[8]]` is a blank only if `blanks`."""
-        if blanks and blank_tokens(text) > self.window:
+        if blanks and blank_tokens(text) > self.window_length:
             raise bad_request(
-                f"the blanks of the {param} are longer than the context of {self.window} tokens", param
+                f"the blanks of the {param} are longer than the context of {self.window_length} tokens", param
             )
         try:
             return with_blanks(self.tokenizer, text) if blanks else self.tokenizer.encode(text)
@@ -93,15 +93,6 @@ class Served:
             raise bad_request(f"{param} holds {wrong}, which is not a token of text; those are 0 to {last}", param)
         return list(ids)
 
-    def check_prompt(self, ids: list[int], room: int, param: str = "prompt") -> None:
-        """Refuse a prompt with more tokens than there is room for, or than the operator grants."""
-        most = min(room, self.settings.max_prompt_tokens or room)
-        if len(ids) > most:
-            raise bad_request(
-                f"{len(ids)} tokens of the {param}, blanks counted, are more than {most}, for which there is room",
-                param, "context_length_exceeded",
-            )  # fmt: skip
-
     def check_lengths(
         self, ids: list[int], new_tokens: int | None, param: str = "prompt", length: str = "max_tokens"
     ) -> int:
@@ -110,9 +101,15 @@ class Served:
         `param` and `length` are what the caller calls the prompt and the number of new tokens.
         """
         blanks, most = ids.count(self.model.config.mask_id), self.settings.max_tokens
-        self.check_prompt(ids, self.window - 1 - bool(new_tokens) if blanks else self.window - 2, param)
+        room = self.window_length - 1 - (bool(new_tokens) if blanks else 1)
+        room = min(room, self.settings.max_prompt_tokens or room)
+        if len(ids) > room:
+            raise bad_request(
+                f"{len(ids)} tokens of the {param}, blanks counted, are more than {room}, for which there is room",
+                param, "context_length_exceeded",
+            )  # fmt: skip
         try:
-            wanted = read_prompts(self.model, [ids], None, new_tokens, self.window, None).new_tokens[0]
+            wanted = read_prompts(self.model, [ids], None, new_tokens, self.window_length, None).new_tokens[0]
         except ConfigError as error:
             raise invalid_setting(ConfigError(str(error).replace("max_new_tokens", length))) from error
         if new_tokens is None and not blanks:
@@ -127,7 +124,7 @@ class Served:
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
         """What a newcomer may ask of this model: prompts that fit into its context, with blanks in its tokens."""
-        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window, self.language)}
+        fitting = {one.name: one for one in exercises_for(self.tokenizer, self.window_length, self.language)}
         found: list[dict[str, Any]] = []
         if "blanks" in fitting and self.model.config.kind != "ar":
             found.append({"name": "Fill blanks", "prompt": fitting["blanks"].prompt(self.tokenizer)})

@@ -61,40 +61,18 @@ OTHER_FILES = 128
 """Open files of the process that are no connections: the model, the log, libraries."""
 
 
-class SilentConnections:
-    """Connections on which nothing is being answered, the longest silent first, each with the timer that ends it.
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, with a limit on connections on which nothing is being answered.
 
-    They cost a caller nothing, so they must not keep others out: each is closed after a while, and where they
-    become too many the one that has been silent longest makes room for a new one.
+    They cost a caller nothing, so they must not keep others out: each is closed when the headers of a request are
+    not complete in time, and where they become too many the one that has been silent longest makes room.
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most, self.seconds = most, seconds
-        self._timers: dict[TimedProtocol, asyncio.TimerHandle] = {}
-
-    def add(self, connection: TimedProtocol) -> None:
-        """Begin to wait for a request; one that is waited for already keeps its timer, whatever it has sent."""
-        if connection in self._timers:
-            return
-        self._timers[connection] = connection.loop.call_later(self.seconds, self.close, connection)
-        if len(self._timers) > self.most:
-            self.close(next(iter(self._timers)))
-
-    def remove(self, connection: TimedProtocol) -> None:
-        if (timer := self._timers.pop(connection, None)) is not None:
-            timer.cancel()
-
-    def close(self, connection: TimedProtocol) -> None:
-        self.remove(connection)
-        connection.transport.close()
-
-
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, with a limit of time until the headers of a request are complete; requests can end it."""
-
-    def __init__(self, *args: Any, silent: SilentConnections, **more: Any) -> None:
+    def __init__(self, *args: Any, silent: dict[TimedProtocol, asyncio.TimerHandle], most: int, seconds: float,
+                 **more: Any) -> None:  # fmt: skip
+        """`silent` are such connections of all of the server, the longest silent first, with what will end them."""
         super().__init__(*args, **more)
-        self.silent = silent
+        self.silent, self.most, self.seconds = silent, most, seconds
         self.app_state = {**self.app_state, "abort": self.abort}  # what requests find in their state
 
     def abort(self) -> None:
@@ -115,15 +93,26 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.silent.remove(self)
+        self._forget()
 
     def _watch(self) -> None:
+        """Begin to wait for a request; a connection that is waited for keeps its timer, whatever it has sent."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            self.silent.add(self)
-        else:
-            self.silent.remove(self)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self not in self.silent:
+            self.silent[self] = self.loop.call_later(self.seconds, self._close)
+            if len(self.silent) > self.most:
+                next(iter(self.silent))._close()
+
+    def _forget(self) -> None:
+        if (timer := self.silent.pop(self, None)) is not None:
+            timer.cancel()
+
+    def _close(self) -> None:
+        self._forget()
+        self.transport.close()
 
 
 def connections_possible(wanted: int) -> int:
@@ -151,18 +140,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z.-]+))(?::(?P<port>[0-9]{1,5}))?")
-"""A Host header: a name or an address, version 6 in brackets, and perhaps a port."""
-
-
-def names_loopback(header: str) -> bool:
-    """Whether a Host header asks for this machine by a name that nobody else can have."""
-    parts = HOST.fullmatch(header)
-    if parts is None or int(parts["port"] or 0) >= 2**16:
-        return False
-    if parts["v6"] is not None:
-        return ":" in parts["v6"] and is_loopback(parts["v6"])
-    return is_loopback(parts["name"])
+OWN_NAME = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""A Host header that asks for this machine by a name that nobody else can have, perhaps with a port."""
 
 
 def is_loopback(host: str) -> bool:
@@ -236,7 +215,7 @@ class Gate:
         if self.open_requests > self.settings.max_connections:
             raise APIError(503, "too many requests are open", code="busy", headers={"Retry-After": "1"})
         if self.settings.api_key is None:
-            if not names_loopback(headers.get("host", "")):
+            if not OWN_NAME.fullmatch(headers.get("host", "")):
                 raise APIError(
                     403, "without an API key only localhost, 127.0.0.1 and [::1] are answered; start the server "
                     "with --api-key to reach it by another name", code="host_not_allowed",
@@ -303,12 +282,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         settings = app.state.settings
-        silent = SilentConnections(connections_possible(settings.max_connections), settings.head_seconds)
+        limits = {"most": connections_possible(settings.max_connections), "seconds": settings.head_seconds}
         super().__init__(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="on",
                 timeout_graceful_shutdown=int(settings.drain_seconds) + 5, h11_max_incomplete_event_size=1 << 16,
-                http=cast(Any, partial(TimedProtocol, silent=silent)),
+                http=cast(Any, partial(TimedProtocol, silent={}, **limits)),
             )
         )  # fmt: skip
         self.models, self.drain_seconds = app.state.models, settings.drain_seconds

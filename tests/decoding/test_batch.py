@@ -9,10 +9,10 @@ import torch
 
 import dcdm
 import tiny
+from dcdm.decoding.batch import batch_of
 from dcdm.decoding.caching import PIECE, PrefixCache, PromptPrefix, shared_prefix, sharing
 from dcdm.decoding.config import DecodingConfig
-from dcdm.decoding.session import session_of
-from dcdm.decoding.text import Text
+from dcdm.decoding.text import BatchRow
 from walks import model_of
 
 LANES = "lanes"
@@ -66,7 +66,7 @@ def requests(kind, count, seed):
 def text_of(model, prompt, new_tokens, number, options, window=20, **more):
     decoding = DecodingConfig.of(**options).resolve(model.config)
     ids = [model.config.bos_id, *prompt]
-    return Text(
+    return BatchRow(
         ids, new_tokens, decoding, window, window // 2 - 1, seed=number + 3, index=number, row=number,
         **{"eos_id": EOS, **more},
     )  # fmt: skip
@@ -84,16 +84,16 @@ def test_texts_that_join_at_any_forward_are_what_each_is_alone(kind):
     """With decoders, lanes, lengths, caches and windows of their own, exactly in float64."""
     model = network(kind)
     asked = requests(kind, 14, seed=len(kind))
-    session, rng = session_of(model, PrefixCache(64)), random.Random(1)
+    batch, rng = batch_of(model, PrefixCache(64)), random.Random(1)
     events = {number: [] for number in range(len(asked))}
     waiting, texts, widest = list(asked), [], 0
-    while waiting or session.running:
+    while waiting or batch.running:
         for _ in range(min(len(waiting), rng.randrange(4))):
             request = waiting.pop(0)
             text = text_of(model, *request, on_event=events[request[2]].append)
             texts.append(text)
-            session.add(text)
-        widest = max(widest, session.step())
+            batch.add(text)
+        widest = max(widest, batch.step())
     assert widest > 3, "several at once"
     for text, request in zip(texts, asked, strict=True):
         expected = alone(model, *request)
@@ -114,18 +114,18 @@ def test_a_text_that_joins_changes_nothing_of_what_the_others_compute(monkeypatc
     passes = []
     extend = model.extend
     monkeypatch.setattr(model, "extend", lambda t, *more: passes.append(tuple(t.shape)) or extend(t, *more))
-    session = session_of(model)
+    batch = batch_of(model)
     for number in range(3):
-        session.add(text_of(model, [1, 2], 40, number, {"lanes": 4}, window=300, eos_id=None))
-    session.step()
-    session.step()
-    session.add(text_of(model, [1] * 200, 40, 3, {"lanes": 4}, window=300, eos_id=None))
+        batch.add(text_of(model, [1, 2], 40, number, {"lanes": 4}, window=300, eos_id=None))
+    batch.step()
+    batch.step()
+    batch.add(text_of(model, [1] * 200, 40, 3, {"lanes": 4}, window=300, eos_id=None))
     passes.clear()
-    assert session.step() == 4
+    assert batch.step() == 4
     assert sorted(shape[0] for shape in passes) == [1, 3]
     assert max(shape[1] for shape in passes if shape[0] == 3) < 10
     passes.clear()
-    session.step()
+    batch.step()
     assert [shape[0] for shape in passes] == [4], "from then on all share a pass"
 
 
@@ -139,15 +139,15 @@ def test_rows_share_a_pass_unless_fillers_would_cost_more():
 
 def test_memory_of_the_cache_follows_the_texts_that_run():
     model = network("ar")
-    session = session_of(model)
+    batch = batch_of(model)
     for number, new in enumerate([4, 30, 8, 12]):
-        session.add(text_of(model, [1], new, number, {}, window=40, eos_id=None))
-    session.step()
-    assert session.positions == 4 * 32
+        batch.add(text_of(model, [1], new, number, {}, window=40, eos_id=None))
+    batch.step()
+    assert batch.positions == 4 * 32
     held = []
-    while session.running:
-        session.step()
-        held.append(session.positions)
+    while batch.running:
+        batch.step()
+        held.append(batch.positions)
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0
     assert 32 in held, "one row is left, and has memory for itself alone"
@@ -162,7 +162,7 @@ def test_a_prompt_prefix_that_was_encoded_before_is_not_encoded_again_and_change
     store = PrefixCache(400)
     system = [(7 * i) % 6 for i in range(40)]
     shares_part = kind in ("ar", LANES, "bdlm-ordinary", "bdlm-shifted")
-    session = session_of(model, store)
+    batch = batch_of(model, store)
     options = {"lanes": 2} if kind == LANES else {}
     prompts = [system, [*system, 1, 2, 3], [*system[:20], 5, *system[21:]], system, [1, 2]]
     expected_reuse = [0, 32, 16, 32, 0] if shares_part else [0, 0, 0, 41, 0]
@@ -173,9 +173,9 @@ def test_a_prompt_prefix_that_was_encoded_before_is_not_encoded_again_and_change
         text = text_of(
             model, prompt, 10, number, options, window=100, on_event=lambda e, held=log_p: held.extend(e.log_p)
         )
-        session.add(text)
-        while session.running:
-            session.step()
+        batch.add(text)
+        while batch.running:
+            batch.step()
         same = alone(model, prompt, 10, number, options, window=100)
         assert text.completion(model.config.mask_id) == same.completions[0]
         expected = [value for event in same.history for value in event.log_p]
@@ -188,13 +188,13 @@ def test_a_prompt_prefix_that_was_encoded_before_is_not_encoded_again_and_change
 def test_a_blank_behind_the_prefix_is_filled_the_same_with_and_without_what_is_remembered():
     model = network(LANES, context_length=128)
     mask, store = model.config.mask_id, PrefixCache(400)
-    session = session_of(model, store)
+    batch = batch_of(model, store)
     for number, behind in enumerate([[3, 4], [5, 6, 7]]):
         prompt = [*range(20), *range(20), *[mask] * 9, *behind]
         text = text_of(model, prompt, 5, number, {"lanes": 3}, window=100)
-        session.add(text)
-        while session.running:
-            session.step()
+        batch.add(text)
+        while batch.running:
+            batch.step()
         same = alone(model, prompt, 5, number, {"lanes": 3}, window=100)
         assert text.completion(mask) == same.completions[0]
         assert text.costs["prefix"] == (32 if number else 0)
@@ -205,11 +205,11 @@ def test_the_store_forgets_what_was_used_longest_ago_and_no_piece_before_those_b
     store = PrefixCache(4 * PIECE)
 
     def write(token):
-        session = session_of(model, store)
+        batch = batch_of(model, store)
         text = text_of(model, [token] * 40, 1, 0, {}, window=100)
-        session.add(text)
-        while session.running:
-            session.step()
+        batch.add(text)
+        while batch.running:
+            batch.step()
         return text.costs["prefix"]
 
     assert [write(1), write(2), write(1), write(3), write(1), write(2)] == [0, 0, 32, 0, 32, 0]
@@ -234,5 +234,5 @@ def test_a_text_draws_no_more_noise_than_its_canvas_has_places_and_what_it_draws
     asked = {"max_new_tokens": 4, "seed": 3}
     drawn = dcdm.generate(network, [[1, 2]], **asked)  # a whole window would take gigabytes
     assert drawn.tokens.tolist() == dcdm.generate(network, [[1, 2]], window=32, **asked).tokens.tolist()
-    text = Text([0], 8, DecodingConfig(), 4096, 8)
+    text = BatchRow([0], 8, DecodingConfig(), 4096, 8)
     assert torch.equal(text.noise("token", 9), text.noise("token", 4096)[:, :9])

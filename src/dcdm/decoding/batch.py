@@ -1,8 +1,8 @@
 """Texts that are written together, one forward pass at a time: what `dcdm.generate` and the server run on.
 
-A session holds any number of texts, each with its own prompt, length, seed and decoder. They join and leave
-between two forward passes, and all that there are share each pass as far as their shapes allow. Every window of a
-text joins like a text of its own.
+A batch has a row for each of any number of texts, each with its own prompt, length, seed and decoder. They join and
+leave between two forward passes, and all that there are share each pass as far as their shapes allow. Every window
+of a text joins like a text of its own.
 
     B batch   L positions   A asked positions
 """
@@ -21,12 +21,12 @@ from dcdm.decoding.caching import Cached, PrefixCache, cached_predictor, shared_
 from dcdm.decoding.commits import Sampling, View, commit_policy, mixed_commit
 from dcdm.decoding.loop import Committed, DecodingState, Uncached
 from dcdm.decoding.routes import MixedRouter, router_of
-from dcdm.decoding.text import Event, Text
+from dcdm.decoding.text import BatchRow, Event
 from dcdm.model.transformer import Model, PositionMasks
 
 
-class Session:
-    """Texts that are written together: `add` some, and call `step` until none is left. `session_of` makes one."""
+class Batch:
+    """Texts that are written together: `add` some, and call `step` until none is left. `batch_of` makes one."""
 
     DRAWS: ClassVar[tuple[str, ...]] = ("token",)
     """The uses of random numbers, one each for every position."""
@@ -34,21 +34,21 @@ class Session:
     def __init__(self, model: Model, prefixes: PrefixCache | None = None) -> None:
         """`prefixes` remembers what texts begin with, for later ones."""
         self.model = model
-        self.texts: list[Text] = []
+        self.texts: list[BatchRow] = []
         self.forwards = 0
-        self._new: list[Text] = []
+        self._new: list[BatchRow] = []
         self._prefixes = prefixes
         self._cached: Cached | None = None
         nothing = torch.zeros(0, 1, dtype=torch.long, device=model.embed_tokens.weight.device)
         none = nothing.bool()
         self._state = DecodingState(nothing, PositionMasks(none, none, none), MixedRouter(), Uncached(model))
 
-    def add(self, text: Text) -> None:
+    def add(self, text: BatchRow) -> None:
         """A text that takes part from the next step on."""
         self._new.append(text)
 
     @property
-    def running(self) -> list[Text]:
+    def running(self) -> list[BatchRow]:
         """The texts that are not finished."""
         return [*self.texts, *self._new]
 
@@ -75,7 +75,7 @@ class Session:
 
     # --- joining and leaving -------------------------------------------------------------------------------------
 
-    def _join(self, texts: list[Text]) -> None:
+    def _join(self, texts: list[BatchRow]) -> None:
         """Rows for texts, each with its next window."""
         self._new = []
         config, first = self.model.config, len(self.texts)
@@ -108,17 +108,17 @@ class Session:
             self._cached = self._state.predict = cached_predictor(self.model, None, self._prefixes)
         return self._cached
 
-    def _policy(self, text: Text) -> tuple[Hashable, ...]:
+    def _policy(self, text: BatchRow) -> tuple[Hashable, ...]:
         """Neighbours that agree on it join under one router."""
         return text.decoding.routing, text.decoding.adablock, text.decoding.cache == "none"
 
-    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[Text]) -> DecodingState:
+    def _rows(self, z: Tensor, positions: PositionMasks, texts: list[BatchRow]) -> DecodingState:
         """Canvases of texts with one policy."""
         index, decoding = torch.tensor([text.index for text in texts]), texts[0].decoding
         router = router_of(self.model, positions, index, decoding.routing, decoding.adablock)
         return DecodingState(z, positions, router, self._state.predict, *self._noise(texts, z.shape[1]))
 
-    def _noise(self, texts: list[Text], length: int) -> tuple[Tensor, Tensor]:
+    def _noise(self, texts: list[BatchRow], length: int) -> tuple[Tensor, Tensor]:
         """(B, L) of random commit policies, and (B, L, U) for draws: the first number draws a position's token."""
         order, *draws = (torch.cat([text.noise(use, length) for text in texts]) for use in ("order", *self.DRAWS))
         return order, torch.stack(draws, dim=-1)
@@ -196,38 +196,31 @@ class Session:
     def _record(self, committed: Committed) -> None:
         """Tell every text what it was given."""
         log_p = committed.log_p()
-        asked = torch.tensor([text.alternatives > 0 for text in self.texts], device=log_p.device)
-        most = max(text.alternatives for text in self.texts)
-        alternatives = committed.predicted.most(committed.fill & asked[:, None], most) if most else ()
         for row, text in enumerate(self.texts):
             text.forwards += 1
             fill = committed.fill[row]
             if not bool(fill.any()):
                 continue
             places = committed.position[row][fill].tolist()
-            others = []
-            if text.alternatives:
-                ids, values = (x[row][fill, : text.alternatives].tolist() for x in alternatives)
-                others = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
             text.committed(
                 Event(
                     text.row, text.window_number, int(committed.forward[row]), int(committed.chunk[row]),
                     [place + text.offset for place in places], committed.tokens[row][fill].tolist(),
-                    log_p[row][fill].tolist(), others, [text.lanes[place] for place in places if text.lanes],
+                    log_p[row][fill].tolist(), [text.lanes[place] for place in places if text.lanes],
                 )
             )  # fmt: skip
 
 
 @singledispatch
-def session_of(model: Model, prefixes: PrefixCache | None = None) -> Session:
-    """A session of the model's class, without texts."""
-    return Session(model, prefixes)
+def batch_of(model: Model, prefixes: PrefixCache | None = None) -> Batch:
+    """A batch of the model's class, without texts."""
+    return Batch(model, prefixes)
 
 
-def write(model: Model, texts: Sequence[Text], together: int) -> None:
+def write(model: Model, texts: Sequence[BatchRow], together: int) -> None:
     """Write texts to their ends, at most `together` at one time."""
-    session, waiting = session_of(model), list(reversed(texts))
-    while waiting or session.running:
-        while waiting and len(session.running) < together:
-            session.add(waiting.pop())
-        session.step()
+    batch, waiting = batch_of(model), list(reversed(texts))
+    while waiting or batch.running:
+        while waiting and len(batch.running) < together:
+            batch.add(waiting.pop())
+        batch.step()
