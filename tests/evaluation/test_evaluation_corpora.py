@@ -50,11 +50,11 @@ def counted(windows, batch_size=3, world=1):
     length=st.integers(2, 20),
     stride=st.integers(1, 19),
     sliding=st.booleans(),
-    apart=st.booleans(),
+    per_document=st.booleans(),
     world=st.integers(1, 3),
 )
-def test_every_token_counts_exactly_once(sizes, length, stride, sliding, apart, world):
-    settings = WindowSettings(min(stride, length - 1) if sliding else None, apart)
+def test_every_token_counts_exactly_once(sizes, length, stride, sliding, per_document, world):
+    settings = WindowSettings(min(stride, length - 1) if sliding else None, per_document)
     windows = CorpusWindows(stream(sizes), BYTES, length, settings)
     assert counted(windows, world=world) == list(range(sum(sizes)))
     assert windows.left_out == 0
@@ -70,12 +70,12 @@ def test_a_sliding_window_shows_what_came_before_and_counts_only_its_stride():
 
 
 def test_documents_on_their_own_never_share_a_window_and_are_padded_by_their_own_size():
-    windows = CorpusWindows(stream([5, 12, 3]), BYTES, 9, WindowSettings(apart=True))
+    windows = CorpusWindows(stream([5, 12, 3]), BYTES, 9, WindowSettings(per_document=True))
     assert windows.spans[:, [0, 2]].tolist() == [[0, 5], [5, 13], [13, 17], [17, 20]]
     for batch in windows.batches(8):
         assert ((batch.tokens == BYTES.pad_id) == ((batch.place < 0) & ~batch.prompt)).all()
     assert windows.cut_documents() == 1
-    windows = CorpusWindows(stream([5, 100, 40]), BYTES, 128, WindowSettings(apart=True))
+    windows = CorpusWindows(stream([5, 100, 40]), BYTES, 128, WindowSettings(per_document=True))
     shapes = {int(i): b.tokens.shape[1] for size in (1, 2, 8) for b in windows.batches(size) for i in b.index}
     assert shapes == {0: 32, 1: 128, 2: 64}
 

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import shlex
-import time
 
 import pytest
 import torch
@@ -355,33 +354,6 @@ def test_a_stream_that_breaks_off_keeps_what_had_come(page, address, monkeypatch
     assert page.text("status") == "Not finished."
     page.scrub(3)
     assert page.masked() == BLANKS - 3
-
-
-IN_SIGHT = """
-const box = document.getElementById(arguments[0]).getBoundingClientRect();
-return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;
-"""
-
-
-def test_on_a_phone_an_error_is_where_one_looks(page, app, address, monkeypatch):
-    """Refused at once: beside the button. After a while: above the canvas."""
-
-    def refuse_after(seconds):
-        def refuse(*_, **__):
-            time.sleep(seconds)
-            raise queue_full()
-
-        return refuse
-
-    page.open(address, width=NARROW, height=740, prompt=PROMPT, a_commit="position")
-    for seconds, where in ((0, "form"), (1.5, "results")):
-        with monkeypatch.context() as patched:
-            patched.setattr(app.state.scheduler, "submit", refuse_after(seconds))
-            page.generate()
-            time.sleep(1)  # a page that still moves has not shown where it ends
-            assert page.driver.execute_script(IN_SIGHT, "problem"), where
-            assert page.js(f"document.getElementById('{where}').contains(document.getElementById('problem'))")
-        page.driver.save_screenshot(str(page.artefacts / f"phone-error-{where}.png"))
 
 
 def test_the_page_works_behind_a_key(page):

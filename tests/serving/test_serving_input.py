@@ -99,6 +99,9 @@ def test_known_bad_bodies_are_refused(http):
         ({"prompt": "a", "max_tokens": 9}, "max_tokens", "invalid_value"),
         ({"prompt": "a", "logprobs": 6}, "logprobs", "invalid_value"),
         ({"prompt": "a", "guided_regex": "a+"}, "guided_regex", "unknown_field"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
+        ({"prompt": "a", "response_format": {"type": "text", "regex": "a"}}, "response_format", "invalid_value"),
+        ({"prompt": "a", "response_format": {}}, "response_format", "invalid_value"),
     ],
 )
 def test_an_error_names_what_is_wrong(http, body, param, code):
@@ -106,20 +109,9 @@ def test_an_error_names_what_is_wrong(http, body, param, code):
     assert (error["param"], error["code"]) == (param, code)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"type": "json_object"}, {"type": "regex", "regex": "a+"}, {"type": "text", "regex": "a+"},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}, {}, "text",
-    ],
-)  # fmt: skip
-def test_a_format_is_refused_as_not_supported_and_plain_text_is_none(http, asked):
-    body = {"prompt": "a", "max_tokens": 2}
-    for path in ("/v1/completions", "/v1/denoise"):
-        error = check_refused(http.post(path, json={**body, "response_format": asked}), 400)
-        assert (error["param"], error["code"]) == ("response_format", "invalid_value")
-        assert 'only {"type": "text"} is supported' in error["message"]
-    assert http.post("/v1/completions", json={**body, "response_format": {"type": "text"}}).status_code == 200
+def test_plain_text_is_a_format(http):
+    body = {"prompt": "a", "max_tokens": 2, "response_format": {"type": "text"}}
+    assert http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_wrong_methods_types_and_routes_are_refused_in_the_same_form(http):

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from dcdm.serving.app import SHARED
 from dcdm.viewing.pages import ASSETS, page
 
 ROOTS = ("chunks", "report")  # what pages name; everything else comes with it
@@ -43,9 +42,3 @@ def test_every_import_names_what_the_module_exports():
             for imported in names.split(","):
                 exported = rf"^export (?:const|function|class) {imported.strip()}\b"
                 assert re.search(exported, scripts[source], re.MULTILINE), (name, imported)
-
-
-def test_the_playground_serves_all_that_shared_modules_import():
-    for name in SHARED:
-        if name.endswith(".js"):
-            assert set(re.findall(r'from "\./([\w.]+)"', (ASSETS / name).read_text())) <= set(SHARED)

@@ -333,16 +333,15 @@ def refused(arguments: list[str], capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_the_command_reads_an_argument_a_file_or_standard_input(tmp_path, capsys, monkeypatch):
+def test_the_command_reads_an_argument_or_standard_input(tmp_path, capsys, monkeypatch):
     folder = str(tiny.exported("causal", tmp_path / "model"))
     text = "def f(x):\n    return x"
-    (tmp_path / "text.py").write_text(text)
     told = []
-    for arguments in ([text], ["--file", str(tmp_path / "text.py")], [], ["--file", "-"]):
+    for arguments in ([text], []):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode() + b"\n")))  # as `echo` ends it
         main(["chunks", folder, *arguments, "--json"])
         told.append(json.loads(capsys.readouterr().out))
-    assert told[0] == told[1] == told[2] == told[3]
+    assert told[0] == told[1]
     main(["chunks", folder, "None", "--json"])
     shown = json.loads(capsys.readouterr().out)["tokens"]
     assert "".join(token["text"] for token in shown[1:]) == "None"
@@ -371,8 +370,6 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     folder = str(tiny.exported("causal", tmp_path / "model"))
     assert "has no chunks" in refused([str(tiny.exported("ar", tmp_path / "ar")), "text"], capsys)
     assert "empty" in refused([folder, ""], capsys)
-    assert "not both" in refused([folder, "a", "--file", "b"], capsys)
-    assert "No such file" in refused([folder, "--file", str(tmp_path / "none")], capsys)
     assert "do not depend on noise" in refused([folder, "text", "--noise", "0.5"], capsys)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "empty" in refused([folder], capsys)

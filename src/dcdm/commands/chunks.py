@@ -14,7 +14,6 @@ from dcdm.commands.options import (
     ModelIfAny,
     argument_text,
     can_ask,
-    file_text,
     load_for,
     piped_text,
     print_json,
@@ -45,7 +44,6 @@ ENGLISH_EXAMPLE = (
 def chunks(
     model: ModelIfAny = None,
     text: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT]")] = (),
-    file: Path | None = None,
     html: Path | None = None,
     json: bool = False,
     noise: float | None = None,
@@ -59,12 +57,11 @@ def chunks(
 ) -> None:
     """Show which chunk every token of a text goes to: in colour, with numbers where colour is off, or as a page.
 
-    The text is given here, in a file, or on standard input. A single argument with a space in it, if it is not a
+    The text is given here or on standard input. A single argument with a space in it, if it is not a
     folder, is a text for the default model, which shows an example where nothing is given.
 
     Args:
-        text: The text; without it, --file or standard input.
-        file: A text file; - is standard input.
+        text: The text; without it, standard input.
         html: Write a self-contained page: scores of every token, sliders, mask, sizes, kinds of tokens.
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
@@ -80,7 +77,7 @@ def chunks(
     if model is not None and not text and " " in str(model) and not folder_of(model).exists():
         model, text = None, (str(model),)
     told = " ".join(text) if text else None
-    given = None if corpus and told is None and file is None else _given_text(told, file, model is not None)
+    given = None if corpus and told is None else _given_text(told, model is not None)
     model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
     if given is not None:
@@ -121,17 +118,13 @@ def _name(model: Path) -> str:
     return f"{model.parent.parent.name}, {model.name}" if model.parent.name == "checkpoints" else model.name
 
 
-def _given_text(text: str | None, file: Path | None, has_model: bool) -> str:
-    if text is not None and file is not None:
-        raise ConfigError("give the text as an argument or with --file, not both")
+def _given_text(text: str | None, has_model: bool) -> str:
     if text is not None:
         return argument_text(text)
-    if file is not None and str(file) != "-":
-        return file_text("file", file)
-    if file is None and can_ask() and has_model:
-        raise ConfigError("no text; give one as an argument, with --file, or on standard input")
+    if can_ask() and has_model:
+        raise ConfigError("no text; give one as an argument or on standard input")
     piped = piped_text()
-    if piped or has_model or file is not None:
+    if piped or has_model:
         return piped
     card = card_of(default(chunks=True))
     return ENGLISH_EXAMPLE if card is not None and card.in_english else EXAMPLE

@@ -47,7 +47,7 @@ def ppl(
     seed: int = 0,
     stride: int | None = None,
     length: int | None = None,
-    separate: bool = False,
+    per_document: bool = False,
     limit: int | None = None,
     batch_size: int = 16,
     field: str = "text",
@@ -55,7 +55,6 @@ def ppl(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
-    csv: Path | None = None,
     markdown: Path | None = None,
 ) -> None:
     """Perplexity of models on corpora, in one table.
@@ -79,12 +78,11 @@ def ppl(
         stride: Slide windows by so many tokens: only those count, and the earlier part of the window is visible
             (default: windows that share nothing).
         length: Positions of a window (default: the model's context length).
-        separate: Put every document into windows of its own, instead of joining them by EOS as in training.
+        per_document: Put every document into windows of its own, instead of joining them by EOS as in training.
         limit: At most so many windows of each corpus, spread evenly over it.
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
         split: Of packed shards, and of stdlib, stdlib-code and addresses.
-        csv: Write a line per model, corpus and estimator to this file.
         markdown: Write the table to this file.
     """
     from dcdm.distributed import init_distributed, shutdown
@@ -94,9 +92,9 @@ def ppl(
     from dcdm.progress import ConsoleProgress
     from dcdm.viewing import tables
 
-    folders_exist(csv=csv, markdown=markdown)
+    folders_exist(markdown=markdown)
     drawing = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
-    window = WindowSettings(stride, separate, length, limit)
+    window = WindowSettings(stride, per_document, length, limit)
     corpora = read_corpora(data, field, split)
     world = init_distributed(device)
     try:
@@ -114,8 +112,6 @@ def ppl(
         print_json(result.to_dict())
     else:
         tables.perplexity_table(result).print(caption=tables.LEGEND)
-    if csv is not None:
-        write_whole(csv, tables.to_csv(result).encode())
     if markdown is not None:
         write_whole(markdown, tables.to_markdown(result).encode())
 

@@ -282,7 +282,7 @@ class WindowSettings:
 
     stride: int | None = None
     """Of a window only the last so many tokens count, the earlier ones are given; None: windows share nothing."""
-    apart: bool = False
+    per_document: bool = False
     """Every document in windows of its own, instead of one stream as in training."""
     length: int | None = None
     """Positions, BOS among them; None: the model's context length."""
@@ -322,8 +322,8 @@ class CorpusWindows:
         self, corpus: TokenisedCorpus, tokenizer: Tokenizer, length: int, settings: WindowSettings
     ) -> None:
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
-        apart = settings.apart or corpus.prompt is not None
-        borders = corpus.borders() if apart else np.array([0, len(corpus.ids)])
+        per_document = settings.per_document or corpus.prompt is not None
+        borders = corpus.borders() if per_document else np.array([0, len(corpus.ids)])
         spans = _spans(borders, length - 1, settings.stride or length - 1)
         self._counts = np.ones(len(corpus.ids), dtype=bool) if corpus.prompt is None else ~corpus.prompt
         before = np.concatenate([[0], np.cumsum(self._counts)])

@@ -160,7 +160,7 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> 
     """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
     ids = tokenizer.encode(text)
     if not ids:
-        raise ConfigError("the text is empty; give one as an argument, with --file, or on standard input")
+        raise ConfigError("the text is empty; give one as an argument or on standard input")
     room = max(1, length - 1)
     count = -(-len(ids) // room)
     if not 1 <= number <= count:

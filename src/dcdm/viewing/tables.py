@@ -5,14 +5,12 @@ Valid figures, those of a decoder and the paper's surrogate have columns of thei
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcdm.evaluation.perplexity import Evaluation, Figures, Unsupported
+from dcdm.evaluation.perplexity import Evaluation, Figures
 from dcdm.viewing.pages import grid
 
 CLASSES = {
@@ -122,26 +120,6 @@ def _counts(row: Figures) -> list[str]:
 
 def to_markdown(evaluation: Evaluation) -> str:
     return f"{perplexity_table(evaluation).to_markdown()}\n{LEGEND}.\n"
-
-
-def to_csv(evaluation: Evaluation) -> str:
-    """A line per model, corpus and estimator, every figure in a column of its own."""
-    lines = [_flat(row) for row in evaluation.rows]
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
-
-
-def _flat(row: Figures | Unsupported) -> dict[str, Any]:
-    values = dict(row.__dict__)
-    if isinstance(row, Unsupported):
-        why = values.pop("reason")
-        return {**values, "note": f"does not fit: {why}"}
-    left_out = values.pop("left_out")
-    return {**values, **{f"left_out_{name.replace(' ', '_')}": count for name, count in left_out.items()}}
 
 
 # --- benchmark tasks ---------------------------------------------------------------------------------------------
