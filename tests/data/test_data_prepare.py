@@ -31,25 +31,12 @@ def corpus(tmp_path):
     return tmp_path / "in"
 
 
-def test_the_number_of_processes_does_not_change_a_byte(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (4000, 4000))
-    monkeypatch.setattr("dcdm.data.prepare.APART_BYTES", 0)
+def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path, small_units):
     for workers in (1, 3):
         prepare(str(corpus), "bpe:300", tmp_path / str(workers), workers=workers)
     one = tree(tmp_path / "1")
     assert one == tree(tmp_path / "3")
     assert sum(name.startswith("train-") for name in one) > 2
-
-
-def test_what_is_wrong_in_another_process_is_said_as_in_this_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("dcdm.data.prepare.APART_BYTES", 0)
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
-    with pytest.raises(DataError, match=r"^a\.jsonl:2: not JSON.*--max-bad"):
-        prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out", workers=2)
-    monkeypatch.setattr("dcdm.data.prepare.sys.executable", "false")
-    with pytest.raises(DataError, match=r"died \(code 1\)"):
-        prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out", workers=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_shards_hold_every_token_of_every_document_in_order(corpus, tmp_path, small_units):
@@ -123,18 +110,18 @@ def test_a_changed_source_tokenizer_or_setting_is_refused_with_the_reason(corpus
     refused("tokenizer was .* is 'bpe:300'", str(corpus), "bpe:300", out)
     refused("documents was 'file' and is 'lines'", str(corpus), "bytes", out, documents="lines")
     refused("validation_share was 0.05", str(corpus), "bytes", out, validation_share=0.5)
-    refused("changed: prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
+    refused("changed: [0-9]+ .*prose.txt", str(corpus / "rows.jsonl"), "bytes", out)
     (corpus / "new.txt").write_text("x")
-    refused("changed: new.txt", str(corpus), "bytes", out)
+    refused("changed: [0-9]+ .*new.txt", str(corpus), "bytes", out)
     (corpus / "new.txt").unlink()
     text, times = (corpus / "prose.txt").read_text(), (corpus / "prose.txt").stat()
     (corpus / "prose.txt").write_text(text[:-2] + "!\n")  # as long as before, and as old
     os.utime(corpus / "prose.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
-    refused("changed: prose.txt", str(corpus), "bytes", out)
+    refused("changed: [0-9]+ .*prose.txt", str(corpus), "bytes", out)
 
     said = Heard()
     prepare(str(corpus), "bytes", out, overwrite=True, reporter=said)
-    assert "changed: prose.txt" in " ".join(said.said)
+    assert "changed: 1 (prose.txt)" in " ".join(said.said)
     assert tree(out) != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "in", "out"]
 
@@ -315,7 +302,7 @@ def test_folders_that_cannot_be_the_result_are_refused(corpus, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
     (tmp_path / "empty").mkdir()
-    for out, reason in (("file", "is a file"), ("file/below", "cannot write"), ("full", "something else")):
+    for out, reason in (("file", "something else"), ("file/below", "cannot write"), ("full", "something else")):
         with pytest.raises(DataError, match=reason):
             prepare(str(corpus), out=tmp_path / out, overwrite=True)
     assert (tmp_path / "full" / "thesis.tex").exists()

@@ -39,7 +39,7 @@ def prepare_text(
 
     Args:
         sources: stdlib, stdlib-code, stdlib-library, addresses (English), files, folders, patterns (.txt, .txt.xz,
-            .jsonl, .jsonl.gz, .parquet, .arrow), or a hub data set as name/config:split.
+            .jsonl, .jsonl.gz, .parquet, .arrow), or a hub data set as owner/name:split.
         out: Folder to write.
         tokenizer: bytes, bpe:N (learned from the corpus), a folder, or a hub name.
         validation: Sources of the validation split; without them a share is held out.
@@ -52,7 +52,7 @@ def prepare_text(
         messages_field: Fine-tuning on chats: field of the messages.
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.
-        workers: Processes, for more than 32 MiB of text; the result does not depend on it (default: one per core).
+        workers: Shards written at one time; the result does not depend on it (default: one per core).
         overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
     """

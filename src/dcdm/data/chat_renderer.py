@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
@@ -75,45 +76,26 @@ def limit_process(memory: int) -> None:
             resource.setrlimit(kind, (most, most))
 
 
-def limit_next(seconds: int) -> None:
-    """End this process even if nobody is there any more to do so."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    with suppress(ValueError, OSError):
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds + 2, hard))
-
-
-class Renderer:
-    """One template, compiled when the first chat comes: by then the limits hold."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings, self.environment = settings, environment()
-        self._compiled: Any = None
-
-    def answer(self, line: bytes) -> dict[str, Any]:
-        try:
-            if self._compiled is None:
-                self._compiled = self.environment.from_string(self.settings["template"])
-            names = self.settings["names"] | json.loads(line)
-            return {"text": rendered(self._compiled, names, self.settings["characters"])}
-        except TooMuch as error:
-            return {"error": str(error), "over": True}
-        except MemoryError:
-            return {"error": f"needs more than {self.settings['memory'] >> 20} MiB of memory", "over": True}
-        except RecursionError:
-            return {"error": "is nested too deeply", "over": True}
-        except Exception as error:  # templates raise what they like about roles they do not know
-            return {"error": f"refuses it: {str(error).partition(chr(10))[0]}"}
-
-
 def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
-    renderer = Renderer(settings)
+    jinja, template = environment(), None
     limit_process(settings["memory"])
-    print("{}", flush=True)  # ready
     for line in sys.stdin.buffer:
-        limit_next(settings["seconds"])
-        print(json.dumps(renderer.answer(line)), flush=True)
+        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends this process
+        try:
+            template = template or jinja.from_string(settings["template"])
+            names = settings["names"] | json.loads(line)
+            answer: dict[str, Any] = {"text": rendered(template, names, settings["characters"])}
+        except TooMuch as error:
+            answer = {"error": str(error), "over": True}
+        except MemoryError:
+            answer = {"error": f"needs more than {settings['memory'] >> 20} MiB of memory", "over": True}
+        except RecursionError:
+            answer = {"error": "is nested too deeply", "over": True}
+        except Exception as error:  # templates raise what they like about roles they do not know
+            answer = {"error": f"refuses it: {str(error).partition(chr(10))[0]}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of fine-tuning data to prompts and responses, chats among them.
+"""What a source holds to examples: plain texts, and rows of prompts and responses, chats among them.
 
 A chat becomes text by the chat template of the tokenizer, in a process that limits what a template may take.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dcdm.config import DataConfig, DataError
-from dcdm.data.sources import BadRow, BadRows, Part, read_rows, text_of
+from dcdm.data.sources import BadRow, BadRows, Part, read_rows, read_texts, text_of
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 
@@ -31,7 +31,6 @@ MEMORY = 512 << 20
 """Bytes of address space of the process that renders."""
 CHARACTERS = 4 << 20
 """How much text one chat may give."""
-START_SECONDS = 60
 RENDERER = Path(__file__).with_name("chat_renderer.py")
 KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG")
 """What the process sees of the environment: no keys."""
@@ -63,11 +62,10 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
         """The chat as text; `answering` ends it where an answer begins. Special tokens are the template's alone."""
         guarded = [{name: self._as_text(text) for name, text in message.items()} for message in messages]
-        request = {"messages": guarded, "add_generation_prompt": answering}
         if not self._lock.acquire(timeout=SECONDS):
             raise ChatBusy(f"the chat template is busy with other chats for {SECONDS} seconds; try again")
         try:
-            answer = self._ask(self._running(), request, SECONDS)
+            answer = self._ask({"messages": guarded, "add_generation_prompt": answering})
             if answer is None or answer.get("over"):
                 self._end()
         finally:
@@ -78,6 +76,16 @@ class ChatTemplate:
             raise ChatError(f"the chat template {answer['error']}")
         return str(answer["text"])
 
+    def _ask(self, request: dict[str, Any]) -> Any:
+        """The answer of the process, or None if it ends, as it does itself when its time is over."""
+        process = self._running()
+        assert process.stdout is not None
+        with suppress(OSError):
+            _send(process, request)
+            if (line := process.stdout.readline()).endswith(b"\n"):
+                return json.loads(line)
+        return None
+
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
@@ -87,27 +95,8 @@ class ChatTemplate:
             stderr=subprocess.DEVNULL, env={name: os.environ[name] for name in KEPT if name in os.environ},
         )  # fmt: skip
         self._process, self._finalizer = process, weakref.finalize(self, _stop, process)
-        if self._ask(process, self._settings, START_SECONDS) is None:
-            self._end()
-            raise DataError(f"the process that renders chat templates does not start: run {RENDERER} to see why")
+        _send(process, self._settings)
         return process
-
-    def _ask(self, process: subprocess.Popen[bytes], request: dict[str, Any], seconds: float) -> Any:
-        """The answer of the process, or None if it gives none in time; it is ended then."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        watchdog = threading.Timer(seconds, process.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            return None
-        finally:
-            watchdog.cancel()
-        return json.loads(line) if line.endswith(b"\n") else None
 
     def _end(self) -> None:
         if self._process is not None:
@@ -115,37 +104,51 @@ class ChatTemplate:
             self._process = None
 
 
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # what was written last is not wanted any more
-                pipe.close()
+    process.communicate()
 
 
-# --- rows to examples --------------------------------------------------------------------------------------------
+# --- documents and rows to examples ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Example:
     """What stays visible and what is learned, as text."""
 
-    prompt: str
+    prompt: str | None
+    """None: a plain text, all of which is learned."""
     response: str
     templated: bool = False
     """Whether a chat template wrote it, so that the tokenizer's own special tokens are meant."""
+    ends: bool = True
+    """Whether the document ends here: a long one comes in pieces."""
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.prompt or "") + len(self.response)
 
 
 class ExampleMaker:
-    """Turns rows into examples as the settings say."""
+    """Turns documents and rows into examples as the settings say."""
 
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
 
     def read(self, part: Part, bad: BadRows) -> Iterator[tuple[bytes, list[Example]]]:
-        """The examples of every row of a part, and the name by which the row's split is chosen."""
-        return read_rows(part, self.settings.columns, self.examples_of, bad)
+        """The examples of every document or row of a part, and the name by which its split is chosen."""
+        if self.settings.fine_tuning:
+            yield from read_rows(part, self.settings.columns, self.examples_of, bad)
+        else:
+            for text, ends in read_texts(part, self.settings, bad):
+                yield text.encode(), [Example(None, text, ends=ends)]
 
     def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:
         """The examples of a row, and the name by which its split is chosen (one prompt, one split).
@@ -164,27 +167,32 @@ class ExampleMaker:
             raise BadRow(f"{settings.response_field} is empty")
         return prompt.encode(), [Example(prompt + settings.separator, response)]
 
-    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of prompt and response; the response ends with EOS, once."""
-        if not examples:
-            return []
+    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray | None, np.ndarray]]:
+        """Ids of prompt and response; what ends here does so with EOS, once."""
         templated = examples[0].templated
-        texts = [text for example in examples for text in (example.prompt, example.response)]
-        ids = self.tokenizer.encode_arrays(texts, templated)
-        prompts = map(self.tokenizer.behind_bos, ids[::2]) if templated else ids[::2]
-        return [(prompt, self._ended(response)) for prompt, response in zip(prompts, ids[1::2], strict=True)]
+        texts = [text for e in examples for text in (e.prompt, e.response) if text is not None]
+        ids = iter(self.tokenizer.encode_arrays(texts, templated))
+        encoded: list[tuple[np.ndarray | None, np.ndarray]] = []
+        for example in examples:
+            prompt = None if example.prompt is None else next(ids)
+            if prompt is not None and templated:
+                prompt = self.tokenizer.behind_bos(prompt)
+            response = next(ids)
+            encoded.append((prompt, self._ended(response, templated) if example.ends else response))
+        return encoded
 
     def text_bytes(self, example: Example, response: np.ndarray) -> int:
         """UTF-8 bytes of text in a response with these ids: special tokens that a template spells out are none."""
         text = self.tokenizer.continuation(response) if example.templated else example.response
         return len(text.encode())
 
-    def _ended(self, response: np.ndarray) -> np.ndarray:
+    def _ended(self, response: np.ndarray, templated: bool) -> np.ndarray:
         """A template may have closed the response with EOS and a line break already."""
-        ends = np.flatnonzero(response == self.tokenizer.eos_id)
-        if len(ends) and not self.tokenizer.decode(response[ends[-1] :]).strip():
-            return response[: ends[-1] + 1]
-        return np.append(response, np.array(self.tokenizer.eos_id, dtype=np.uint32))
+        eos = self.tokenizer.eos_id
+        last = np.flatnonzero(response == eos)[-1:] if templated else np.empty(0, dtype=int)
+        if len(last) and not self.tokenizer.decode(response[last[0] :]).strip():
+            return response[: last[0] + 1]
+        return np.append(response, np.uint32(eos))
 
     def _answer(self, before: list[dict[str, str]], answer: dict[str, str]) -> Example:
         if self.tokenizer.chat_template is None:

@@ -2,7 +2,8 @@
 
 `prepare` is the whole way. Below it are its steps in order: the plan (all that decides the result), what an
 earlier run left, the folder in which it works, the tokenizer, the units of work, the manifest. A unit is a stretch
-of the source that becomes one shard per split: read (`sources`), tokenised, written (`store.Shard`).
+of the source that becomes one shard per split: read (`sources`), tokenised, written (`store.Shard`). Threads work
+on several at a time, and `tokenizers` on every core.
 """
 
 from __future__ import annotations
@@ -11,33 +12,27 @@ import errno
 import fcntl
 import json
 import os
-import pickle
 import re
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from dcdm.config import SPLITS, DataConfig, DataError, Split
-from dcdm.data.chats import ExampleMaker
+from dcdm.data.chats import Example, ExampleMaker
 from dcdm.data.sources import (
     BETWEEN_WORDS,
     NAMED,
     BadRows,
     Part,
-    Skipped,
     SourceFile,
     cut_into_parts,
     examine,
-    read_texts,
+    listed,
     resolve,
     split_by_hash,
 )
@@ -49,13 +44,9 @@ from dcdm.progress import Reporter
 FORMAT = 1  # raise it when the same source would give other shards
 UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and so of a shard
 MOST_UNITS = 1024
-APART_BYTES = 32 << 20  # source bytes from which on units are written in processes of their own
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
 BATCH_CHARACTERS = 1 << 20  # tokenised at one time
-BATCH_EXAMPLES = 256
 LOCK, PLAN, RECORDS = "lock", "plan", "units"
-
-T = TypeVar("T")
 
 
 def prepare(
@@ -84,17 +75,14 @@ def prepare(
         raise DataError(f"workers={workers} must be at least 1")
 
     # find the files
-    skipped = Skipped()
-    found = [file for spec in sources for file in resolve(spec, settings, "train" if validation else None, skipped)]
-    found += [file for spec in validation for file in resolve(spec, settings, "validation", skipped)]
+    own: Split | None = "train" if validation else None
+    found = [file for spec in sources for file in resolve(spec, settings, own, reporter.say)]
+    found += [file for spec in validation for file in resolve(spec, settings, "validation", reporter.say)]
     files = examine(found)
     if validation:
-        files = _without_validation(files, skipped)
-    for file in files:
-        if not file.size:
-            skipped.add("empty files", file.name)
-    for sentence in skipped.sentences():
-        reporter.say(sentence)
+        files = _without_validation(files, reporter.say)
+    if empty := [file.name for file in files if not file.size]:
+        reporter.say(f"skipping empty files: {listed(empty)}")
 
     # plan: is it there already?
     ready: Tokenizer | None
@@ -104,7 +92,7 @@ def prepare(
         spec, ready = tokenizer, None if bpe_size(tokenizer) is not None else load_tokenizer(tokenizer)
     plan = plan_of(files, settings, spec, ready, bool(validation))
     name = re.sub(r"[^A-Za-z0-9]+", "-", sources[0]).strip("-")[-32:] or "data"
-    out = cache_folder() / f"{name}-{digest(plan)[:12]}" if out is None else _absolute(out)
+    out = cache_folder() / f"{name}-{digest(plan)[:12]}" if out is None else Path(out).expanduser().resolve()
     if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
         return existing
     work = out.with_name(f"{out.name}.partial")
@@ -120,16 +108,12 @@ def prepare(
 
             # seal it with a manifest
             manifest = _manifest(plan, records, kept, work, settings)
-            manifest["skipped"] = vars(skipped)
             manifest["given"] = {"tokenizer": spec, "sources": sources, "validation": validation}
-            if problem := _unusable(manifest, sources):
+            try:
+                _check_documents(manifest, settings, reporter.say)
+            except DataError:
                 shutil.rmtree(work)
-                raise DataError(problem)
-            if not manifest["splits"]["validation"]["documents"] and (validation or settings.validation_share > 0):
-                reporter.say(
-                    "no document fell into validation; name a validation source (--validation), or raise "
-                    "validation_share"
-                )
+                raise
             write_manifest(work, manifest)
         _publish(work, out)
     return PreparedData.open(out)
@@ -138,28 +122,21 @@ def prepare(
 def cache_folder() -> Path:
     """Where preparations without a folder of their own are kept: `$DCDM_CACHE`, or `dcdm` in the user's cache."""
     base = os.environ.get("DCDM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dcdm"
-    return _absolute(base) / "data"
+    return Path(base).expanduser().resolve() / "data"
 
 
-def _absolute(path: Path | str) -> Path:
-    return Path(path).expanduser().resolve()
-
-
-def _without_validation(files: list[SourceFile], skipped: Skipped) -> list[SourceFile]:
+def _without_validation(files: list[SourceFile], say: Callable[[str], None]) -> list[SourceFile]:
     """The files without those for training that hold the same bytes as one for validation: they are that file, a
     link to it or a copy of it."""
     held = {file.sha256 for file in files if file.split == "validation" and file.size}
-    kept = []
-    for file in files:
-        if file.split == "validation" or file.sha256 not in held:
-            kept.append(file)
-        else:
-            skipped.add("files of training that validation (--validation) holds too", file.name)
-    if len(kept) < len(files) and not any(file.size for file in kept if file.split != "validation"):
-        raise DataError(
-            "every file to train on is also a validation file (--validation), so that none is left to train on; "
-            "name other files for validation, or leave it out to hold out a share (--validation-share)"
-        )
+    kept = [file for file in files if file.split == "validation" or file.sha256 not in held]
+    if copies := [file.name for file in files if file.split == "train" and file.sha256 in held]:
+        say(f"skipping files of training that validation (--validation) holds too: {listed(copies)}")
+        if not any(file.size for file in kept if file.split == "train"):
+            raise DataError(
+                "every file to train on is also a validation file (--validation), so that none is left to train "
+                "on; name other files for validation, or leave it out to hold out a share (--validation-share)"
+            )
     return kept
 
 
@@ -193,7 +170,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     reasons = [f"{name} was {one.get(name)!r} and is {other.get(name)!r}" for name in names]
     was, now = ({entry["name"]: entry for entry in plan["source"]} for plan in (old, new))
     if files := sorted(name for name in {*was, *now} if was.get(name) != now.get(name)):
-        reasons.append(f"source files changed: {', '.join(files[:3])}{', …' if len(files) > 3 else ''}")
+        reasons.append(f"source files changed: {listed(files)}")
     return "; ".join(reasons) or "the source files are in another order"
 
 
@@ -203,11 +180,9 @@ def _existing(
     """The preparation that is in `out` already, if it is the one asked for and what was bad is within the limit."""
     if not out.exists():
         return None
-    if not out.is_dir():
-        raise DataError(f"{out} is a file; choose another out folder")
     if not (out / MANIFEST).exists():
-        if any(out.iterdir()):
-            raise DataError(f"{out} exists and holds something else than prepared data; choose another out folder")
+        if not out.is_dir() or any(out.iterdir()):
+            raise DataError(f"{out} exists and is something else than prepared data; choose another out folder")
         return None
     try:
         manifest = read_manifest(out)
@@ -270,19 +245,16 @@ def _locked(work: Path, out: Path, plan: str, say: Callable[[str], None]) -> Ite
 def _lock(work: Path, out: Path, say: Callable[[str], None]) -> int:
     while True:
         work.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(FileNotFoundError):  # the folder was finished and renamed meanwhile
             handle = os.open(work / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-        except FileNotFoundError:  # renamed between the two lines
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is preparing {out}; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        with suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"another process is preparing {out}; waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(handle), os.stat(work / LOCK)):
                 return handle
-        os.close(handle)  # the folder was finished and renamed meanwhile
+            os.close(handle)
 
 
 def _publish(work: Path, out: Path) -> None:
@@ -312,36 +284,21 @@ def _kept_tokenizer(
 def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
     """Text of the training split, from all over the corpus, up to a limit."""
     left, bad, maker = BPE_SAMPLE, BadRows(settings.max_bad), ExampleMaker(settings, byte_tokenizer())
-    spread = sorted(units, key=lambda unit: digest(["sample", unit.number]))
-    for part in (part for unit in spread for part in unit.parts if part.split != "validation"):
-        named: Iterable[tuple[bytes, list[str]]]
-        if settings.fine_tuning:
-            rows = maker.read(part, bad)
-            named = ((name, [text for e in examples for text in (e.prompt, e.response)]) for name, examples in rows)
-        else:
-            named = ((text.encode(), [text]) for text, _ in read_texts(part, settings, bad))
-        for name, texts in named:
-            if (part.split or split_by_hash(name, settings.validation_share)) == "validation":
-                continue
-            yield from texts
-            left -= sum(map(len, texts))
-            if left <= 0:
-                return
+    for number in sorted(range(len(units)), key=lambda number: digest(["sample", number])):
+        parts = [part for part in units[number] if part.split != "validation"]
+        for split, example in _examples(parts, maker, bad):
+            if split == "train":
+                yield from (example.prompt or "", example.response)
+                left -= example.size
+                if left <= 0:
+                    return
 
 
 # --- the units of work -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What one worker turns into one shard per split."""
-
-    number: int
-    parts: tuple[Part, ...]
-
-    @property
-    def weight(self) -> int:
-        return sum(part.weight for part in self.parts)
+Unit = list[Part]
+"""What is turned into one shard per split; units are known by their number."""
 
 
 def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: bool) -> list[Unit]:
@@ -349,97 +306,98 @@ def units_of(files: Sequence[SourceFile], settings: DataConfig, cut_documents: b
     total = sum(file.size for file in files)
     unit_bytes = min(max(total // MOST_UNITS, UNIT_BYTES[0]), UNIT_BYTES[1])
     units: list[Unit] = []
-    waiting: list[Part] = []
-    weight = 0
+    weight = unit_bytes
     for part in cut_into_parts(files, settings, unit_bytes, cut_documents):
-        waiting.append(part)
-        weight += part.weight
         if weight >= unit_bytes:
-            units.append(Unit(len(units), tuple(waiting)))
-            waiting, weight = [], 0
-    return [*units, Unit(len(units), tuple(waiting))] if waiting else units
+            units.append([])
+            weight = 0
+        units[-1].append(part)
+        weight += part.weight
+    return units
 
 
 def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
     """The records of all units, in order, once their shards are written."""
-    found = {unit.number: _finished_record(folder, unit.number) for unit in units}
-    records = {number: record for number, record in found.items() if record is not None}
+    found = (_finished_record(folder, number) for number in range(len(units)))
+    records = {number: record for number, record in enumerate(found) if record is not None}
     if records:
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
-    left = [unit for unit in units if unit.number not in records]
-    weights, tokens, started = {unit.number: unit.weight for unit in units}, 0, time.monotonic()
-    total, done = sum(weights.values()), sum(weights[number] for number in records)
-    with closing(_written(left, folder, tokenizer, settings, workers)) as written:
-        for record in written:
-            records[record["unit"]] = record
+    weights, tokens, started = [sum(part.weight for part in unit) for unit in units], 0, time.monotonic()
+    done = sum(weights[number] for number in records)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        work = {
+            pool.submit(write_unit, number, unit, folder, tokenizer, settings): number
+            for number, unit in enumerate(units)
+            if number not in records
+        }
+        for written in as_completed(work):
+            number, record = work[written], written.result()
+            records[number] = record
             if record["bad"]["count"]:
                 _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
             tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
-            done += weights[record["unit"]]
+            done += weights[number]
             rate = tokens / max(time.monotonic() - started, 1e-3)
-            reporter.progress("tokenising", done, total, "bytes", f"{rate / 1e6:.2f}M tokens/s")
-    return [records[unit.number] for unit in units]
-
-
-def _written(
-    units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int
-) -> Generator[dict[str, Any]]:
-    """The records of the units as they are finished, `workers` at a time."""
-    if workers == 1 or sum(unit.weight for unit in units) < APART_BYTES:
-        for unit in units:
-            yield write_unit(unit, folder, tokenizer, settings)
-        return
-    waiting = ThreadPoolExecutor(workers)
-    try:
-        work = [waiting.submit(_write_apart, unit, folder, settings) for unit in units]
-        for written in as_completed(work):
-            yield written.result()
+            reporter.progress("tokenising", done, sum(weights), "bytes", f"{rate / 1e6:.2f}M tokens/s")
     finally:
-        waiting.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+    return [records[number] for number in range(len(units))]
 
 
-def _write_apart(unit: Unit, folder: Path, settings: DataConfig) -> dict[str, Any]:
-    """`write_unit` in a process of its own, with the tokenizer that is kept in the folder."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from dcdm.data.prepare import write_given_unit; write_given_unit()"],
-        input=pickle.dumps((unit, folder, settings)), capture_output=True, env=env,
-    )  # fmt: skip
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        died = f"a process that tokenises died (code {done.returncode}), perhaps for lack of memory: start it again"
-        raise DataError(said or f"{died} with fewer workers (--workers), it resumes")
-    return read_json_object(folder / RECORDS / f"{unit.number:05d}.json")
-
-
-def write_given_unit() -> None:
-    """Write the unit that is pickled on standard input; what a user should repair is said on standard error."""
-    unit, folder, settings = pickle.load(sys.stdin.buffer)
-    try:
-        with _writing(folder):
-            write_unit(unit, folder, Tokenizer.load(folder / "tokenizer"), settings)
-    except DataError as error:
-        sys.exit(str(error))
-
-
-def write_unit(unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
+def write_unit(number: int, unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
-    bad = BadRows(settings.max_bad)
-    stem, dtype = f"{unit.number:05d}", _dtype(tokenizer)
+    bad, maker = BadRows(settings.max_bad), ExampleMaker(settings, tokenizer)
+    stem, dtype = f"{number:05d}", _dtype(tokenizer)
     shards = {split: Shard(folder / f"{split}-{stem}", dtype) for split in SPLITS}
-    encoded = _encoded_examples if settings.fine_tuning else _encoded_texts
     try:
-        for split, prompt, learned, size, ends in encoded(unit, tokenizer, settings, bad):
-            shards[split].add(prompt, learned, size, ends)
+        for batch in _batches(_examples(unit, maker, bad), tokenizer.cuts_between_words):
+            encoded = maker.encode([example for _, example in batch])
+            for (split, example), (prompt, learned) in zip(batch, encoded, strict=True):
+                shards[split].add(prompt, learned, maker.text_bytes(example, learned), example.ends)
         splits = {split: shard.close() for split, shard in shards.items()}
-        record = {"unit": unit.number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
+        record = {"unit": number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
         write_whole(folder / RECORDS / f"{stem}.json", json.dumps(record).encode())
     finally:
         for shard in shards.values():
             shard.discard()
     return record
+
+
+def _examples(parts: Iterable[Part], maker: ExampleMaker, bad: BadRows) -> Iterator[tuple[Split, Example]]:
+    """What the parts hold, each with its split."""
+    for part in parts:
+        for name, examples in maker.read(part, bad):
+            split = part.split or split_by_hash(name, maker.settings.validation_share)
+            yield from ((split, example) for example in examples)
+
+
+def _batches(
+    examples: Iterable[tuple[Split, Example]], cut_documents: bool
+) -> Iterator[list[tuple[Split, Example]]]:
+    """Lists to be tokenised at one time; with `cut_documents` long texts are in pieces."""
+    batch: list[tuple[Split, Example]] = []
+    size = 0
+    for split, example in examples:
+        for piece in _pieces(example) if cut_documents else (example,):
+            batch.append((split, piece))
+            size += piece.size
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(example: Example) -> Iterator[Example]:
+    """A long text in pieces that end between words."""
+    start = 0
+    while example.prompt is None and (cut := BETWEEN_WORDS.search(example.response, start + BATCH_CHARACTERS)):
+        yield replace(example, response=example.response[start : cut.end()], ends=False)
+        start = cut.end()
+    yield replace(example, response=example.response[start:]) if start else example
 
 
 def _finished_record(folder: Path, number: int) -> dict[str, Any] | None:
@@ -458,59 +416,6 @@ def _finished_record(folder: Path, number: int) -> dict[str, Any] | None:
 def _dtype(tokenizer: Tokenizer) -> str:
     """The type of a shard's numbers."""
     return "uint16" if tokenizer.vocab_size <= 65_535 else "uint32"
-
-
-Encoded = tuple[Split, np.ndarray | None, np.ndarray, int, bool]
-"""Split, prompt of an example, tokens to learn, UTF-8 bytes of their text, whether the document ends."""
-
-
-def _encoded_texts(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows) -> Iterator[Encoded]:
-    for batch in _batches(_pieces(unit, tokenizer, settings, bad), BATCH_CHARACTERS, lambda piece: len(piece[0])):
-        ids = tokenizer.encode_arrays([text for text, _, _ in batch])
-        for (text, ends, split), tokens in zip(batch, ids, strict=True):
-            yield split, None, np.append(tokens, tokenizer.eos_id) if ends else tokens, len(text.encode()), ends
-
-
-def _pieces(
-    unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows
-) -> Iterator[tuple[str, bool, Split]]:
-    """The unit's texts with their splits, long ones in pieces where the tokenizer allows it."""
-    for part in unit.parts:
-        for text, ends in read_texts(part, settings, bad):
-            split = part.split or split_by_hash(text.encode(), settings.validation_share)
-            start = 0
-            while tokenizer.cuts_between_words and (cut := BETWEEN_WORDS.search(text, start + BATCH_CHARACTERS)):
-                yield text[start : cut.end()], False, split
-                start = cut.end()
-            yield text[start:], ends, split
-
-
-def _encoded_examples(unit: Unit, tokenizer: Tokenizer, settings: DataConfig, bad: BadRows) -> Iterator[Encoded]:
-    maker = ExampleMaker(settings, tokenizer)
-    rows = (
-        (example, part.split or split_by_hash(name, settings.validation_share))
-        for part in unit.parts
-        for name, examples in maker.read(part, bad)
-        for example in examples
-    )
-    for batch in _batches(rows, BATCH_EXAMPLES, lambda _: 1):
-        ids = maker.encode([example for example, _ in batch])
-        for (example, split), (prompt, response) in zip(batch, ids, strict=True):
-            yield split, prompt, response, maker.text_bytes(example, response), True
-
-
-def _batches(items: Iterable[T], most: int, weigh: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in lists that weigh at least `most`, but for the last one."""
-    batch: list[T] = []
-    weight = 0
-    for item in items:
-        batch.append(item)
-        weight += weigh(item)
-        if weight >= most:
-            yield batch
-            batch, weight = [], 0
-    if batch:
-        yield batch
 
 
 def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> BadRows:
@@ -553,14 +458,19 @@ def _manifest(
     }
 
 
-def _unusable(manifest: dict[str, Any], sources: list[str]) -> str | None:
-    """Why there is nothing to train on."""
-    train, validation = (manifest["splits"][split]["documents"] for split in SPLITS)
-    if train:
-        return None
-    if not validation:
-        return f"no text was found in {', '.join(sources)}"
-    return (
-        "every document fell into validation and none is left to train on; give more text, name a validation "
-        "source (--validation), or lower validation_share (--validation-share)"
-    )
+def _check_documents(manifest: dict[str, Any], settings: DataConfig, say: Callable[[str], None]) -> None:
+    """Whether there is something to train on, and to validate with."""
+    train, held = (manifest["splits"][split]["documents"] for split in SPLITS)
+    given = manifest["given"]
+    if not train + held:
+        raise DataError(f"no text was found in {', '.join(given['sources'])}")
+    if not train:
+        raise DataError(
+            "every document fell into validation and none is left to train on; give more text, name a validation "
+            "source (--validation), or lower validation_share (--validation-share)"
+        )
+    if not held and (given["validation"] or settings.validation_share):
+        say(
+            "no document fell into validation; name a validation source (--validation), or raise validation_share "
+            "(--validation-share)"
+        )

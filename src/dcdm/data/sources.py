@@ -19,14 +19,13 @@ import sysconfig
 import urllib.error
 import urllib.request
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcdm.config import DataConfig, DataError, Split
 from dcdm.files import file_digest
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Format = Literal["text", "lines.xz", "jsonl", "jsonl.gz", "parquet", "arrow"]
-FORMATS: dict[str, Format] = {
+FORMATS = {
     ".txt": "text", ".txt.xz": "lines.xz", ".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".parquet": "parquet",
     ".arrow": "arrow",
 }  # fmt: skip
@@ -72,7 +70,6 @@ LINE = re.compile(r"(?<=\n)")
 BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # long text may be cut where a match ends
 BOM = b"\xef\xbb\xbf"
-UNREADABLE = "folders that cannot be read"  # a reason to skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ class SourceFile:
 
     path: Path
     name: str
-    format: Format
+    format: str
+    """One of FORMATS."""
     split: Split | None = None
     """None: each document's hash decides."""
     lenient: bool = False
@@ -95,46 +93,30 @@ class SourceFile:
         return {"name": self.name, "bytes": self.size, "sha256": self.sha256, "split": self.split}
 
 
-@dataclass
-class Skipped:
-    """What was found where text was looked for, and is not read: by reason, how many, and the first of them."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, reason: str, name: str) -> None:
-        self.counts[reason] += 1
-        if len(self.first[reason]) < NAMED:
-            self.first[reason].append(name)
-
-    def sentences(self) -> list[str]:
-        """What a user should hear; nothing where nothing was skipped."""
-        return [
-            f"skipped {reason}: {count} ({'; '.join(self.first[reason])}{', …' if count > NAMED else ''})"
-            for reason, count in self.counts.items()
-        ]
+def listed(names: Sequence[str]) -> str:
+    """How many, and the first of them."""
+    return f"{len(names)} ({'; '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''})"
 
 
 # --- names to files ----------------------------------------------------------------------------------------------
 
 
 def resolve(
-    spec: str, settings: DataConfig, split: Split | None = None, skipped: Skipped | None = None
+    spec: str, settings: DataConfig, split: Split | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[SourceFile]:
-    """The files of `spec`, in order; all of them of `split` if one is named. `skipped` counts what is not read.
+    """The files of `spec`, in order; all of them of `split` if one is named. `say` hears what is not read.
 
     `spec` is `stdlib`, `stdlib-code`, `stdlib-library` or `addresses`, a file, a folder, a glob pattern, or a data
-    set of the Hugging Face hub (`name`, `name/config` or either with `:split`; `hf:` before it forces this).
+    set of the Hugging Face hub (`name`, `owner/name` or `owner/name/config`, each with `:split`; `hf:` before it
+    forces this).
     """
     if spec in STDLIB:
         files = _stdlib(settings, spec)
     elif spec == ADDRESSES:
         files = _named([HOME / "addresses.txt.xz"], HOME)
-    elif spec.startswith("hf:"):
-        files = _hub(spec.removeprefix("hf:"))
     else:
-        local = _local(spec, skipped or Skipped())
-        files = _hub(spec) if local is None else local
+        local = None if spec.startswith("hf:") else _local(spec, say)
+        files = _hub(spec.removeprefix("hf:")) if local is None else local
     if settings.fine_tuning and (plain := next((f for f in files if f.format in ("text", "lines.xz")), None)):
         raise DataError(f"{plain.name} is plain text; prompts and responses come from rows, as in .jsonl")
     return files if split is None else [replace(file, split=split) for file in files]
@@ -190,13 +172,13 @@ def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     return files
 
 
-def _local(spec: str, skipped: Skipped) -> list[SourceFile] | None:
+def _local(spec: str, say: Callable[[str], None]) -> list[SourceFile] | None:
     """Files of a path or pattern; None where `spec` can only be a name on the hub."""
     path = Path(spec).expanduser()
     if path.is_file():
         return _named([path], path.parent)
     if path.is_dir():
-        return _folder(path, skipped)
+        return _folder(path, say)
     if glob.has_magic(spec):
         files = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
         if not files:
@@ -217,70 +199,57 @@ def _named(paths: list[Path], root: Path) -> list[SourceFile]:
     return files
 
 
-def _format(path: Path) -> Format | None:
+def _format(path: Path) -> str | None:
     return next((kind for suffix, kind in FORMATS.items() if path.name.endswith(suffix)), None)
 
 
-def _folder(folder: Path, skipped: Skipped) -> list[SourceFile]:
+def _folder(folder: Path, say: Callable[[str], None]) -> list[SourceFile]:
     """Every file of a known kind below `folder`."""
     if (folder / "dataset_dict.json").is_file():
         saved = ", ".join(sorted(str(state.parent) for state in folder.glob("*/state.json")))
         raise DataError(f"{folder} holds a data set of several splits; name one: {saved or 'there is none'}")
 
     def unreadable(error: OSError) -> None:
-        skipped.add(UNREADABLE, f"{error.filename}: {error.strerror}")
+        raise DataError(f"cannot read {error.filename}: {error.strerror}; make it readable, or name the files")
 
-    paths = []
+    paths: list[Path] = []
+    others: list[Path] = []
     for here, folders, names in os.walk(folder, onerror=unreadable):
-        folders.sort()
-        for name in sorted((*folders, *names)):
-            path = Path(here, name)
-            if name.startswith("."):
-                skipped.add("hidden files and folders", path.relative_to(folder).as_posix())
-            elif name in folders:
-                continue
-            elif _format(path) is None or not path.is_file() or ("state.json" in names and name[:5] != "data-"):
-                skipped.add("files of other kinds", path.relative_to(folder).as_posix())
-            else:
-                paths.append(path)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(here, name) for name in sorted(names) if not name.startswith(".")):
+            is_state = "state.json" in names and not path.name.startswith("data-")  # of a saved data set
+            known = _format(path) is not None and path.is_file() and not is_state
+            (paths if known else others).append(path)
     if not paths:
-        said = "".join(f"; {sentence}" for sentence in skipped.sentences())
-        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}{said}")
+        raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}")
+    if others:
+        say(f"skipping files of other kinds: {listed([path.relative_to(folder).as_posix() for path in others])}")
     return _named(paths, folder)
 
 
 def _hub(spec: str) -> list[SourceFile]:
     """The files of a data set once `datasets` has fetched it into its cache."""
-    match = re.fullmatch(r"(?P<name>[^:]+)(?::(?P<split>[\w.-]+))?", spec)
-    if match is None:
-        raise DataError(f"{spec!r} is neither a file here nor the name of a data set; write name/config:split")
     import datasets
 
-    name, split = match["name"], match["split"] or "train"
-    name, revision = HUB_COPIES.get(name, (name, None))
-    answers, failures = hub_answers(), []
-    for arguments in _readings(name):
-        try:
-            data = datasets.load_dataset(*arguments, split=split, revision=revision)
-        except Exception as error:  # network, cache, script and split errors have no common base
-            failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
-            continue
-        paths = [Path(entry["filename"]) for entry in data.cache_files]
-        if not paths:
-            raise DataError(f"{spec}: datasets keeps no files of this data set; save it with save_to_disk first")
-        label = "/".join(arguments) if not Path(name).is_dir() else Path(name).name
-        return [SourceFile(p, f"{label}:{split}/{p.name}", "arrow") for p in paths]
-    if answers:
-        raise DataError(
-            f"{spec!r} is not a file or folder here, and datasets cannot load it: {'; '.join(failures)}"
-        )
-    beside = glob.glob(os.path.join(glob.escape(os.path.dirname(spec)), "*"))
-    near = difflib.get_close_matches(spec, [*OWN, *beside], n=1)
-    raise DataError(
-        f"{spec!r} is not a file or folder here, and the hub, which might have a data set of this name, cannot "
-        f"be reached{f'; did you mean {near[0]}?' if near else ''}"
-    )
+    asked, _, split = spec.partition(":")
+    name, revision = HUB_COPIES.get(asked, (asked, None))
+    parts = name.split("/")
+    names = [name] if Path(name).is_dir() else ["/".join(parts[:2]), *parts[2:]]  # owner/name, and a configuration
+    answers = hub_answers()
+    try:
+        data = datasets.load_dataset(*names, split=split or "train", revision=revision)
+    except Exception as error:  # network, cache, script and split errors have no common base
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        why = f"datasets cannot load it: {reason}"
+        if not answers:
+            beside = glob.glob(os.path.join(glob.escape(os.path.dirname(spec)), "*"))
+            near = difflib.get_close_matches(spec, [*OWN, *beside], n=1)
+            why = "the hub, which might have a data set of this name, cannot be reached"
+            why += f"; did you mean {near[0]}?" if near else ""
+        raise DataError(f"{spec!r} is not a file or folder here, and {why}") from error
+    label = Path(name).name if Path(name).is_dir() else "/".join(names)
+    paths = [Path(entry["filename"]) for entry in data.cache_files]
+    return [SourceFile(path, f"{label}:{split or 'train'}/{path.name}", "arrow") for path in paths]
 
 
 @cache
@@ -301,16 +270,6 @@ def hub_answers() -> bool:
         except (OSError, ValueError):
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return not constants.HF_HUB_OFFLINE
-
-
-def _readings(name: str) -> list[tuple[str, ...]]:
-    """What a slash may mean: a folder, owner/name, owner/name/config, or name/config."""
-    parts = name.split("/")
-    if len(parts) == 1 or Path(name).is_dir():
-        return [(name,)]
-    if len(parts) == 2:
-        return [(name,), (parts[0], parts[1])]
-    return [("/".join(parts[:2]), "/".join(parts[2:]))]
 
 
 # --- files to parts ----------------------------------------------------------------------------------------------
@@ -443,25 +402,24 @@ class BadRows:
 
 def read_texts(part: Part, settings: DataConfig, bad: BadRows) -> Iterator[tuple[str, bool]]:
     """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
-    if part.file.format == "lines.xz":
-        yield from ((line, True) for line in _packed_lines(part, bad) if line.strip())
-        return
-    if part.file.format != "text":
-        for value in read_rows(part, (settings.field,), lambda row: text_of(row, settings.field), bad):
-            bad.empty += not value
-            if value:
-                yield value, True
-        return
-    text = _text(part, bad)
-    if settings.documents == "file":
+    kind = {"text": settings.documents, "lines.xz": "lines"}.get(part.file.format, "rows")
+    if kind == "file":
+        text = _text(part, bad)
         if text or part.start:  # a later part may end the document with no text of its own
             yield text, part.ends
-    elif settings.documents == "lines":
-        lines = text.removesuffix("\n").split("\n")
-        bad.empty += sum(not line.strip() for line in lines)
-        yield from ((line.rstrip("\r"), True) for line in lines if line.strip())
+        return
+    texts: Iterable[str]
+    if kind == "rows":
+        texts = read_rows(part, (settings.field,), lambda row: text_of(row, settings.field), bad)
+    elif kind == "lines":
+        texts = (line.removesuffix("\n").rstrip("\r") for line in _decoded(part, _lines(part), bad))
     else:
-        yield from ((piece.strip("\r\n"), True) for piece in BLANK.split(text) if piece.strip())
+        texts = (piece.strip("\r\n") for piece in BLANK.split(_text(part, bad)))
+    for text in texts:
+        if text if kind == "rows" else text.strip():
+            yield text, True
+        else:
+            bad.empty += 1
 
 
 def read_rows(
@@ -472,6 +430,8 @@ def read_rows(
     rows: Iterator[tuple[int, Any]] = _table_rows(part, columns) if is_table else _lines(part)
     with _reading(part):
         for number, row in rows:
+            if not is_table and not row.strip():
+                continue
             try:
                 yield use(row if is_table else _parsed(row, columns))
             except BadRow as error:
@@ -518,35 +478,28 @@ def _text(part: Part, bad: BadRows) -> str:
     try:
         return raw.decode("utf-8", errors="replace" if part.file.lenient else "strict")
     except UnicodeDecodeError:
-        kept = []
-        for number, line in enumerate(raw.split(b"\n"), start=1):
-            try:
-                kept.append(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
-        return "\n".join(kept)
+        return "\n".join(_decoded(part, enumerate(raw.split(b"\n"), start=1), bad))
 
 
-def _packed_lines(part: Part, bad: BadRows) -> Iterator[str]:
-    """The lines of a packed text file, without those that are not UTF-8."""
+def _decoded(part: Part, lines: Iterable[tuple[int, bytes]], bad: BadRows) -> Iterator[str]:
+    """Lines as text, without those that are not UTF-8."""
     with _reading(part):
-        for number, raw in _lines(part):
+        for number, raw in lines:
             try:
-                yield raw.decode("utf-8").removesuffix("\n").rstrip("\r")
+                yield raw.decode("utf-8", errors="replace" if part.file.lenient else "strict")
             except UnicodeDecodeError as error:
                 bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
 
 
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
-    """The lines of a part that hold something, numbered from 1."""
+    """The lines of a part, numbered from 1."""
     packed, at = part.file.format in PACKED, part.start
     with PACKED.get(part.file.format, open)(part.file.path, "rb") as lines:
         lines.seek(part.start)
         for number, raw in enumerate(lines, start=1):
             if at >= part.stop and not packed:
                 break
-            if raw.strip():
-                yield number, raw.removeprefix(BOM) if at == 0 else raw
+            yield number, raw.removeprefix(BOM) if at == 0 else raw
             at += len(raw)
 
 

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from dcdm.config import NUM_SPECIALS, SPLITS, DataError, Split
-from dcdm.data.sources import UNREADABLE
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, digest, file_digest, listed_file, read_json_object, write_whole
 
@@ -65,7 +64,7 @@ class Shard:
         self._counts = {"documents": 0, "tokens": 0, "learned": 0, "bytes": 0}
         self._lengths: list[tuple[int, int]] = []
         self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        self._file: BinaryIO | None = None
+        self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
         self._hash = hashlib.sha256()
 
     def add(self, prompt: np.ndarray | None, learned: np.ndarray, text_bytes: int, ends: bool) -> None:
@@ -77,19 +76,15 @@ class Shard:
             self._lengths.append((size, len(prompt)))
         for name, more in zip(self._counts, (ends, size, len(learned), text_bytes), strict=True):
             self._counts[name] += more
-        if data:
-            if self._file is None:
-                self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
-            self._file.write(data)
-            self._hash.update(data)
+        self._file.write(data)
+        self._hash.update(data)
 
     def close(self) -> dict[str, Any]:
         """Put the files in their places: counts and files as manifests hold them."""
         files = []
-        if self._file is not None:
+        if self._counts["tokens"]:
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._file.close()
             os.replace(self._aside, self.path)
             size = self._counts["tokens"] * self.dtype.itemsize
             files.append({"file": self.path.name, "bytes": size, "sha256": self._hash.hexdigest()})
@@ -101,10 +96,9 @@ class Shard:
 
     def discard(self) -> None:
         """Leave nothing aside."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-                self._aside.unlink(missing_ok=True)
+        with suppress(OSError):  # of a full disk: what was written last is not wanted
+            self._file.close()
+        self._aside.unlink(missing_ok=True)
 
 
 class PreparedData:
@@ -119,15 +113,13 @@ class PreparedData:
         folder = Path(folder).expanduser()
         prepared = cls(folder, read_manifest(folder))
         for entry in prepared._entries():
-            path = prepared._path(entry)
+            path, said = prepared._path(entry), f"its manifest says {entry['bytes']} bytes; prepare the data again"
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise DataError(f"{path}: {error.strerror}; prepare the data again") from error
+                raise DataError(f"{path}: {error.strerror}, {said}") from error
             if size != entry["bytes"]:
-                raise DataError(
-                    f"{path} has {size} bytes, its manifest says {entry['bytes']}; prepare the data again"
-                )
+                raise DataError(f"{path} has {size} bytes, {said}")
         if verify:
             prepared.check_hashes()
         return prepared
@@ -187,29 +179,30 @@ class PreparedData:
         if overlong not in ("truncate", "drop"):
             raise DataError(f"overlong={overlong!r} is not known; choose truncate or drop")
         where = f"the {split} split of {self.folder}"
-        bos_id, pad_id, _ = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
+        more = "give more text"
+        if split == "validation":
+            more += ", name a validation source (--validation), raise validation_share (--validation-share)"
         identity = f"{self.fingerprint}/{split}/{length}"
+        bos_id, pad_id, _ = range(self.vocab_size - NUM_SPECIALS, self.vocab_size)
         if not self.fine_tuning:
             windows = TextWindows(self.stream(split), length, bos_id, identity)
             if not len(windows):
                 raise DataError(
                     f"{where} has {self.tokens(split)} tokens, fewer than one window of {length - 1} and BOS; "
-                    f"{_more_text(split)} or a shorter length"
+                    f"{more} or a shorter length"
                 )
             return windows
+        identity = f"{identity}/{overlong}"
         examples = ExampleWindows(
-            self.stream(split), self.lengths(split), length, bos_id, pad_id,
-            overlong, f"{identity}/{overlong}",
-        )  # fmt: skip
+            self.stream(split), self.lengths(split), length, bos_id, pad_id, overlong, identity
+        )
         if examples.truncated or examples.dropped:
             log.warning(
                 "%s: of %d examples, %d are cut and %d left out, being longer than a window of %d",
                 where, self.documents(split), examples.truncated, examples.dropped, length,
             )  # fmt: skip
         if not len(examples):
-            raise DataError(
-                f"{where} has no example for a window of {length}; {_more_text(split)} or a longer length"
-            )
+            raise DataError(f"{where} has no example for a window of {length}; {more} or a longer length")
         return examples
 
     def stream(self, split: Split) -> TokenStream:
@@ -232,9 +225,6 @@ class PreparedData:
         if bad["count"]:
             name, line, reason = bad["first"][0]
             lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
-        if missing := self.manifest.get("skipped", {}).get("counts", {}).get(UNREADABLE):
-            first = self.manifest["skipped"]["first"][UNREADABLE][0]
-            lines.append(f"missing: {missing} {UNREADABLE}, the first {first}")
         return "\n".join(lines)
 
     def _split(self, split: Split) -> dict[str, Any]:
@@ -272,14 +262,15 @@ class TokenStream:
         """Tokens start…stop−1 as int64, across the borders of shards."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start}…{stop} of {len(self)}")
-        pieces, at = [np.empty(0, dtype=np.int64)], start
-        shard = int(np.searchsorted(self._ends, start, side="right"))
-        while at < stop:
-            begin = int(self._ends[shard - 1]) if shard else 0
+        tokens, at = np.empty(stop - start, dtype=np.int64), start
+        for shard in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ends)):
             end = min(stop, int(self._ends[shard]))
-            pieces.append(self._map(shard)[at - begin : end - begin].astype(np.int64))
-            at, shard = end, shard + 1
-        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+            first = int(self._ends[shard - 1]) if shard else 0
+            tokens[at - start : end - start] = self._map(shard)[at - first : end - first]
+            at = end
+            if at == stop:
+                break
+        return tokens
 
     def _map(self, shard: int) -> np.ndarray:
         opened = self._maps[shard]
@@ -351,9 +342,3 @@ def _item(tokens: np.ndarray, prompt: np.ndarray, index: int) -> Item:
 def _check_index(index: int, windows: TextWindows | ExampleWindows) -> None:
     if not 0 <= index < len(windows):
         raise IndexError(f"window {index} of {len(windows)}")
-
-
-def _more_text(split: Split) -> str:
-    if split == "train":
-        return "give more text"
-    return "give more text, name a validation source (--validation), raise validation_share (--validation-share)"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -20,7 +20,9 @@ from tokenizers import Tokenizer as Backend
 
 from dcdm.config import NUM_SPECIALS, DataError
 from dcdm.data.sources import hub_answers
-from dcdm.files import UnreadableFile, digest, read_json_object, read_limited, read_text, write_whole
+from dcdm.files import UnreadableFile, digest, read_json_object, read_text, write_whole
+
+T = TypeVar("T")
 
 BOS_FOR = "bos_stands_for"
 """In tokenizer_config.json: the id that BOS stands for."""
@@ -205,25 +207,25 @@ class Tokenizer:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        names = {"bos_token": self.bos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "eos_token": self.eos_token,
-            **{name: self.backend.id_to_token(number) for name, number in names.items()},
         }
-        spec = self.backend.to_str(pretty=False)
-        if not specials:
-            config = {name: value for name, value in config.items() if name not in names}
+        backend = self.backend
+        if specials:
+            for name, number in (("bos", self.bos_id), ("pad", self.pad_id), ("mask", self.mask_id)):
+                config[f"{name}_token"] = backend.id_to_token(number)
+        else:
             config["pad_token"] = self.eos_token
-            held = json.loads(spec)
-            held["added_tokens"] = [token for token in held["added_tokens"] if token["id"] < self.bos_id]
-            spec = Backend.from_str(json.dumps(held)).to_str(pretty=False)
+            spec = json.loads(backend.to_str())
+            spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < self.bos_id]
+            backend = Backend.from_str(json.dumps(spec))
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         if self.bos_for is not None and specials:
             config[BOS_FOR] = self.bos_for
-        write_whole(folder / "tokenizer.json", spec.encode())
+        write_whole(folder / "tokenizer.json", backend.to_str(pretty=False).encode())
         write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     @classmethod
@@ -231,7 +233,7 @@ class Tokenizer:
         """What `save` wrote, or any folder with a `tokenizer.json` (EOS and specials are then appended)."""
         folder = Path(folder)
         config = _config(folder)
-        spec = _json_file(folder / "tokenizer.json")
+        spec = _readable(folder / "tokenizer.json", read_json_object)
         try:
             base = _without_holes(spec)
         except Exception as error:  # the library raises bare Exception for what it cannot read
@@ -274,19 +276,16 @@ def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokeniz
         if documents is None:
             raise DataError(f"{spec} is learned from a corpus, and none was given")
         return train_bpe(documents, size)
-    folder = Path(spec).expanduser()
-    if folder.is_dir():
-        if (folder / "tokenizer.json").is_file():
-            return Tokenizer.load(folder)
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            config = _config(folder)
-            if config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2"):
-                return _gpt2(folder, config)
-    elif folder.exists():
+    folder, reader = Path(spec).expanduser(), "AutoTokenizer"
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.load(folder)
+    if (folder / "vocab.json").is_file() and not (folder / "tokenizer_config.json").exists():
+        reader = "GPT2TokenizerFast"  # with merges.txt, as GPT-2's comes
+    if folder.is_file():
         raise DataError(f"tokenizer {spec}: this is a file; name the folder that holds tokenizer.json")
-    elif spec.startswith((".", "/", "~")):
+    if spec.startswith((".", "/", "~")) and not folder.exists():
         raise DataError(f"tokenizer {spec}: there is no such folder")
-    return adopted(ask_transformers(spec), spec)
+    return adopted(ask_transformers(str(folder) if folder.is_dir() else spec, reader), spec)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -323,17 +322,6 @@ def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
             f"ask for bpe:{tokenizer.vocab_size} or give more text"
         )
     return tokenizer
-
-
-def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    try:
-        for name in ("vocab.json", "merges.txt"):
-            read_limited(folder / name)
-        base = _byte_level(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    except Exception as error:  # the library raises bare Exception here, too
-        raise DataError(f"cannot read vocab.json and merges.txt in {folder}: {error}") from error
-    eos = _content(config.get("eos_token")) or "<|endoftext|>"
-    return Tokenizer.over(base, eos, _chat_template(folder, config))
 
 
 def ask_transformers(spec: str, reader: str = "AutoTokenizer", **options: Any) -> Any:
@@ -422,12 +410,12 @@ def _byte_counts(text: str, ends: list[int]) -> np.ndarray:
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
-    return _json_file(path) if path.exists() else {}
+    return _readable(path, read_json_object) if path.exists() else {}
 
 
-def _json_file(path: Path) -> dict[str, Any]:
+def _readable(path: Path, read: Callable[[Path], T]) -> T:
     try:
-        return read_json_object(path)
+        return read(path)
     except UnreadableFile as error:
         raise DataError(f"cannot read {path}: {error}") from error
 
@@ -440,10 +428,7 @@ def _content(token: Any) -> str | None:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if (file := folder / "chat_template.jinja").exists():
-        try:
-            return read_text(file, TEMPLATE_LIMIT)
-        except UnreadableFile as error:
-            raise DataError(f"cannot read {file}: {error}") from error
+        return _readable(file, lambda path: read_text(path, TEMPLATE_LIMIT))
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
@@ -461,7 +446,11 @@ def _without_holes(spec: dict[str, Any]) -> Backend:
     spec["model"].pop("dropout", None)  # it would draw ids at random
     vocab, added = spec["model"]["vocab"], {token["id"]: token for token in spec["added_tokens"]}
     taken = dict.fromkeys(range(len(vocab))) if isinstance(vocab, list) else {i: t for t, i in vocab.items()}
-    _check_ids(taken.keys() | added.keys())
+    ids = taken.keys() | added.keys()
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise DataError("the tokenizer has an id that is not a whole number of at least 0")
+    if (holes := max(ids, default=-1) + 1 - len(ids)) > MOST_HOLES:
+        raise DataError(f"the tokenizer leaves out {holes:,} ids; a tokenizer may leave out {MOST_HOLES:,}")
     top = max(taken, default=-1) + 1
     for number in range(top):
         if number not in taken:
@@ -476,14 +465,6 @@ def _without_holes(spec: dict[str, Any]) -> Backend:
         if backend.token_to_id(token["content"]) != number:
             raise DataError(f"the tokenizer gives its token {token['content']!r} two ids")
     return backend
-
-
-def _check_ids(ids: Collection[Any]) -> None:
-    """Ids that count, with few enough gaps: each gap costs a token."""
-    if not all(type(number) is int and number >= 0 for number in ids):
-        raise DataError("the tokenizer has an id that is not a whole number of at least 0")
-    if (holes := max(ids, default=-1) + 1 - len(ids)) > MOST_HOLES:
-        raise DataError(f"the tokenizer leaves out {holes:,} ids; a tokenizer may leave out {MOST_HOLES:,}")
 
 
 def _free_name(backend: Backend, word: str) -> str:

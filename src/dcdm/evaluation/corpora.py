@@ -23,9 +23,7 @@ from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
 from dcdm.data.sources import (
     OWN,
     STDLIB_SHARE,
-    UNREADABLE,
     BadRows,
-    Skipped,
     cut_into_parts,
     examine,
     read_texts,
@@ -193,11 +191,7 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
     recipe, part = PAPER.get(name, CorpusRecipe()), split if source in OWN else None
     share = 0.0 if part is None else STDLIB_SHARE
     wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share, max_bad=0)
-    skipped = Skipped()
-    files = resolve(source, wanted, skipped=skipped)
-    planned = examine([file for file in files if part is None or file.split in (None, part)])
-    if skipped.counts[UNREADABLE]:
-        raise DataError(f"{source}: {'; '.join(skipped.sentences())}; make them readable, or name the files")
+    planned = examine([file for file in resolve(source, wanted) if part is None or file.split in (None, part)])
     bad = BadRows(0)
     texts = [
         text
