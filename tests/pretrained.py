@@ -150,6 +150,14 @@ def copied(source: Any, kind: str, mask_id: int, **fields: Any) -> Model:
     return model.eval()
 
 
+def taken(folder: Path, kind: str = "ar", **fields: Any) -> Model:
+    """A `kind` model with the weights in a folder; the rows of BOS, PAD and MASK as they happen to be."""
+    source = Source.in_folder(folder)
+    model = build(source.config(kind, **fields), seed=3)  # type: ignore[arg-type]
+    source.load_into(model)
+    return model.eval()
+
+
 def block_causal(length: int, size: int | None) -> Tensor:
     """(1, 1, L, L), what `transformers` adds to scores: blocks of `size` from position 0, or all see all."""
     block = torch.arange(length) // (size or length)

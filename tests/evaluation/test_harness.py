@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import pretrained
 import tiny
 
 pytest.importorskip("lm_eval", reason="needs the extra [eval]")
@@ -25,7 +26,6 @@ import dcdm
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from dcdm.evaluation.harness import Estimate, HarnessModel, is_greedy
-from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
 from dcdm.likelihood import estimators as likelihood
 from dcdm.likelihood.subsets import sampled_subsets
@@ -65,8 +65,7 @@ def qwen(tmp_path_factory):
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(config)
     theirs.save_pretrained(folder)
-    ours = dcdm.build(config_from_transformers(folder, "ar", vocab_size=tokenizer.vocab_size)).eval()
-    load_transformers(ours, folder)
+    ours = pretrained.taken(folder, vocab_size=tokenizer.vocab_size)
     with torch.no_grad():  # an import leaves BOS, PAD and MASK to training
         ours.embed_tokens.weight[-3:] = theirs.model.embed_tokens.weight[-3:]
     return folder, ours, tokenizer

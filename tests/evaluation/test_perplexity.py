@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dcdm
+import pretrained
 import tiny
 from corpora import prose, write_jsonl
 from dcdm.cli import main
@@ -21,7 +22,6 @@ from dcdm.diffusion import noise
 from dcdm.distributed import World
 from dcdm.evaluation.corpora import Corpus, CorpusWindows, TokenisedCorpus, WindowSettings, read_corpus, tokenise
 from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity, measure_perplexity
-from dcdm.io.importing import config_from_transformers, load_transformers
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import estimators_of
 from ranks import on_ranks
@@ -100,8 +100,7 @@ def test_ar_perplexity_equals_that_of_transformers(tmp_path):
         )
     ).eval()  # fmt: skip
     theirs.save_pretrained(tmp_path / "qwen3")
-    model = dcdm.build(config_from_transformers(tmp_path / "qwen3", "ar", context_length=length), seed=1).eval()
-    load_transformers(model, tmp_path / "qwen3")
+    model = pretrained.taken(tmp_path / "qwen3", context_length=length)
     theirs.resize_token_embeddings(260, mean_resizing=False)
     with torch.no_grad():  # BOS, PAD and MASK are ours
         theirs.get_input_embeddings().weight[257:] = model.embed_tokens.weight[257:]

@@ -1,4 +1,4 @@
-"""Importing a Llama, Qwen2 or Qwen3 that `transformers` saved: what is copied, what stays, what is refused."""
+"""A Llama, Qwen2 or Qwen3 that `transformers` saved as a source of weights: what is read and what is refused."""
 
 from __future__ import annotations
 
@@ -15,26 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import pretrained
-from dcdm.config import ConfigError, ModelConfig, MoEConfig, RopeScaling
-from dcdm.io.importing import config_from_transformers, load_transformers
+from dcdm.config import ConfigError, ModelConfig, RopeScaling
+from dcdm.io.importing import Source
 from dcdm.kinds import build
-from dcdm.model.transformer import Model
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB, LENGTH = 50, 12
-KINDS: dict[str, dict[str, Any]] = {
-    "ar": {"kind": "ar"},
-    "mdlm": {"kind": "mdlm"},
-    "bdlm": {"kind": "bdlm", "block_size": 4},
-    "paper": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8},
-    "causal": {"kind": "dcdm", "num_chunks": 3, "chunk_dim": 8, "routing": "causal"},
-}
+VOCAB = 50
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-MOE = MoEConfig(num_experts=4, experts_per_token=2, expert_size=8, shared_size=8)
 
 
 def qwen3(tied: bool, family: str = "Qwen3", **changes: Any) -> Any:
@@ -73,11 +64,6 @@ def copied(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     return folder
 
 
-def some_tokens(config: ModelConfig, rows: int = 3, seed: int = 2) -> Tensor:
-    tokens = torch.randint(VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return tokens if config.kind == "ar" else torch.cat([tokens.new_full((rows, 1), config.bos_id), tokens], 1)
-
-
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -95,79 +81,13 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def assert_refused_without_a_trace(model: Model, folder: Path, *words: str) -> None:
-    """The import fails, its message holds `words`, and no value of the model has changed."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words below say which)
-        load_transformers(model, folder)
-    for word in words:
-        assert word in str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pretrained.taken(folder)
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
-def fresh_model(folder: Path, name: str = "causal", **changes: Any) -> Model:
-    return build(config_from_transformers(folder, **KINDS[name], **changes), seed=3)
-
-
-# What is imported
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_imported_ar_logits_equal_the_source_on_its_vocabulary(
-    saved: Callable[..., Path], tied: bool, sharded: bool
-) -> None:
-    folder = saved(tied, sharded)
-    model = fresh_model(folder, "ar")
-    load_transformers(model, folder)
-    source = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    tokens = some_tokens(model.config)
-    with torch.no_grad():
-        expected, logits = source(tokens).logits, model(tokens).logits
-    assert logits.shape[-1] == VOCAB + 3
-    assert expected.std() > 0.5
-    torch.testing.assert_close(logits[..., :VOCAB], expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_takes_all_source_weights_and_keeps_the_rest_fresh(
-    saved: Callable[..., Path], name: str, tied: bool
-) -> None:
-    folder = saved(tied)
-    model = fresh_model(folder, name)
-    initial = {key: value.clone() for key, value in model.state_dict().items()}
-    load_transformers(model, folder)
-    state = model.state_dict()
-    expected = {key.removeprefix("model."): value for key, value in qwen3(tied).state_dict().items()}
-    if tied:
-        del expected["lm_head.weight"]
-    for key, value in expected.items():
-        assert torch.equal(state[key][: len(value)], value), key
-        assert torch.equal(state[key][len(value) :], initial[key][len(value) :]), key
-    chunking = {"chunking.mu", "chunking.v_proj.weight", "chunking.o_proj.weight", "chunking.balance_bias"}
-    fresh = chunking if model.config.kind == "dcdm" else set()
-    for key in fresh:
-        assert torch.equal(state[key], initial[key]), key
-    assert expected.keys() | fresh == state.keys()
-    assert all(p.is_leaf and p.requires_grad and p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "ar"])
-def test_an_imported_diffusion_model_predicts_every_source_token_and_trains(
-    saved: Callable[..., Path], name: str
-) -> None:
-    model = fresh_model(saved(), name)
-    load_transformers(model, saved())
-    tokens = some_tokens(model.config)
-    masked = torch.zeros_like(tokens, dtype=torch.bool)
-    masked[:, 2::2] = True
-    logits = model(tokens, masked).logits[masked]
-    assert logits[:, :VOCAB].isfinite().all()
-    assert (logits[:, VOCAB:] == -torch.inf).all()
-    assert logits[:, :VOCAB].std() > 0.5
-    torch.nn.functional.cross_entropy(logits, tokens[masked]).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.layers.parameters())
+# What is read
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -175,10 +95,7 @@ def test_an_imported_diffusion_model_predicts_every_source_token_and_trains(
 def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
     saved: Callable[..., Path], tied: bool, vocab_size: int, rows: int
 ) -> None:
-    folder = saved(tied)
-    model = fresh_model(folder, "mdlm", vocab_size=vocab_size)
-    initial = {key: value.clone() for key, value in model.state_dict().items()}
-    load_transformers(model, folder)
+    model = pretrained.taken(saved(tied), "mdlm", vocab_size=vocab_size)
     source = qwen3(tied).state_dict()
     names = {"embed_tokens.weight": "model.embed_tokens.weight"}
     if not tied:
@@ -187,42 +104,38 @@ def test_a_smaller_or_larger_vocabulary_keeps_the_meaning_of_shared_ids(
         value = model.state_dict()[ours]
         assert len(value) == vocab_size
         assert torch.equal(value[:rows], source[theirs][:rows])
-        assert torch.equal(value[rows:], initial[ours][rows:])
 
 
-def test_half_precision_sources_are_widened_without_rounding_and_an_untied_head_starts_from_the_embedding(
-    tmp_path: Path,
-) -> None:
+def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> None:
     source = qwen3(True).to(torch.bfloat16)
     source.save_pretrained(tmp_path)
-    model = fresh_model(tmp_path, "ar", tie_embeddings=False)
-    load_transformers(model, tmp_path)
-    weight = model.get_parameter("layers.1.mlp.up_proj.weight")
+    weight = pretrained.taken(tmp_path).get_parameter("layers.1.mlp.up_proj.weight")
     assert weight.dtype == torch.float32
     assert torch.equal(weight, source.model.layers[1].mlp.up_proj.weight.float())
-    assert torch.equal(model.lm_head.weight[:VOCAB], source.model.embed_tokens.weight.float())
 
 
-# Other architectures
+def test_a_sharded_folder_holds_what_one_file_holds(saved: Callable[..., Path]) -> None:
+    one, sharded = (pretrained.taken(saved(sharded=sharded)).state_dict() for sharded in (False, True))
+    assert all(torch.equal(sharded[name], value) for name, value in one.items())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["Llama", "Llama 3", "Qwen2"])
-def test_relatives_of_qwen3_give_their_own_logits_as_ar_and_as_one_lane(
+@pytest.mark.parametrize("family", ["Llama", "Llama 3", "Qwen2", "Qwen3"])
+def test_every_architecture_gives_its_own_logits_as_ar_and_as_one_lane(
     tmp_path: Path, family: str, tied: bool
 ) -> None:
     changes: dict[str, Any] = {"rope_parameters": LLAMA_3} if family == "Llama 3" else {}
     source = qwen3(tied, family.split()[0], **changes)
     source.save_pretrained(tmp_path)
-    ar = build(config_from_transformers(tmp_path, "ar", hide_specials=True), seed=3)
-    load_transformers(ar, tmp_path)
+    ar = pretrained.taken(tmp_path, hide_specials=True)
     assert ar.config.attention_bias == (family == "Qwen2")
     assert (ar.config.rope_scaling is not None) == (family == "Llama 3")
-    lanes = build(config_from_transformers(tmp_path, "lanes", lanes=(1, 2)), seed=4)
+    lanes = build(Source.in_folder(tmp_path).config("lanes", lanes=(1, 2)), seed=4)
     lanes.load_state_dict(ar.state_dict())
     tokens = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = source(tokens).logits
+        assert expected.std() > 0.5
         torch.testing.assert_close(ar(tokens).logits[..., :VOCAB], expected, atol=3e-5, rtol=0)
         led = lanes.head(lanes.encode(tokens, prompt=torch.arange(40) < 1, lanes=1).states)[:, 1:, :VOCAB]
         torch.testing.assert_close(led, expected[:, :-1], atol=3e-5, rtol=0)
@@ -234,11 +147,10 @@ def test_old_llama_folders_may_leave_out_what_was_the_same_for_all(tmp_path: Pat
     source.save_pretrained(tmp_path)
     edit_config(tmp_path, num_key_value_heads=..., head_dim=..., rope_parameters=...)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
-    config = config_from_transformers(tmp_path, "ar")
+    model = pretrained.taken(tmp_path)
+    config = model.config
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 6, 1e4)
-    model = build(config, seed=3)
-    load_transformers(model, tmp_path)
-    tokens = some_tokens(config)
+    tokens = torch.arange(36).reshape(3, 12)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits[..., :VOCAB], source(tokens).logits, atol=1e-5, rtol=0)
 
@@ -249,15 +161,12 @@ def test_old_llama_folders_may_leave_out_what_was_the_same_for_all(tmp_path: Pat
 def test_the_config_takes_every_setting_from_the_source_and_the_rest_from_the_caller(
     saved: Callable[..., Path],
 ) -> None:
-    config = config_from_transformers(
-        saved(), "dcdm", num_chunks=3, chunk_dim=8, routing="causal", context_length=64, init_std=0.1
-    )
+    config = Source.in_folder(saved()).config("bdlm", block_size=3, context_length=64, init_std=0.1)
     assert config == ModelConfig(
-        "dcdm", VOCAB + 3, 24, 2, 4, 2, 8, 40, num_chunks=3, chunk_dim=8, routing="causal",
-        context_length=64, max_position=2048, rope_theta=5e4, norm_eps=1e-5, tie_embeddings=True, init_std=0.1,
+        "bdlm", VOCAB + 3, 24, 2, 4, 2, 8, 40, block_size=3, context_length=64, max_position=2048,
+        rope_theta=5e4, norm_eps=1e-5, tie_embeddings=True, init_std=0.1,
     )  # fmt: skip
-    assert config_from_transformers(saved(False), "ar").tie_embeddings is False
-    assert config_from_transformers(saved(), "mdlm", vocab_size=90).vocab_size == 90
+    assert Source.in_folder(saved(False)).config("ar").tie_embeddings is False
 
 
 def test_settings_are_read_from_their_places_before_and_since_transformers_5(copied: Callable[..., Path]) -> None:
@@ -271,34 +180,14 @@ def test_settings_are_read_from_their_places_before_and_since_transformers_5(cop
         ({"rope_theta": 5e4, "rope_scaling": before}, (5e4, scaling)),
     ):
         edit_config(folder, **{"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ..., **rope})
-        config = config_from_transformers(folder, "ar")
+        config = Source.in_folder(folder).config("ar")
         assert (config.rope_theta, config.rope_scaling) == expected
     assert config.context_length == 1024
     edit_config(folder, max_position_embeddings=256)
-    assert config_from_transformers(folder, "ar").context_length == 256
+    assert Source.in_folder(folder).config("ar").context_length == 256
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"hidden_size": 32}, ["hidden_size=32", "24", "leave this field out"]),
-        ({"rope_theta": 1e6}, ["rope_theta=1000000", "50000"]),
-        ({"norm_eps": 1e-6}, ["norm_eps=1e-06"]),
-        ({"moe": MOE, "intermediate_size": None}, ["moe=", "dense", "leave moe out"]),
-        ({"block_length": 4}, ["block_length"]),
-        ({"block_size": 4}, ["block_size=4", "bdlm"]),
-        ({"context_length": 4096}, ["context_length=4096", "max_position=2048"]),
-    ],
-)
-def test_a_field_that_contradicts_the_source_or_the_kind_is_refused_by_name(
-    saved: Callable[..., Path], fields: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_from_transformers(saved(), "mdlm", **fields)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-# What is refused, with nothing changed
+# What is refused
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "\udcff"], ids=["missing", "cut", "a list", "no text"])
@@ -306,12 +195,11 @@ def test_a_missing_folder_and_a_missing_or_damaged_config_are_refused(
     copied: Callable[..., Path], content: str | None
 ) -> None:
     folder = copied()
-    model = fresh_model(folder)
-    assert_refused_without_a_trace(model, folder / "config.json", "config.json is not a folder", "download")
+    refused(folder / "config.json", "config.json is not a folder", "download")
     (folder / "config.json").unlink()
     if content is not None:
         (folder / "config.json").write_text(content, errors="surrogateescape")
-    assert_refused_without_a_trace(model, folder, "config.json", "save_pretrained")
+    refused(folder, "config.json", "save_pretrained")
 
 
 CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -319,15 +207,11 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a mixture": ({"model_type": "qwen3_moe"}, ["model_type='qwen3_moe'", "dense Llama, Qwen2 or Qwen3"]),
     "another architecture of ours": (
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-        ["qk_norm=True", "where it is False"],
+        ["k_norm", "absent"],
     ),
     "another class than its type's": (
         {"model_type": "llama"},
         ["'Qwen3ForCausalLM'", "LlamaForCausalLM", "--family ar"],
-    ),
-    "a diffusion model that calls itself llama": (
-        {"model_type": "llama", "architectures": ["StableDiffcoderForCausalLM"]},
-        ["Stable-DiffCoder", "dcdm import"],
     ),
     "somebody's own class": (
         {"architectures": ["MyModel"], "auto_map": {"AutoModel": "my.MyModel"}},
@@ -342,20 +226,8 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "auto_map": {"AutoModel": "m.M"},
         }.items()
     },
-    **{
-        f"what cannot be expressed: {name}": ({"model_type": kind, "architectures": [name]}, [name, missing])
-        for kind, name, missing in (
-            ("llada", "LLaDAMoEModelLM", "mixture of experts"),
-            ("llada2_moe", "LLaDA2MoeModelLM", "grouped sigmoid"),
-            ("sdar_moe", "SDARMoeForCausalLM", "mixture"),
-            ("wedlm", "WeDLMForCausalLM", "reorders"),
-            ("bd3lm", "bd3lm", "adaptive"),
-            ("nemotron_labs_diffusion", "nemotron_labs_diffusion", "YaRN"),
-        )
-    },
     "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
     "MLP bias": ({"mlp_bias": True}, ["mlp_bias=True", "without"]),
-    "other rope scaling": ({"rope_parameters": LLAMA_3}, ["rope_scaling=None", "factor=8.0"]),
     "rope scaling without a number": (
         {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}},
         ["low_freq_factor=None", "a number"],
@@ -374,22 +246,19 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no rope theta": ({"rope_parameters": ...}, ["rope_theta=None", "a number"]),
     "a size in words": ({"hidden_size": "24"}, ["hidden_size='24'", "a whole number"]),
     "no word on tying": ({"tie_word_embeddings": ...}, ["tie_word_embeddings=None", "true or false"]),
-    "other layers": ({"num_hidden_layers": 3, "layer_types": ...}, ["num_layers=2", "3"]),
-    "other epsilon": ({"rms_norm_eps": 1e-6}, ["norm_eps=1e-05"]),
+    "other layers": ({"num_hidden_layers": 3, "layer_types": ...}, ["num_layers=3", "weights of 2"]),
     "other vocabulary": ({"vocab_size": 51}, ["embed_tokens", "[50, 24]", "[51, 24]"]),
-    "untied": ({"tie_word_embeddings": False}, ["tie_embeddings=True", "set tie_embeddings=False"]),
 }
 
 
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
-def test_a_config_that_our_backbone_cannot_express_or_the_model_does_not_share_is_refused(
+def test_a_config_that_our_backbone_cannot_express_or_its_weights_do_not_fit_is_refused(
     copied: Callable[..., Path], fault: str
 ) -> None:
     changes, words = CONFIG_FAULTS[fault]
     folder = copied()
-    model = fresh_model(folder)
     edit_config(folder, **changes)
-    assert_refused_without_a_trace(model, folder, str(folder), *words)
+    refused(folder, str(folder), *words)
 
 
 LAST = "model.norm.weight"  # the name that sorts last: a copy that checks as it goes would fail too late
@@ -414,20 +283,18 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], list[str]]
 def test_missing_extra_or_misshapen_tensors_are_refused(copied: Callable[..., Path], fault: str) -> None:
     change, words = TENSOR_FAULTS[fault]
     folder = copied()
-    model = fresh_model(folder)
     edit_tensors(folder, change)
-    assert_refused_without_a_trace(model, folder, str(folder), *words)
+    refused(folder, str(folder), *words)
 
 
 def test_cut_missing_and_pickled_weights_are_refused(copied: Callable[..., Path]) -> None:
     folder = copied(tied=False)
-    model = fresh_model(folder)
     edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
-    assert_refused_without_a_trace(model, folder, "lm_head.weight [50, 24], and it holds absent")
+    refused(folder, "lm_head.weight [50, 24], and it holds absent")
     os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100)
-    assert_refused_without_a_trace(model, folder, "model.safetensors", "damaged", "again")
+    refused(folder, "model.safetensors", "cannot be read", "again")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused_without_a_trace(model, folder, "model.safetensors", "save_pretrained")
+    refused(folder, "model.safetensors", "save_pretrained")
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -463,6 +330,5 @@ def test_a_sharded_folder_whose_index_is_damaged_or_names_no_files_of_its_own_is
 ) -> None:
     damage, words = INDEX_FAULTS[fault]
     folder = copied(sharded=True)
-    model = fresh_model(folder)
     damage(folder)
-    assert_refused_without_a_trace(model, folder, str(folder), *words)
+    refused(folder, str(folder), *words)

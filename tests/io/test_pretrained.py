@@ -395,6 +395,8 @@ def test_without_a_network_the_message_says_what_pip_said_and_what_to_do(
 
 def test_the_command_writes_the_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = pretrained.saved(tmp_path / "source"), tmp_path / "imported"
+    with pytest.raises(ConfigError, match=f"import it first: `dcdm import {source} FOLDER`"):
+        dcdm.load(source)
     main(["import", str(source), str(target)])
     assert "Llama, 0.0M parameters, 263 tokens, with a chat template" in capsys.readouterr().out
     with pytest.raises(SystemExit) as left:

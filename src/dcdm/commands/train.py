@@ -86,7 +86,7 @@ def train(
         optimizer: adamw as in the paper, or muon, which moves the network's matrices by Muon.
         seed: Seed of the weights, the data order and the noise.
         checkpoint_every: Steps between checkpoints.
-        init: Initial weights: a run, an exported folder, or a local folder of transformers (Llama, Qwen2, Qwen3).
+        init: Initial weights: a run, or an exported or imported folder.
         config: A YAML file of settings.
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.

@@ -22,6 +22,7 @@ from dcdm.kinds import OWN_PARTS
 from dcdm.model import lora
 
 SETTINGS, PEFT, WEIGHTS = "dcdm.json", "adapter_config.json", "adapter_model.safetensors"
+FILES = (SETTINGS, PEFT, WEIGHTS)
 PREFIX = "base_model.model.model."
 """Before our names: `peft`'s wrapper, its model, and the network in the class that `transformers` loads."""
 ROWS = "embed_tokens.token_adapter.trainable_tokens_delta"

@@ -1,13 +1,14 @@
-"""Start a model of any kind from a published one: the settings and weights of a dense Llama, Qwen2 or Qwen3.
+"""A published model as a source of settings and weights: a dense Llama, Qwen2 or Qwen3, in a folder or in memory.
 
-`families.py` says which models that are. Settings, ids and shapes are checked before the first weight changes, and
+`families.py` says which models that are. Settings and shapes are checked before the first weight is read, and
 weights are read tensor by tensor, so that an import holds the model and one tensor more.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig, RopeScaling, many
 from dcdm.files import UnreadableFile, read_json_object
 from dcdm.io.families import BACKBONES, NAMES, Backbone, Family, family_of
-from dcdm.kinds import OWN_PARTS, state_shapes
+from dcdm.kinds import state_shapes
 from dcdm.model.transformer import Model
 
 SINGLE_FILE = "model.safetensors"
@@ -97,18 +98,16 @@ class Source:
         shapes: dict[str, Shape] = {}
         place: dict[str, tuple[Path, str]] = {}
         for file in _weight_files(folder):
-            try:
-                stored = read_header(file)
-            except UnreadableFile as error:
-                raise ConfigError(f"{file} is damaged ({error}); {AGAIN}") from error
-            for theirs, (shape, dtype) in stored.items():
+            for theirs, (shape, dtype) in read_header(file, AGAIN).items():
                 if dtype not in _FLOATS:
                     raise ConfigError(f"{theirs} in {file} has the type {dtype}; save it as {', '.join(_FLOATS)}")
                 name = _our_name(theirs if known is None else known.tensor_name(theirs))
                 if name in shapes:
                     raise ConfigError(f"{theirs} in {file} is stored twice; {AGAIN}")
                 shapes[name], place[name] = shape, (file, theirs)
-        return cls._of(settings, translated, str(path), known, fields, shapes, lambda name: _tensor(*place[name]))
+        return cls._of(
+            settings, translated, str(path), known, fields, shapes, lambda name: read_tensor(*place[name])
+        )
 
     @classmethod
     def in_memory(cls, settings: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Source:
@@ -134,7 +133,11 @@ class Source:
         return cls(place, backbone, family, fields, vocab_size, given, kept, read, spare)
 
     def config(self, kind: Kind, *, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
-        """The config of a `kind` model that this one fits into; see `config_from_transformers`."""
+        """The config of an AR model, a BDLM or an MDLM that this one fits into.
+
+        `vocab_size` counts BOS, PAD and MASK, and defaults to the source's vocabulary with these three appended.
+        `fields` are settings that weights say nothing about, such as `block_size` or `context_length`.
+        """
         derived = {
             **self.fields,
             "kind": kind,
@@ -142,51 +145,26 @@ class Source:
             "context_length": min(ModelConfig.context_length, self.fields["max_position"]),
         }
         config = ModelConfig.from_dict(derived | fields)
-        self.check_fits(config)
+        check_shapes(config, self.shapes, self.place, self.vocab_size)
         return config
 
-    def check_fits(self, config: ModelConfig) -> None:
-        """Refuse a config that these weights do not fit, and weights that their own settings do not fit."""
-        if config.moe is not None:
-            raise ConfigError(
-                f"moe={config.moe} has no counterpart in {self.place}, a dense model; leave moe out, "
-                f"with intermediate_size={self.fields['intermediate_size']}"
-            )
-        for name in FIXED:
-            if getattr(config, name) != self.fields[name]:
-                raise ConfigError(
-                    f"{name}={getattr(config, name)} does not fit {self.place}, where it is "
-                    f"{self.fields[name]}; take the config from config_from_transformers and leave this field out"
-                )
-        if config.tie_embeddings and not self.fields["tie_embeddings"]:
-            raise ConfigError(
-                f"tie_embeddings=True does not fit {self.place}, whose head has weights of its own; "
-                "set tie_embeddings=False"
-            )
-        stored = fitted(self.shapes, config) if self.fields["tie_embeddings"] else self.shapes
-        check_shapes(config, stored, self.place, self.vocab_size)
-
-    def copy_mask(self, model: Model, token: int) -> None:
-        """MASK's rows become those of this token of the source."""
-        with torch.no_grad():
-            for name, target in model.named_parameters():
-                if name in (EMBEDDING, HEAD):
-                    target[model.config.mask_id] = self.read(name if name in self.shapes else EMBEDDING)[token]
-
     def load_into(self, model: Model) -> None:
-        """Copy the weights into a model whose config `config` gives; see `load_transformers`."""
-        self.check_fits(model.config)
+        """Copy the weights into a model whose config `config` gives.
+
+        Token ids keep their meaning: row i of the source becomes row i, as far as both vocabularies go without the
+        model's specials. The other rows keep the values they have.
+        """
         if self.spare_head and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
             raise ConfigError(
                 f"tie_word_embeddings=True in {self.place}, but {HEAD} differs from model.{EMBEDDING}; "
                 f"set tie_word_embeddings to false there, or save the model without {HEAD}"
             )
-        rows = min(self.vocab_size, model.config.vocab_size - NUM_SPECIALS)
+        count = min(self.vocab_size, model.config.vocab_size - NUM_SPECIALS)
         with torch.no_grad():
             for name, target in model.named_parameters():
                 if name in (EMBEDDING, HEAD):
-                    target[:rows].copy_(self.read(name if name in self.shapes else EMBEDDING)[:rows])
-                elif not name.startswith(OWN_PARTS):
+                    target[:count].copy_(self.read(name)[:count])
+                else:
                     target.copy_(self.read(name))
 
 
@@ -194,18 +172,10 @@ def _our_name(theirs: str) -> str:
     return theirs.removeprefix("model.")
 
 
-def _tensor(file: Path, name: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as stored:
-            return stored.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{name} in {file} cannot be read ({error}); {AGAIN}") from error
-
-
 def check_shapes(config: ModelConfig, stored: dict[str, Shape], place: str, rows: int | None = None) -> None:
     """Refuse a configuration that asks for other weights than there are, before anything is built for it.
 
-    `rows` is given for weights of another architecture: how many tokens it has; they lack our own parts.
+    `rows` is given for weights of `transformers`: how many tokens they have.
     """
     depth = 1 + max((int(n.split(".")[1]) for n in stored if re.match(r"layers\.\d{1,6}\.", n)), default=-1)
     if config.num_layers != depth:  # first of all: a model of a million layers takes minutes to describe
@@ -217,7 +187,6 @@ def check_shapes(config: ModelConfig, stored: dict[str, Shape], place: str, rows
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what any tensor can have
         raise ConfigError(f"{place}: its configuration describes no model ({error})") from error
     if rows is not None:
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(OWN_PARTS)}
         wanted |= {name: (rows, *wanted[name][1:]) for name in (EMBEDDING, HEAD) if name in wanted}
     if wrong := sorted(n for n in stored.keys() | wanted.keys() if stored.get(n) != wanted.get(n)):
         first = wrong[0]
@@ -226,43 +195,6 @@ def check_shapes(config: ModelConfig, stored: dict[str, Shape], place: str, rows
             f"{place}: its configuration asks for {first} {asked}, and it holds {held} "
             f"({many(len(wrong), 'such tensor')}); use the configuration and the weights of one model"
         )
-
-
-def config_from_transformers(
-    folder: str | Path, kind: Kind, *, vocab_size: int | None = None, **fields: Any
-) -> ModelConfig:
-    """The config of a `kind` model that the Llama, Qwen2 or Qwen3 in `folder` fits into.
-
-    `vocab_size` counts BOS, PAD and MASK, and defaults to the source's vocabulary with these three appended.
-    `fields` are further settings of `ModelConfig`, such as `block_size`, `num_chunks` or `context_length`.
-    """
-    return ar_source(Path(folder)).config(kind, vocab_size=vocab_size, **fields)
-
-
-def load_transformers(model: Model, folder: str | Path) -> None:
-    """Copy the weights in `folder` into `model`, whose config `config_from_transformers` gives.
-
-    Token ids keep their meaning: row i of the source becomes row i, as far as both vocabularies go without
-    the model's specials. The other rows, the chunking attention and the draft head keep the values they have.
-    """
-    ar_source(Path(folder)).load_into(model)
-
-
-def ar_source(folder: Path) -> Source:
-    """The AR model in a folder: others' diffusion models have settings that its tokenizer must tell."""
-    source = Source.in_folder(folder)
-    if source.family is not None:
-        raise ConfigError(
-            f"{folder} holds a {source.title}, a diffusion model: `dcdm import {folder} FOLDER` first"
-        )
-    return source
-
-
-def is_transformers(folder: Path) -> bool:
-    """Whether the folder's config.json is that of a model which can be imported."""
-    if not (folder / "config.json").is_file():
-        return False
-    return read_settings(folder / "config.json", "restore it").get("model_type") in BACKBONES
 
 
 def read_settings(path: Path, fix: str) -> dict[str, Any]:
@@ -364,11 +296,22 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def read_header(path: Path) -> dict[str, tuple[Shape, str]]:
-    """Shape and type of every tensor in a safetensors file."""
+@contextmanager
+def _opened(file: Path, fix: str) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as stored:
-            views = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (it is not a dict)
-            return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            yield stored
     except (SafetensorError, OSError) as error:
-        raise UnreadableFile(str(error)) from error
+        raise ConfigError(f"{file} cannot be read ({error}); {fix}") from error
+
+
+def read_header(file: Path, fix: str) -> dict[str, tuple[Shape, str]]:
+    """Shape and type of every tensor in a safetensors file; `fix` is what to do about one that is damaged."""
+    with _opened(file, fix) as stored:
+        views = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (it is not a dict)
+        return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    with _opened(file, AGAIN) as stored:
+        return stored.get_tensor(name)

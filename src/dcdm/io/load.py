@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dcdm.config import ConfigError, ModelConfig
-from dcdm.data.tokenizers import Tokenizer, load_tokenizer
+from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
-from dcdm.io.importing import FIXED, Shape, check_shapes, fitted, is_transformers, load_transformers, read_header
+from dcdm.io.importing import FIXED, Shape, check_shapes, fitted, read_header
 from dcdm.kinds import OWN_PARTS, build
 from dcdm.model import lora
 from dcdm.model.transformer import Model
@@ -159,7 +159,7 @@ def _adapted(base: ModelSource, folder: Path) -> ModelSource:
     """A base model with an adapter merged into it."""
     if base.base is not None:
         raise ConfigError(f"{base.place} is an adapter itself; give the base model of {folder}")
-    check_sums(folder, (adapters.SETTINGS, adapters.PEFT, adapters.WEIGHTS))
+    check_sums(folder, adapters.FILES)
     adapter = adapters.read_adapter(folder)
     if (found := base.identity()["sha256"]) != adapter.base_sha256:
         raise ConfigError(
@@ -194,7 +194,10 @@ def _exported(folder: Path) -> ModelSource:
     except UnreadableFile as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}; export the model again") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{folder}/config.json is not that of an exported model: it has no entry 'dcdm'")
+        raise ConfigError(
+            f"{folder}/config.json is not that of an exported model; if it is one of `transformers`, "
+            f"import it first: `dcdm import {folder} FOLDER`"
+        )
     try:
         config = ModelConfig.from_dict(settings)
     except TypeError as error:
@@ -206,9 +209,10 @@ def _exported(folder: Path) -> ModelSource:
 
     def shapes() -> dict[str, Shape]:
         try:
-            stored = read_header(listed_file(folder, WEIGHTS))
+            path = listed_file(folder, WEIGHTS)
         except UnreadableFile as error:
             raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
+        stored = read_header(path, "export the model again")
         return {name.removeprefix("model."): shape for name, (shape, _) in stored.items()}
 
     tokenizer = Tokenizer.load(folder)
@@ -264,16 +268,15 @@ def _special_float(found: dict) -> object:
 def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
     """Copy initial weights, the `init` of a run's settings, into a model that reads text by `tokenizer`.
 
-    `source` is a run, a checkpoint, an exported folder, a name that `dcdm models` lists, or a local folder of
-    `transformers` with a Llama, Qwen2 or Qwen3. Its tokenizer must be the same: ids keep their meaning.
+    `source` is a run, a checkpoint, an exported folder, or a name that `dcdm models` lists. Its tokenizer must be
+    the same: ids keep their meaning.
     """
-    path = Path(source)
-    if is_transformers(path):
-        _check_same_ids(source, path, _own_tokenizer(path), tokenizer)
-        load_transformers(model, path)
-        return
-    found = find_model(path)
-    _check_same_ids(source, found.tokenizer_folder, found.tokenizer, tokenizer)
+    found = find_model(source)
+    if found.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"init={source} was trained with another tokenizer than that of the data, so token ids would change "
+            f"their meaning; take its own: --tokenizer {found.tokenizer_folder}"
+        )
     for name in FIXED:
         ours, theirs = getattr(model.config, name), getattr(found.config, name)
         if ours != theirs:
@@ -281,25 +284,9 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
                 f"init={source}: its weights mean something else under {name}={ours}; there it is {theirs}: leave "
                 f"model.{name} out, or set it so"
             )
-    start, state = found.load().state_dict(), model.state_dict()
-    start = fitted(start, model.config)
+    start, state = fitted(found.weights(), model.config), model.state_dict()
     wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
     wrong += [name for name in state if name not in start and not name.startswith(OWN_PARTS)]
     if wrong:
         raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
     model.load_state_dict(start, strict=False)
-
-
-def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a folder of `transformers`, where it has one."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
-        return None
-    return load_tokenizer(str(folder))
-
-
-def _check_same_ids(source: str, place: Path, theirs: Tokenizer | None, ours: Tokenizer) -> None:
-    if theirs is not None and theirs.fingerprint != ours.fingerprint:
-        raise ConfigError(
-            f"init={source} was trained with another tokenizer than that of the data, so token ids would change "
-            f"their meaning; take its own: --tokenizer {place}"
-        )

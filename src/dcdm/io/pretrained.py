@@ -9,6 +9,7 @@ Diffusion models have no BOS, and know their MASK: they stay as they are.
 from __future__ import annotations
 
 import importlib.util
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,8 @@ TOKENIZER_FILES = (
 """What `transformers` reads whole to make a tokenizer."""
 PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
 """Names by which GGUF calls GPT-2's rule of splitting text into words."""
-GGUF_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value in a GGUF header by the number of its type."""
+GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""How `struct` reads a number in a GGUF header, by that of its type."""
 GGUF_STRING, GGUF_ARRAY = 8, 9
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Names of the rule that also takes digits one by one, which `transformers` does not know."""
@@ -127,7 +128,7 @@ def import_model(
             tokenizer, specials = tokenizer.with_bos_for(_own(tokenizer, bos, "bos")), f"BOS stands for {bos}"
             start = None if mask in (None, MEAN) else _own(tokenizer, str(mask), "mask")
             model = found_model(found, context_length)
-            start_specials(model, min(found.source.vocab_size, tokenizer.bos_id), tokenizer.bos_for, start)
+            start_specials(model, found, tokenizer.bos_for, start)
     licence = WHEELS[spec].licence if spec in WHEELS else None
     export.write_export(model, tokenizer, folder, _card(spec, found, licence, model.config.kind))
     parameters = sum(p.numel() for p in model.parameters())
@@ -156,8 +157,7 @@ def diffusion_model(
         found, context_length, family.kind, block_size=size, prompts="ordinary", shift=family.shift,
         family=family.name, hidden_token=token if token < tokenizer.bos_id else None,
     )  # fmt: skip
-    start_specials(model, min(source.vocab_size, tokenizer.bos_id), None, None)
-    source.copy_mask(model, token)
+    start_specials(model, found, mask=token)
     habits = "everything sees everything" if size is None else f"blocks of {size}"
     return model, f"{habits}{', logits shifted' if family.shift else ''}; MASK stands for {token}"
 
@@ -179,15 +179,18 @@ def found_model(found: Pretrained, context_length: int | None = None, kind: Kind
 
 
 @torch.no_grad()
-def start_specials(model: Model, rows: int, bos: int | None, mask: int | None) -> None:
-    """Give the rows behind the first `rows` their initial values: the mean of those, or copies for BOS and MASK."""
+def start_specials(model: Model, found: Pretrained, bos: int | None = None, mask: int | None = None) -> None:
+    """Give the rows that the source has no token for their initial values: the mean of the others, and for BOS and
+    MASK copies of these rows of the source.
+    """
+    rows = min(found.source.vocab_size, model.config.bos_id)
     for name, weight in model.named_parameters():
         if name not in (EMBEDDING, HEAD):
             continue
         weight[rows:] = weight[:rows].mean(dim=0)
         for special, start in ((model.config.bos_id, bos), (model.config.mask_id, mask)):
             if start is not None:
-                weight[special] = weight[start]
+                weight[special] = found.source.read(name)[start]
 
 
 def _own(tokenizer: Tokenizer, name: str, option: str) -> int:
@@ -325,9 +328,6 @@ def _from_gguf(file: Path) -> Pretrained:
 
     It loads some files as something else than they are; what a header tells of that is refused here, or mended.
     """
-    with open(file, "rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise ConfigError(f"{file} is not a GGUF file; give one, or a folder that `save_pretrained` wrote")
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"{file}: reading GGUF needs {' and '.join(missing)}; pip install -e '.[adapt]'")
     import transformers
@@ -336,8 +336,7 @@ def _from_gguf(file: Path) -> Pretrained:
     with tempfile.TemporaryDirectory(prefix="dcdm-gguf-") as alone:  # files beside it would be read, too
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
-            check_lengths(file)
-            header = Header.read(file)
+            header = read_gguf_header(file)
             check_header(header, file)
             model, report = reader.from_pretrained(
                 alone, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
@@ -368,55 +367,45 @@ class Header:
     tensors: dict[str, list[int]]
     """Shapes by name, columns before rows."""
 
-    @classmethod
-    def read(cls, file: Path) -> Header:
-        from gguf import GGUFReader, GGUFValueType
 
-        reader = GGUFReader(file)
-        single = {n: f.contents() for n, f in reader.fields.items() if f.types[:1] != [GGUFValueType.ARRAY]}
-        prefix = f"{single.get('general.architecture', '')}."
-        settings = {name.removeprefix(prefix): value for name, value in single.items()}
-        return cls(settings, {tensor.name: [int(size) for size in tensor.shape] for tensor in reader.tensors})
-
-
-def check_lengths(file: Path) -> None:
-    """Refuse a file whose header claims more than the file holds: readers believe it, and grow without end."""
+def read_gguf_header(file: Path) -> Header:
+    """Refused where it claims more than the file holds: other readers believe it, and grow without end."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
 
-        def need(count: int) -> None:
+        def take(count: int) -> bytes:
             if opened.tell() + count > size:
                 raise ConfigError(f"{file} is cut off or damaged: its header claims more than the file holds")
+            return opened.read(count)
 
-        def number(width: int) -> int:
-            need(width)
-            return int.from_bytes(opened.read(width), "little")
+        def number(form: str) -> Any:
+            return struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))[0]
 
-        def skip(count: int) -> None:
-            need(count)
-            opened.seek(count, 1)
+        def text() -> str:
+            return take(number("Q")).decode(errors="replace")
 
-        def skip_value(kind: int, depth: int = 0) -> None:
+        def value(kind: int) -> Any:
             if kind == GGUF_STRING:
-                skip(number(8))
-            elif kind == GGUF_ARRAY and depth < 4:
-                inner, count = number(4), number(8)
-                need(count * GGUF_WIDTHS.get(inner, 8))
-                if inner in GGUF_WIDTHS:
-                    skip(count * GGUF_WIDTHS[inner])
-                    return
-                for _ in range(count):
-                    skip_value(inner, depth + 1)
-            else:
-                need(GGUF_WIDTHS.get(kind, size))
-                skip(GGUF_WIDTHS[kind])
+                return text()
+            if kind != GGUF_ARRAY:
+                return number(GGUF_NUMBERS[kind])
+            inner, count = number("I"), number("Q")
+            for _ in range(count):
+                value(inner)
+            return None  # lists are vocabularies, which nobody asks for here
 
-        skip(8)  # the format's name and version
-        tensors, values = number(8), number(8)
-        need(tensors * 24 + values * 13)  # the least that each takes
-        for _ in range(values):
-            skip(number(8))
-            skip_value(number(4))
+        if opened.read(4) != b"GGUF":
+            raise ConfigError(f"{file} is not a GGUF file; give one, or a folder that `save_pretrained` wrote")
+        number("I")  # the version
+        tensors, values = number("Q"), number("Q")
+        settings = {text(): value(number("I")) for _ in range(values)}
+        shapes = {}
+        for _ in range(tensors):
+            name = text()
+            shapes[name] = [number("Q") for _ in range(number("I"))]
+            take(12)  # type and place
+    prefix = f"{settings.get('general.architecture', '')}."
+    return Header({name.removeprefix(prefix): value for name, value in settings.items()}, shapes)
 
 
 def check_sizes(header: Header, file: Path) -> None:

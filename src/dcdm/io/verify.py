@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcdm.config import ConfigError
-from dcdm.io.adapters import is_adapter
+from dcdm.io import adapters
 from dcdm.io.load import CONFIG, PARSED, WEIGHTS, find_model, wrong_sums
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
@@ -40,13 +40,9 @@ class Check:
 
 def verify_model(path: Path) -> Iterator[Check]:
     """Checks of a run, a checkpoint or an exported folder, one after the other, as far as they make sense."""
-    if (path / CONFIG).exists():
+    if (path / CONFIG).exists() or adapters.is_adapter(path):
         yield Check("checksums", wrong_sums(path))
-        if wrong_sums(path, (*PARSED, WEIGHTS)):
-            return
-    elif is_adapter(path):
-        yield Check("checksums", wrong_sums(path))
-        if wrong_sums(path):
+        if wrong_sums(path, (*PARSED, WEIGHTS, *adapters.FILES)):
             return
     else:
         whole = True
