@@ -43,7 +43,8 @@ def records(capsys):
 
 FITS = {
     "ar": ["auto"], "mdlm": ["auto", "blocks:4", "adablock"], "bdlm": ["auto", "blocks:4", "adablock"],
-    "paper": ["auto", "paper-chunk", "paper-step", "paper-equal", "appendix-b"], "causal": ["auto"],
+    "paper": ["auto", "paper-chunk", "paper-step", "paper-equal", "paper-strided", "appendix-b"],
+    "causal": ["auto"],
 }  # fmt: skip
 COMMITS = [
     "auto",

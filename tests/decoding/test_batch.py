@@ -45,6 +45,7 @@ def decoders(kind, rng):
             "paper-chunk",
             "paper-step",
             "paper-equal",
+            "paper-strided",
             *([] if options["cache"] == "frozen" else ["appendix-b"]),
         ]
         options["routing"] = rng.choice(fits)

@@ -155,14 +155,15 @@ def test_the_trajectory_of_one_position_at_a_time_matches_brute_force(kind, rout
         torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("routing", ["paper-equal", "paper-strided"])
 @pytest.mark.parametrize("commit", ["chunk", "dilated:2"])
 @pytest.mark.parametrize("kind", tiny.PAPER)
-def test_trajectory_likelihoods_of_rounds_of_equal_size_sum_to_one(kind, commit):
+def test_trajectory_likelihoods_of_rounds_of_equal_size_sum_to_one(kind, commit, routing):
     model = tiny.model(kind, symbols=tiny.SYMBOLS)
     rows = tiny.every_sequence(5)
-    scored = dcdm.score(model, rows, "trajectory", commit=commit, routing="paper-equal")
+    scored = dcdm.score(model, rows, "trajectory", commit=commit, routing=routing)
     assert abs(float((-scored.nats).exp().sum()) - 1) < 1e-9
-    bound = dcdm.score(model, rows, "sequential", samples="all", routing="paper-equal")
+    bound = dcdm.score(model, rows, "sequential", samples="all", routing=routing)
     assert float((-bound.nats).exp().sum()) <= 1 + 1e-9
 
 
@@ -190,6 +191,22 @@ def test_rounds_of_equal_size_match_a_literal_loop():
     scored = dcdm.score(model, clean, "trajectory", commit="chunk", routing="paper-equal")
     torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
     assert scored.forwards.tolist() == [3] * 4, "as many forward passes as chunks, from an empty page"
+
+
+@torch.no_grad()
+def test_strided_rounds_take_every_kth_position_whatever_the_router_says():
+    model, ids = tiny.model("paper", num_chunks=3), torch.tensor([[0, 1, 2, 3, 1, 2, 3, 1, 2]])
+    clean, expected = tiny.tokens(2, 9), []
+    for row in clean:
+        nats = 0.0
+        for k in (1, 2, 3):
+            z = row.masked_fill(ids >= k, model.config.mask_id)
+            log_p = predictable(model, model.denoise(z, ids))[0].log_softmax(dim=-1)
+            chosen = (ids[0] == k).nonzero()[:, 0]
+            nats -= float(log_p[chosen, row[chosen]].sum())
+        expected.append(nats)
+    scored = dcdm.score(model, clean, "trajectory", commit="chunk", routing="paper-strided")
+    torch.testing.assert_close(scored.nats, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_tempered_truncated_decoder_is_scored_by_what_it_samples_from():

@@ -265,7 +265,11 @@ def test_invisible_characters_are_shown_and_markup_stays_text(page, address):
     [
         ("ar", ["auto"], ["auto", "exact", "none"]),
         ("bdlm", ["auto", "blocks", "sub-blocks", "adablock"], ["auto", "exact", "none"]),
-        ("paper", ["auto", "paper-chunk", "paper-step", "paper-equal", "appendix-b"], ["auto", "none", "frozen"]),
+        (
+            "paper",
+            ["auto", "paper-chunk", "paper-step", "paper-equal", "paper-strided", "appendix-b"],
+            ["auto", "none", "frozen"],
+        ),
     ],
 )
 def test_only_settings_that_fit_the_model_are_offered(page, name, routings, caches):

@@ -30,6 +30,7 @@ ROUTINGS = {
     "paper-chunk": "Chunks are formed from the tokens filled so far, anew whenever one is full.",
     "paper-step": "Chunks are formed anew after every forward pass.",
     "paper-equal": "As many rounds as chunks, of equal size: each takes what fits its subspace best.",
+    "paper-strided": "As many rounds as chunks, of every K-th token: by position alone, whatever the router says.",
     "appendix-b": "As paper-chunk; filled tokens of later chunks stay hidden until their turn.",
     "blocks": "Blocks of equal length, from left to right.",
     "sub-blocks": "The model's blocks, each in parts of equal length from left to right.",
@@ -92,7 +93,7 @@ class DecodingConfig:
     threshold:P, entropy:H, entropy-steps:N, factor:F, ancestral:N or first-hitting; A+B what either fills."""
     routing: str = "auto"
     """Which chunk comes next: auto is the routing of the model's kind; paper-chunk, paper-step, paper-equal,
-    appendix-b, blocks:N, sub-blocks:N, from-prompt and adablock where they fit."""
+    paper-strided, appendix-b, blocks:N, sub-blocks:N, from-prompt and adablock where they fit."""
     temperature: float = field(default=1.0, metadata={"least": 0, "most": 100})
     """0 takes the most probable token, 1 draws as the model says."""
     top_p: float | None = field(default=None, metadata={"least": 0, "most": 1})
@@ -255,7 +256,7 @@ def fitting_routings(config: ModelConfig) -> list[str]:
     """The routings that fit a model's kind; "auto", which is its own, comes first."""
     fits = ["auto"]
     if config.routes_from_noise:
-        fits += ["paper-chunk", "paper-step", "paper-equal", "appendix-b"]
+        fits += ["paper-chunk", "paper-step", "paper-equal", "paper-strided", "appendix-b"]
     if config.kind in ("bdlm", "mdlm") and not config.predicts_from_left:
         fits += ["blocks", "sub-blocks"] if config.kind == "bdlm" else ["blocks"]
         fits += ["from-prompt"] if config.kind == "bdlm" and config.prompts == "ordinary" else ["adablock"]

@@ -10,7 +10,7 @@ To add one: write a `Router` and enter it in `router_of`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Self
 
@@ -112,6 +112,9 @@ def router_of(
     """
     config = model.config
     check_routing(config, name)
+    if name == "paper-strided":
+        strided = routing.fixed_partition(replace(config, routing="strided"), positions.free, positions.real)
+        return Fixed(positions, strided, strided)
     if config.routes_from_noise:
         return (EqualRounds if name == "paper-equal" else FromNoise)(model, positions, name)
     if name == "adablock":
