@@ -28,7 +28,7 @@ from dcdm.commands import (
     study,
     train,
 )
-from dcdm.config import VERSION, ConfigError, DataError
+from dcdm.config import VERSION, ConfigError, DataError, harmless
 
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 """What the system says of a path that a user gave."""
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise  # the package's own errors say what to do; anything else is a defect and shows where it happened
         if "--debug" in given:
             raise
-        print(f"dcdm: {options.harmless(text)}", file=sys.stderr)
+        print(f"dcdm: {harmless(text)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, WRONG_USE) else 1)
 
 

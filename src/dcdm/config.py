@@ -590,6 +590,16 @@ def many(count: int, one: str, more: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
+def harmless(text: str) -> str:
+    """Control characters as symbols: what a model or a stranger wrote must not turn a terminal's colours.
+
+    Halves of surrogate pairs, as in names of files that are not UTF-8, cannot be printed and show as �.
+    """
+    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    unprintable = dict.fromkeys((*range(0x80, 0xA0), *range(0xD800, 0xE000)), 0xFFFD)
+    return text.translate(symbols | {0x7F: 0x2421} | unprintable)
+
+
 def whole_number(name: str, value: Any) -> int:
     """An integer of any library's, or a refusal by the setting's name."""
     try:

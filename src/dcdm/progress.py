@@ -7,6 +7,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from dcdm.config import harmless
+
 PLAIN_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
@@ -38,7 +40,7 @@ class ConsoleProgress(Reporter):
         self._last_line = time.monotonic()
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(harmless(text), markup=False, soft_wrap=True)
 
     def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
         count = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if unit == "bytes" else f"{done:,} of {total:,} {unit}"
@@ -56,7 +58,7 @@ class ConsoleProgress(Reporter):
             self._bar.start()
         else:
             self._bar.remove_task(self._task[1])
-        self._task = (task, self._bar.add_task(task, total=None, count="", note=""))
+        self._task = (task, self._bar.add_task(harmless(task), total=None, count="", note=""))
         self._last_line = time.monotonic()
 
     def __enter__(self) -> ConsoleProgress:

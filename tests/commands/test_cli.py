@@ -1,13 +1,21 @@
 import json
+import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 import dcdm
+import tiny
 from dcdm.cli import COMMANDS, main
 from dcdm.config import ConfigError
+from dcdm.data.tokenizers import byte_tokenizer
+from dcdm.progress import ConsoleProgress
+from dcdm.viewing.chunks import view, window_of
+from dcdm.viewing.tables import Table
+from dcdm.viewing.terminal import show
 
 
 def wrong_use(given, capsys):
@@ -113,6 +121,21 @@ def test_a_full_disk_and_names_that_steer_a_terminal_end_in_one_harmless_line(
     assert (stop.value.code, capsys.readouterr().err) == (code, shown)
 
 
+def test_names_of_others_reach_a_terminal_without_their_control_characters(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLORTERM", "truecolor")  # rich remembers how it wrote a style
+    evil = "a\x1b]0;evil\x07\x9b31m\udcff"
+    Table(["name"], [[evil]]).print()
+    shown = view(tiny.model("bdlm", 257), window_of("ab", byte_tokenizer(), 8)[0], name=evil, note=evil)
+    show(shown, Console())
+    with ConsoleProgress() as progress:
+        progress.say(evil)
+        progress.progress(evil, 1, 1, "windows")
+    out, err = capfd.readouterr()
+    assert (out + err).count("a␛]0;evil␇�31m�") >= 5
+    assert not re.search(r"\x1b\]|[\x07\x9b]", out + err)
+
+
 def test_debug_shows_where_an_error_arose(capsys):
     command = ["sample", "nowhere", "--prompt", "x"]
     assert "nowhere is not a folder" in wrong_use(command, capsys)
@@ -131,8 +154,6 @@ def test_presets_lists_every_preset_as_a_table_and_as_json(capsys):
 
 
 def test_a_table_shows_names_as_they_are_and_is_not_cut_when_it_is_piped(capsys):
-    from dcdm.viewing.tables import Table
-
     names = ["runs/a[old]c", "runs/a[/b]c", "runs/:dog:", "a|b" + "x" * 300]
     table = Table(["[bold]name"], [[name] for name in names], ("[bold]name",))
     table.print(caption="of [x]")

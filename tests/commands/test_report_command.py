@@ -56,19 +56,24 @@ def test_one_run_gets_its_page_into_its_folder_and_a_table(runs, tmp_path, capsy
     assert "settings.yaml" in capsys.readouterr().err
 
 
-def test_a_torn_line_of_metrics_is_skipped(runs, tmp_path, capsys):
+def test_torn_lines_of_metrics_are_skipped_and_a_file_without_others_is_named(runs, tmp_path, capsys):
     folder = tmp_path / "torn"
     folder.mkdir()
     for name in ("settings.yaml", "timing.jsonl", "metrics.jsonl"):
         (folder / name).write_bytes((runs / "blocks" / name).read_bytes())
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"step": 7, "nl')
+        file.write('[1]\n{"step": 7, "nll": "x"}\n{"step": 7, "evaluation": 7}\n')
+        file.write('{"step": 7, "nll": 1' + "0" * 400 + '}\n{"step": 7, "evaluation": {"valid_nll": []}}\n{"st')
     main(["report", str(folder), "--json"])
     assert json.loads(capsys.readouterr().out)[0]["step"] == 6
     (run,) = read_runs([str(folder)])
     tokens = [row["tokens"] for row in run.steps]
     assert [seen for seen, _ in run.curve("nll", "seen")] == list(itertools.accumulate(tokens))
     assert [row["seen"] for row in run.evaluations] == [sum(tokens[:3]), sum(tokens)]
+    (folder / "metrics.jsonl").write_text('{"step": 7, "nl')
+    with pytest.raises(SystemExit):
+        main(["report", str(folder)])
+    assert f"{folder / 'metrics.jsonl'} is missing, empty or damaged" in capsys.readouterr().err
 
 
 # --- charts ------------------------------------------------------------------------------------------------------

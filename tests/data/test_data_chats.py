@@ -84,6 +84,11 @@ def test_a_template_with_a_syntax_error_is_refused_with_it():
         template("{% if %}").render(CHAT, answering=True)
 
 
+def test_a_template_that_writes_half_a_surrogate_pair_is_refused():
+    with pytest.raises(ChatError, match="writes half a surrogate pair"):
+        template("a \ud800 {{ 'b' }}").render(CHAT, answering=True)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -312,6 +312,9 @@ def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, m
     with pytest.raises(ConfigError, match="holds the results of 'small', not of 'other'"):
         collected(replace(asked, name="other"), elsewhere, out)
     assert out.read_text() == kept
+    out.write_text(kept.replace('"nats_per_token": ', '"nats_per_token": 1', 1))
+    with pytest.raises(ConfigError, match=r"results\.json is damaged"):
+        runner.stored_figures(asked, out)
     out.write_text('{"runs": 3}')
     with pytest.raises(ConfigError, match="does not hold the results of a study"):
         runner.stored_figures(asked, out)
@@ -323,8 +326,9 @@ def test_figures_made_elsewhere_count_as_finished_and_stay(finished, tmp_path, m
 def test_every_study_that_is_shipped_can_be_read_and_its_results_are_its_own(path):
     stored = path.parents[1] / "results" / f"{path.stem}.json"
     assert read_study(path).about
-    kept = json.loads(stored.read_text())["runs"] if stored.is_file() else {}
-    assert set(runner.stored_figures(read_study(path), stored)) == set(kept)
+    kept = json.loads(stored.read_text()) if stored.is_file() else {"runs": {}}
+    assert set(runner.stored_figures(read_study(path), stored)) == set(kept["runs"])
+    assert "sha256" in kept or not stored.is_file()
 
 
 @pytest.mark.parametrize(

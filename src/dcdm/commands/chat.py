@@ -18,10 +18,9 @@ from dcdm.commands.options import (
     argument_text,
     at_least_one,
     decoder_settings,
-    harmless,
     load_for,
 )
-from dcdm.config import ConfigError, many
+from dcdm.config import ConfigError, harmless, many
 
 if TYPE_CHECKING:
     from dcdm.data.chats import ChatTemplate
@@ -90,7 +89,7 @@ def chat(
         except ConfigError as error:
             if not sys.stdin.isatty():
                 raise
-            print(f"dcdm: {error}", file=sys.stderr)
+            print(f"dcdm: {harmless(str(error))}", file=sys.stderr)
             continue
         print(flush=True)
         if sys.stdin.isatty():

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from dcdm.commands.options import print_json
+from dcdm.config import harmless
 
 EXAMPLES = (
     "dcdm data prepare stdlib --tokenizer bytes --out prepared",
@@ -73,4 +74,4 @@ def prepare_text(
     if json:
         print_json(prepared.manifest)
     else:
-        print(f"{prepared.folder}: vocabulary of {prepared.vocab_size:,}\n{prepared.summary()}")
+        print(harmless(f"{prepared.folder}: vocabulary of {prepared.vocab_size:,}\n{prepared.summary()}"))

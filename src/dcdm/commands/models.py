@@ -16,11 +16,10 @@ from dcdm.commands.options import (
     ModelArgument,
     at_least_one,
     compute_on,
-    harmless,
     print_json,
     print_rows,
 )
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, harmless
 from dcdm.shipped import HOME, Figure, cards, default
 
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")

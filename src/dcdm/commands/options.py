@@ -186,9 +186,3 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
     text = [name for name, value in rows[0].items() if not isinstance(value, int | float)]
     Table(list(rows[0]), [list(row.values()) for row in rows], text).print()
-
-
-def harmless(text: str) -> str:
-    """Control characters as symbols: a model may write what would turn a terminal's colours or move its cursor."""
-    symbols = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-    return text.translate(symbols | {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD))

@@ -20,12 +20,11 @@ from dcdm.commands.options import (
     can_ask,
     decoder_settings,
     file_text,
-    harmless,
     load_for,
     piped_text,
     print_json,
 )
-from dcdm.config import ConfigError, many
+from dcdm.config import ConfigError, harmless, many
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer

@@ -86,6 +86,9 @@ def main() -> None:
             template = template or jinja.from_string(settings["template"])
             names = settings["names"] | json.loads(line)
             answer: dict[str, Any] = {"text": rendered(template, names, settings["characters"])}
+            answer["text"].encode()  # before anybody's tokenizer does
+        except UnicodeEncodeError:
+            answer = {"error": "writes half a surrogate pair, which no encoding can hold"}
         except TooMuch as error:
             answer = {"error": str(error), "over": True}
         except MemoryError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from dcdm.files import digest
 from dcdm.likelihood.statistics import known, mean_and_stderr
 from dcdm.studies.study import BALANCE, STEP, Study
 
@@ -162,6 +163,7 @@ def summary(study: Study, figures: Figures) -> dict[str, Any]:
         "samples": study.samples,
         "measured_with": {run.name: run.measured_with() for run in study.runs() if run.name in runs},
         "runs": runs,
+        "sha256": digest(runs),
     }
 
 

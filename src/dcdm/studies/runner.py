@@ -57,6 +57,8 @@ def stored_figures(study: Study, results: Path) -> dict[str, dict[str, Any]]:
         runs, made_with, name = dict(stored["runs"]), dict(stored["measured_with"]), stored["study"]
     except (UnreadableFile, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{results} does not hold the results of a study ({error}); name another file") from error
+    if stored.get("sha256", digest(runs)) != digest(runs):
+        raise ConfigError(f"{results} is damaged: its figures do not match their checksum; restore it")
     if name != study.name:
         raise ConfigError(f"{results} holds the results of {name!r}, not of {study.name!r}; name another file")
     ours = {run.name: run.measured_with() for run in study.runs()}

@@ -199,7 +199,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every line that is a row with a step, and the row. Others are skipped: a kill may cut one short."""
+    """Every line that is a row, and the row. Others are skipped: a kill may cut one short."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
@@ -208,8 +208,20 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            if _is_row(row):
                 yield line.rstrip(b"\r\n") + b"\n", row
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line holds what `Recorder` writes: a step, figures, lists of counts, or an evaluation's figures."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    parts = {"evaluation": dict, "chunk_counts": list}
+    if any(type(row[name]) is not kind for name, kind in parts.items() if name in row):
+        return False
+    values = [value for name, value in row.items() if name not in parts]
+    values += [*row.get("evaluation", {}).values(), *row.get("chunk_counts", ())]
+    return all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in values)
 
 
 def _keep_until(path: Path, step: int) -> None:

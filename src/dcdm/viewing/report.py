@@ -67,7 +67,9 @@ def _read(name: str, folder: Path) -> RunLog:
         raise ConfigError(f"{folder} is not a run folder: it has no settings.yaml")
     rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
-        raise ConfigError(f"{folder} has no figures yet: metrics.jsonl is missing or empty; train it first")
+        raise ConfigError(
+            f"{folder / 'metrics.jsonl'} is missing, empty or damaged: train the run, or leave it out"
+        )
     seen = 0
     for row in rows:
         seen += row.get("tokens", 0) if "nll" in row else 0

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcdm.config import harmless
 from dcdm.evaluation.perplexity import Evaluation, Figures
 from dcdm.viewing.pages import grid
 
@@ -50,7 +51,7 @@ class Table:
         for name in self.columns:
             table.add_column(Text(name), justify="left" if name in self.text else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(Text(_cell(value)) for value in row))
+            table.add_row(*(Text(harmless(_cell(value))) for value in row))
         Console(width=None if sys.stdout.isatty() else UNBOUNDED).print(table)
 
     def to_markdown(self) -> str:

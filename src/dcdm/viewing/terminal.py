@@ -13,13 +13,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dcdm.config import harmless
 from dcdm.viewing.chunks import UNROUTED, ChunkView
 from dcdm.viewing.filling import Filling, Written
 from dcdm.viewing.palette import colour, on_colour
 
 BAR = 10
-SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "␡", ord("\n"): "↵", ord("\t"): "→"}
-CONTROLS = {code: sign for code, sign in SIGNS.items() if chr(code) not in "\n\t"}
 LEAST_BESIDE = 96
 """Columns of a terminal from which on two texts stand side by side."""
 MOST_ROWS = 32
@@ -69,7 +68,7 @@ def show_tokens(view: ChunkView, console: Console) -> None:
 
 def _line(text: str, console: Console, style: str = "") -> None:
     """Text that is not ours: neither markup nor wrapped."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(harmless(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _in_colour(console: Console) -> bool:
@@ -91,10 +90,15 @@ def coloured_text(view: ChunkView) -> Text:
         if _begins_line(token.text):
             text.append("\n")
         shown = f"underline {colour(group)}" if hidden else on_colour(group)
-        text.append(token.text.translate(SIGNS), style="dim" if group < 0 else shown)
+        text.append(_shown(token.text), style="dim" if group < 0 else shown)
         if token.text.endswith("\n"):
             text.append("\n")
     return text
+
+
+def _shown(token: str) -> str:
+    """A token in one line, invisible characters as signs."""
+    return harmless(token.replace("\n", "↵").replace("\t", "→"))
 
 
 def _begins_line(token: str) -> bool:
@@ -115,7 +119,7 @@ def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
 
     spaced = view.num_chunks > 9  # sets numbers of several digits apart
     for token, hidden, chunk in zip(view.tokens, view.frame.hidden, view.frame.ids, strict=True):
-        cells = (token.text.translate(SIGNS), "." if chunk < 0 else str(chunk), "#" if hidden else "")
+        cells = (_shown(token.text), "." if chunk < 0 else str(chunk), "#" if hidden else "")
         room = max(map(cell_len, cells)) + spaced
         if rows[0] and (_begins_line(token.text) or len(heads[0]) + cell_len(rows[0]) + room > width):
             yield from finished()
@@ -175,9 +179,9 @@ def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
         elif came:
             style = on_colour(filling.groups[position]) if coloured else ""
             shown = token.replace("\n", "↵\n") if coloured else token
-            text.append(shown.translate(CONTROLS), f"bold {style}" if came == at and coloured else style)
+            text.append(harmless(shown), f"bold {style}" if came == at and coloured else style)
         else:
-            text.append(token.translate(CONTROLS))
+            text.append(harmless(token))
     return text
 
 
@@ -229,7 +233,7 @@ def _typical(view: ChunkView, coloured: bool) -> Table:
     which = "" if held.which == "all" else f", {held.which} to the router"
     table.add_column(f"typical tokens (· is a space){which}", no_wrap=True)
     for k, words in enumerate(held.words[:MOST_ROWS], start=1):
-        texts = [word.text.replace(" ", "·").translate(SIGNS) for word in words]
+        texts = [_shown(word.text.replace(" ", "·")) for word in words]
         table.add_row(_number(k, coloured), Text("  ".join(texts) or "–"))
     return table
 
