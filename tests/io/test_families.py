@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dcdm
 import pretrained
+import tiny
 from dcdm.config import ConfigError
 from dcdm.io import families, importing
+from dcdm.io.export import export_sdar
 from dcdm.io.pretrained import import_model
 from dcdm.model.transformer import Model
 
@@ -81,7 +84,7 @@ def test_what_a_folder_does_not_say_or_says_twice_is_asked_for_by_name(tmp_path:
         ({}, {"bos": "<|im_start|>"}, "has no BOS"),
         ({}, {"family": "llada"}, "family=llada does not fit SDARForCausalLM.*choose sdar"),
         ({"rope_parameters": ..., "rope_theta": ...}, {}, "rope_theta=None"),
-        ({"architectures": ["SDARMoeForCausalLM"]}, {}, "model_type='sdar' .* choose a dense Llama"),
+        ({"architectures": ["SDARMoeForCausalLM"]}, {}, "SDARMoeForCausalLM cannot be imported: its mixture"),
         ({"architectures": ["A2DQwen3LMHeadModel"]}, {}, "choose tiny-a2d-bd3lm or tiny-a2d-mdlm"),
         ({"num_hidden_layers": 3, "layer_types": ...}, {}, "num_layers=3, but there are weights of 2"),
     ]  # fmt: skip
@@ -98,6 +101,18 @@ def test_what_a_folder_does_not_say_or_says_twice_is_asked_for_by_name(tmp_path:
     with pytest.raises(ConfigError, match="no blocks"):
         import_model(edited(llada, block_type="llama"), out, block_size=4)
     assert not out.exists()
+
+
+def test_a_truncated_shard_and_a_missing_tensor_are_named(tmp_path: Path) -> None:
+    folder = pretrained.published(tmp_path / "source", "dream", max_shard_size="20KB")[0]
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match=rf"{shard.name} cannot be read"):
+        import_model(str(folder), tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"{shard.name}.*is not a regular file"):
+        import_model(str(folder), tmp_path / "out")
 
 
 def test_a_tokenizer_with_code_of_its_own_is_read_without_it(tmp_path: Path) -> None:
@@ -164,3 +179,74 @@ def test_the_sizes_of_sdar_give_the_published_number_of_parameters() -> None:
         from dcdm.kinds import parameter_counts
 
         assert parameter_counts(config)[0] == count
+
+
+# --- back to engines that serve SDAR ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_an_export_for_engines_gives_our_logits_and_our_texts_in_their_vocabulary(tmp_path: Path) -> None:
+    model, tokenizer, _, _ = imported(tmp_path, "tiny-a2d-bd3lm", block_size=4)  # tied: it gets a head of its own
+    export_sdar(tmp_path / "out", tmp_path / "engine")
+    settings = json.loads((tmp_path / "engine" / "config.json").read_text())
+    assert (settings["architectures"], settings["block_size"], settings["mask_token_id"]) == (
+        ["SDARForCausalLM"], 4, 151_669
+    )  # fmt: skip
+    known = transformers.AutoConfig.from_pretrained(tmp_path / "engine", trust_remote_code=True)
+    assert (known.model_type, known.rope_theta, known.vocab_size) == ("sdar", 1e4, 151_936)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "engine")
+    assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
+    assert (theirs.bos_token, len(theirs)) == (None, model.config.bos_id)
+    source = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **{k: v for k, v in known.to_dict().items() if k not in ("auto_map", "model_type")}
+        )
+    ).eval()
+    source.load_state_dict(load_file(tmp_path / "engine" / "model.safetensors"))
+
+    def ask(ids: list[int]) -> torch.Tensor:
+        z = torch.tensor([[151_669 if token == model.config.mask_id else token for token in ids]])
+        return pretrained.literal_logits(source, z, 4, shift=False)[0]
+
+    ids, mask = [*tokenizer.encode("the cat"), *[model.config.mask_id] * 10], model.config.mask_id
+    prompt = ids[:-10]
+    z = torch.tensor([[model.config.bos_id, *ids[:8]]])
+    logits = model.head(model.denoise(z, model.partition(z).ids))[0, -2:, : model.config.bos_id]
+    hidden = model.config.hidden_token
+    assert hidden is not None
+    wanted = ask(ids[:8])[-2:]
+    wanted[:, hidden] = -torch.inf
+    torch.testing.assert_close(logits, wanted[:, : model.config.bos_id], atol=2e-5, rtol=0)
+    for start in range(0, len(ids), 4):  # the default decoder of the engines
+        while mask in ids[start : start + 4]:
+            confidence, token = ask(ids[: start + 4]).softmax(dim=-1).max(dim=-1)
+            open_ = torch.tensor([at >= start and ids[at] == mask for at in range(start + 4)])
+            confidence = confidence.masked_fill(~open_, -1)
+            for at in ((confidence > 0.3) | (confidence == confidence.max())).nonzero().flatten().tolist():
+                ids[at] = int(token[at])
+    made = dcdm.generate(
+        model, [[model.config.bos_id, *prompt]], max_new_tokens=10, temperature=0, commit="threshold:0.3",
+        routing="blocks:4",
+    )  # fmt: skip
+    assert made.completions[0] == ids[len(prompt) :]
+    import_model(str(tmp_path / "engine"), tmp_path / "again", mask="151669")
+    again = dcdm.load(tmp_path / "again")[0]
+    torch.testing.assert_close(again.layers.state_dict(), model.layers.state_dict(), rtol=0, atol=0)
+    assert torch.equal(again.embed_tokens.weight[-1], model.embed_tokens.weight[-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"kind": "mdlm", "block_size": None}, "kind='mdlm'"), ({"prompts": "visible"}, "prompts='visible'"),
+        ({"qk_norm": False}, "qk_norm=False"), ({"attention_bias": True}, "attention_bias=True"),
+        ({"shift": True}, "shift=True"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_would_compute_differently_is_not_exported_for_it(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    tiny.exported("bdlm", tmp_path / "model", **{"prompts": "ordinary", **changes})
+    with pytest.raises(ConfigError, match=f"{name}, and an engine for SDAR"):
+        export_sdar(tmp_path / "model", tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()

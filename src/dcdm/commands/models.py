@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -33,6 +33,7 @@ EXPORT_EXAMPLES = (
     "dcdm export runs/first exported",
     "dcdm export runs/lora adapters --adapter-only",
     "dcdm export base merged --adapter adapters",
+    "dcdm export runs/blocks engine --format sdar --dtype bf16",
 )
 VERIFY_EXAMPLES = ("dcdm verify runs/first", "dcdm verify exported --json")
 FolderToWrite = Annotated[Path, Positional, arg(metavar="FOLDER", help="The folder to write; it must not exist.")]
@@ -149,6 +150,7 @@ def export(
     average: bool = True,
     adapter: AdapterOption = None,
     adapter_only: bool = False,
+    format: Literal["dcdm", "sdar"] = "dcdm",
     dtype: DtypeOption = "fp32",
 ) -> None:
     """Write a trained model as a folder that Hugging Face tools load.
@@ -157,19 +159,25 @@ def export(
         average: Take the averaged weights where the run kept any.
         adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters
             are merged into the weights.
+        format: sdar is what SGLang and LMDeploy serve, of a BDLM that has Qwen3's blocks and was trained without
+            BOS (docs/pretrained.md).
     """
     from dcdm.io.export import export as export_model
-    from dcdm.io.export import export_adapter
+    from dcdm.io.export import export_adapter, export_sdar
 
     if adapter_only and adapter is not None:
         raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
     if adapter_only and (not average or dtype != "fp32"):
         raise ConfigError("--no-average and --dtype have no effect on --adapter-only: it writes what was trained")
+    if adapter_only and format != "dcdm":
+        raise ConfigError(f"--adapter-only has no effect on --format {format}, a whole model; leave one out")
     if adapter_only:
         export_adapter(source, folder)
     else:
-        export_model(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
-    print(f"{folder}: written; `dcdm verify {folder}` checks it")
+        write = export_model if format == "dcdm" else export_sdar
+        write(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
+    check = f"`dcdm verify {folder}` checks it" if format == "dcdm" else "for engines that serve SDAR"
+    print(f"{folder}: written; {check}")
 
 
 def verify(path: Annotated[Path, Positional], json: JsonOption = False) -> None:

@@ -200,8 +200,11 @@ class Tokenizer:
         """Whether text cut at `BETWEEN_WORDS` gives the tokens of the whole, as byte-level tokenizers do."""
         return all(self.encode(left + right) == self.encode(left) + self.encode(right) for left, right in PROBES)
 
-    def save(self, folder: Path | str) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` loads with the same ids."""
+    def save(self, folder: Path | str, specials: bool = True) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` loads with the same ids.
+
+        Without `specials` there are no BOS, PAD and MASK: EOS pads.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, Any] = {
@@ -209,13 +212,20 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             "eos_token": self.eos_token,
         }
-        for name, number in (("bos", self.bos_id), ("pad", self.pad_id), ("mask", self.mask_id)):
-            config[f"{name}_token"] = self.backend.id_to_token(number)
+        backend = self.backend
+        if specials:
+            for name, number in (("bos", self.bos_id), ("pad", self.pad_id), ("mask", self.mask_id)):
+                config[f"{name}_token"] = backend.id_to_token(number)
+        else:
+            config["pad_token"] = self.eos_token
+            spec = json.loads(backend.to_str())
+            spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < self.bos_id]
+            backend = Backend.from_str(json.dumps(spec))
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        if self.bos_for is not None:
+        if self.bos_for is not None and specials:
             config[BOS_FOR] = self.bos_for
-        write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=False).encode())
+        write_whole(folder / "tokenizer.json", backend.to_str(pretty=False).encode())
         write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     @classmethod

@@ -16,6 +16,7 @@ from dcdm.config import ConfigError, many
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, replace_folder, write_tensors, write_whole
 from dcdm.io import adapters
+from dcdm.io.importing import EMBEDDING, HEAD, SIZES
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
@@ -28,6 +29,23 @@ REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package 
 from dcdm.hub import DCDMConfig, DCDMForCausalLM, DCDMForMaskedLM
 
 __all__ = ["DCDMConfig", "DCDMForCausalLM", "DCDMForMaskedLM"]
+'''
+
+
+ENGINE_MASK, ENGINE_ROWS = 151_669, 151_936
+"""The id of MASK that SGLang and LMDeploy have in their code for SDAR, and the rows of its embedding."""
+SDAR_CONFIG = '''"""Settings of a block diffusion model with Qwen3's blocks, as engines for SDAR read them."""
+
+from transformers import Qwen3Config
+
+
+class SDARConfig(Qwen3Config):
+    model_type = "sdar"
+
+    def __init__(self, rope_theta=1000000.0, **settings):
+        settings.pop("rope_parameters", None)
+        super().__init__(rope_parameters={"rope_type": "default", "rope_theta": rope_theta}, **settings)
+        self.rope_theta, self.rope_scaling = rope_theta, None
 '''
 
 
@@ -44,6 +62,65 @@ def export(
     found = find_model(source, average=average, adapter=adapter)
     model = found.load()
     write_export(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
+
+
+def export_sdar(
+    source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Write a BDLM with Qwen3's blocks as a folder that engines serve as SDAR, MASK's row where they have it.
+
+    What is never written gets the mean of the head's rows: its logit is the mean of all, and never the largest.
+    """
+    check_free(folder)
+    found = find_model(source, average=average, adapter=adapter)
+    config, tokenizer = found.config, found.tokenizer
+    wrong = {
+        "kind": config.kind != "bdlm", "predict": config.predicts_from_left,
+        "prompts": config.prompts != "ordinary", "shift": config.shift, "qk_norm": not config.qk_norm,
+        "attention_bias": config.attention_bias, "rope_scaling": config.rope_scaling is not None,
+        "moe": config.moe is not None,
+    }  # fmt: skip
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ConfigError(
+            f"{source}: {name}={getattr(config, name)!r}, and an engine for SDAR would compute something else; it "
+            "takes a BDLM with Qwen3's blocks, trained with model.prompts=ordinary"
+        )
+    tokens = config.bos_id
+    if tokens > ENGINE_MASK and (tokens > ENGINE_ROWS or config.hidden_token != ENGINE_MASK):
+        raise ConfigError(
+            f"{source}: its {tokens:,} tokens use the id {ENGINE_MASK:,}, which is MASK in engines for SDAR; train "
+            "with a smaller vocabulary"
+        )
+    weights = {name: _as(value, dtype) for name, value in found.load().state_dict().items()}
+    head = weights.setdefault(HEAD, weights[EMBEDDING])
+    for name in (EMBEDDING, HEAD):
+        mean = head[:tokens].float().mean(dim=0).to(dtype)
+        rows = mean.expand(ENGINE_ROWS, -1).clone()
+        rows[:tokens] = weights[name][:tokens]
+        if name == HEAD and config.hidden_token is not None:
+            rows[config.hidden_token] = mean
+        rows[ENGINE_MASK] = weights[name][config.mask_id] if name == EMBEDDING else mean
+        weights[name] = rows
+    settings = {
+        "model_type": "sdar", "architectures": ["SDARForCausalLM"], "dtype": str(dtype).removeprefix("torch."),
+        "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"}, "hidden_act": "silu",
+        "vocab_size": ENGINE_ROWS, **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_position, "rope_theta": config.rope_theta, "rope_scaling": None,
+        "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False, "sliding_window": None,
+        "max_window_layers": config.num_layers, "initializer_range": config.init_std, "use_cache": True,
+        "tie_word_embeddings": False, "block_size": config.block_size, "mask_token_id": ENGINE_MASK,
+        "bos_token_id": tokenizer.eos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id,
+    }  # fmt: skip
+    with _appearing(folder) as aside:
+        named = {name if name == HEAD else f"model.{name}": value for name, value in weights.items()}
+        write_tensors(aside / WEIGHTS, named, {"format": "pt"})
+        tokenizer.save(aside, specials=False)
+        (aside / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (aside / "configuration_sdar.py").write_text(SDAR_CONFIG, encoding="utf-8")
+        says = f"A block diffusion model in blocks of {config.block_size}, for engines that serve SDAR."
+        (aside / "README.md").write_text(f"# {source.name}\n\n{says}\n", encoding="utf-8")
 
 
 def export_adapter(source: Path, folder: Path) -> None:

@@ -184,6 +184,21 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 """By the name that `--family` takes."""
 HOW = f"say what it is: --family {AR}" + "".join(f", --family {f.name}" for f in _FAMILIES if not f.classes)
 
+_EXPERTS = "its mixture of experts has no counterpart here"
+_DIT = "it is a transformer of another make (LayerNorm, GELU, adaptive scales)"
+MISSING = {
+    "LLaDAMoEModelLM": _EXPERTS, "lladamoe": _EXPERTS, "SDARMoeForCausalLM": _EXPERTS, "sdar_moe": _EXPERTS,
+    "rnd1": _EXPERTS,
+    "LLaDA2MoeModelLM": "it needs grouped sigmoid experts, partial RoPE and fused projections",
+    "llada2_moe": "it needs grouped sigmoid experts, partial RoPE and fused projections",
+    "nemotron_labs_diffusion": "it needs YaRN and Llama 4's scaling of attention",
+    "WeDLMForCausalLM": "it reorders known tokens before masked ones under a causal mask",
+    "wedlm": "it reorders known tokens before masked ones under a causal mask",
+    "bd3lm": _DIT, "mdlm": _DIT, "sedd": _DIT,
+    "diffusion_gemma": "its noise replaces tokens by others, and it has no mask token",
+}  # fmt: skip
+"""Diffusion models that our network cannot express, by class or `model_type`, and what is missing."""
+
 
 def family_of(settings: Mapping[str, Any], place: str, asked: str | None = None) -> Family | None:
     """The family of diffusion models that a config.json belongs to; None: it is an AR model.
@@ -195,6 +210,9 @@ def family_of(settings: Mapping[str, Any], place: str, asked: str | None = None)
     named = settings.get("architectures") or []
     made_by = str(named[0]) if isinstance(named, list) and named else ""
     model_type = str(settings.get("model_type"))
+    for name in (made_by, model_type):
+        if name in MISSING:
+            raise ConfigError(f"{place}: {name} cannot be imported: {MISSING[name]}")
     fitting = [name for name, family in FAMILIES.items() if made_by in family.classes]
     if fitting:
         if asked is None and len(fitting) == 1:
