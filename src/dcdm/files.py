@@ -108,9 +108,10 @@ def read_limited(path: Path | str, limit: int = JSON_LIMIT) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
                 raise UnreadableFile("it is not a regular file")
-            data = file.read(limit + 1)
+            data = file.read(min(found.st_size, limit) + 1)  # a buffer of the limit would be asked for at once
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error
     if len(data) > limit:

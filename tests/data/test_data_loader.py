@@ -1,20 +1,23 @@
 import itertools
 import logging
 import pickle
+import shutil
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dcdm
 from corpora import documents, write_jsonl
 from dcdm.config import DataConfig, DataError
-from dcdm.data.loader import Loader, in_order, pack, sample_range
+from dcdm.data.loader import Loader, computed_order, in_order, pack, sample_range
 from dcdm.data.prepare import prepare
 from dcdm.data.sources import split_by_hash
-from dcdm.data.store import PreparedData, TextWindows, TokenStream
+from dcdm.data.store import PreparedData, TextWindows, TokenStream, write_manifest
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.keys import Key
 
@@ -87,17 +90,99 @@ def test_a_data_set_travels_to_another_process_without_its_tokens(windows):
     assert torch.equal(pickle.loads(copy)[3]["tokens"], windows[3]["tokens"])
 
 
-def test_each_epoch_visits_every_window_once_in_another_order():
-    key = Key(0)
-    seen = [i for step in range(5) for i in sample_range(key, step * 4, 4, 10).tolist()]
-    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
-    assert seen[:10] != seen[10:]
+@pytest.fixture(params=["shuffled", "computed"])
+def order(request, monkeypatch):
+    """Both ways to an epoch's order: a list in memory, and place by place."""
+    if request.param == "computed":
+        monkeypatch.setattr("dcdm.data.loader.MOST_SHUFFLED", 0)
 
 
+@pytest.mark.parametrize("total", [1, 2, 3, 10, 97, 4096, 4097])
+def test_each_epoch_visits_every_window_once_in_another_order(order, total):
+    epochs = sample_range(Key(0), 0, 3 * total, total).reshape(3, total).tolist()
+    assert all(sorted(epoch) == list(range(total)) for epoch in epochs)
+    assert total < 10 or len({tuple(epoch) for epoch in [*epochs, range(total)]}) == 4
+    assert total < 10 or sample_range(Key(1), 0, total, total).tolist() != epochs[0]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 30))
-def test_a_stretch_of_samples_does_not_depend_on_where_it_is_cut(total, first, count):
+def test_a_stretch_of_samples_does_not_depend_on_where_it_is_cut(order, total, first, count):
     whole = sample_range(Key(3), 0, first + count, total)
     assert torch.equal(sample_range(Key(3), first, count, total), whole[first:])
+
+
+def test_orders_that_earlier_runs_were_shuffled_by_are_still_theirs():
+    assert torch.equal(sample_range(Key(3), 7, 3, 10), Key(3).fold("epoch", 0).permutation(10)[7:])
+
+
+def test_a_computed_order_looks_like_chance():
+    """Of 50,000 windows: neighbours, distances moved and halves are as for a shuffled deck."""
+    total = 50_000
+    for seed in range(3):
+        order = computed_order(Key(seed), 0, total, total).double()
+        places = torch.arange(total).double()
+        correlation = torch.corrcoef(torch.stack([order, places]))[0, 1]
+        neighbours = torch.corrcoef(torch.stack([order[1:], order[:-1]]))[0, 1]
+        assert abs(float(correlation)) < 0.02  # 4.5 standard deviations
+        assert abs(float(neighbours)) < 0.02
+        assert int(((order[1:] - order[:-1]).abs() == 1).sum()) < 15  # 2 are expected
+        cells = torch.histogram(order * 20 // total + 20 * (places * 20 // total), 400, range=(0, 400)).hist
+        assert 290 < float(((cells - total / 400) ** 2 / (total / 400)).sum()) < 440  # χ² of 361 degrees
+
+
+def test_a_position_in_a_shuffled_order_is_refused_where_the_order_is_computed(windows, monkeypatch):
+    state = Loader(windows, seed=5, global_batch=8).state_dict()
+    monkeypatch.setattr("dcdm.data.loader.MOST_SHUFFLED", 0)
+    computed = Loader(windows, seed=5, global_batch=8)
+    with pytest.raises(DataError, match="resume with the same data"):
+        computed.load_state_dict(state)
+    computed.load_state_dict(computed.state_dict())
+
+
+def test_training_on_ten_billion_tokens_begins_without_reading_them(tmp_path, monkeypatch):
+    """1,000 shards without contents on the disk: opened, shuffled and read a window at a time."""
+    shards, size = 1000, 10_000_000
+    BYTES.save(tmp_path / "tokenizer")
+    for number in range(shards):
+        with open(tmp_path / f"train-{number:05d}.bin", "wb") as file:
+            file.truncate(2 * size)
+    entries = [{"file": f"train-{n:05d}.bin", "bytes": 2 * size, "sha256": "unread"} for n in range(shards)]
+    split = {"documents": 1, "tokens": shards * size, "learned": 0, "bytes": 0, "files": entries}
+    write_manifest(tmp_path, {
+        "fingerprint": "made up", "plan": {}, "vocab_size": 260, "dtype": "uint16", "fine_tuning": False,
+        "splits": {"train": split, "validation": {**split, "files": []}}, "tokenizer_files": [], "bad": {},
+    })  # fmt: skip
+    hashed = []
+    monkeypatch.setattr("dcdm.data.store.file_digest", lambda path: hashed.append(path) or "unread")
+    monkeypatch.delattr(Key, "permutation")
+    tracemalloc.start()
+    prepared = PreparedData.open(tmp_path)
+    prepared.check_at_start()
+    dataset = prepared.dataset("train", 1024)
+    batch = next(iter(Loader(dataset, seed=0, global_batch=8)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(dataset) == 10_000_000_000 // 1023
+    assert batch["tokens"].shape == (8, 1024)
+    assert batch["index"].max() > 1_000_000
+    assert 1 <= len(hashed) <= 9  # the shards of eight windows, one of which may cross a border
+    assert peak < 8 << 20
+
+
+def test_a_flipped_bit_in_large_data_is_found_when_its_shard_is_read(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr("dcdm.data.store.MOST_AT_START", 0)
+    copy = Path(shutil.copytree(prepared.folder, tmp_path / "copy"))
+    shard = copy / prepared.manifest["splits"]["train"]["files"][-1]["file"]
+    flipped = bytearray(shard.read_bytes())
+    flipped[5] ^= 1
+    shard.write_bytes(flipped)
+    data = PreparedData.open(copy)
+    data.check_at_start()
+    dataset = data.dataset("train", 33)
+    assert torch.equal(dataset[0]["tokens"], prepared.dataset("train", 33)[0]["tokens"])
+    with pytest.raises(DataError, match="does not match its checksum"):
+        dataset[len(dataset) - 1]
 
 
 def take(source, count):
@@ -216,10 +301,10 @@ def tuning(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuning")
     rows = [{"question": "q" * (p - 1), "answer": "a" * (r - 1)} for p, r in SIZES]
     source = write_jsonl(folder / "a.jsonl", rows)
-    settings = DataConfig(prompt_field="question", response_field="answer", validation_share=0)
+    chosen = DataConfig(prompt_field="question", response_field="answer", validation_share=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcdm.data.prepare.UNIT_BYTES", (60, 60))
-        return prepare(str(source), out=folder / "out", settings=settings)
+        return prepare(str(source), out=folder / "out", settings=chosen)
 
 
 SIZES = [(3, 4), (5, 10), (2, 13), (14, 2), (20, 3), (15, 9), (4, 2)]

@@ -1,8 +1,11 @@
 import errno
+import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +18,8 @@ from dcdm.data.loader import pack
 from dcdm.data.prepare import _dtype, prepare
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
-from dcdm.files import digest, file_digest
+from dcdm.files import digest, file_digest, replace_folder
+from dcdm.progress import Reporter
 
 
 @pytest.fixture
@@ -37,6 +41,24 @@ def test_the_number_of_workers_does_not_change_a_byte(corpus, tmp_path, small_un
     one = tree(tmp_path / "1")
     assert one == tree(tmp_path / "3")
     assert sum(name.startswith("train-") for name in one) > 2
+
+
+def test_memory_does_not_grow_with_the_corpus_and_documents_per_second_are_shown(tmp_path, monkeypatch):
+    class Watching(Reporter):
+        def progress(self, task, done, total, unit, note=""):
+            notes.append(note)
+
+    monkeypatch.setattr("dcdm.data.prepare.UNIT_BYTES", (100_000, 100_000))
+    monkeypatch.setattr("dcdm.data.prepare.BATCH_CHARACTERS", 50_000)
+    tokenizer, notes, peaks = train_bpe([prose(400)], 310), [], []
+    for size in (500, 4000):
+        source = write_jsonl(tmp_path / f"{size}.jsonl", [{"text": prose(40, number)} for number in range(size)])
+        tracemalloc.start()
+        prepare(str(source), tokenizer, tmp_path / str(size), reporter=Watching())
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] < source.stat().st_size / 4
+    assert re.fullmatch(r"[0-9,]+ documents/s, [0-9,]+ tokens/s", notes[-1])
 
 
 def test_shards_hold_every_token_of_every_document_in_order(corpus, tmp_path, small_units):
@@ -270,9 +292,23 @@ def test_two_processes_preparing_the_same_folder_wait_for_each_other(corpus, tmp
     code = "from dcdm.data import prepare; prepare.UNIT_BYTES = (2000, 2000); from dcdm.cli import main; main()"
     command = [sys.executable, "-c", code, "data", "prepare", str(corpus), "--out", str(tmp_path / "out")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in running] == [0, 0]
+    assert [process.communicate(timeout=60)[1] * process.returncode for process in running] == [b"", b""]
     PreparedData.open(tmp_path / "out", verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_folder_is_locked_until_it_has_its_name(corpus, tmp_path, monkeypatch):
+    def renamed(work, out):
+        with open(work / "lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        asked.append(work)
+        replace_folder(work, out)
+
+    asked = []
+    monkeypatch.setattr("dcdm.data.prepare.replace_folder", renamed)
+    prepared = prepare(str(corpus), out=tmp_path / "out")
+    assert asked == [tmp_path / "out.partial"]
+    assert not (prepared.folder / "lock").exists()
 
 
 def test_a_full_disk_is_said_clearly_and_what_was_done_is_kept(corpus, tmp_path, small_units, monkeypatch):

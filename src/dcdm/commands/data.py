@@ -53,7 +53,7 @@ def prepare_text(
         messages_field: Fine-tuning on chats: field of the messages.
         turns: Fine-tuning on chats: learn the last answer, or each (one example for each).
         max_bad: Unreadable lines or rows to leave out before giving up.
-        workers: Shards written at one time; the result does not depend on it (default: one per core).
+        workers: Shards written at one time; every core tokenises whatever their number (default: 2).
         overwrite: Replace a folder that was prepared differently.
         json: Print the manifest as JSON instead of a summary.
     """

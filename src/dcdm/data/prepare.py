@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ UNIT_BYTES = (2 << 20, 64 << 20)  # least and most source bytes of a unit, and s
 MOST_UNITS = 1024
 BPE_SAMPLE = 256 << 20  # bytes of training text that bpe:N looks at
 BATCH_CHARACTERS = 1 << 20  # tokenised at one time
+WORKERS = 2  # units at one time: one is read while the other one is tokenised, on every core
 LOCK, PLAN, RECORDS = "lock", "plan", "units"
 
 
@@ -65,7 +67,7 @@ def prepare(
     What is there already is used if source, tokenizer and settings are the same, resumed if an earlier run
     was interrupted, and refused with the reason if they changed (unless `overwrite`). `validation` names
     sources of the validation split, whose files are left out of training; without it a share of the documents is
-    held out by hash. `workers` (default: one per core) changes the speed only.
+    held out by hash. `workers`, shards at one time, changes the speed only.
     """
     settings, reporter = settings or DataConfig(), reporter or Reporter()
     sources, validation = ([given] if isinstance(given, str) else list(given) for given in (sources, validation))
@@ -104,7 +106,7 @@ def prepare(
             # read, tokenise and write what earlier runs left
             units = units_of(files, settings, ready is None or ready.cuts_between_words)
             kept = _kept_tokenizer(work / "tokenizer", ready, spec, units, settings, reporter)
-            records = _tokenise(units, work, kept, settings, workers or os.cpu_count() or 1, reporter)
+            records = _tokenise(units, work, kept, settings, workers or WORKERS, reporter)
 
             # seal it with a manifest
             manifest = _manifest(plan, records, kept, work, settings)
@@ -189,6 +191,8 @@ def _existing(
         if manifest["plan"] == plan:
             prepared = PreparedData.open(out)
             _all_bad_rows([manifest["bad"]], settings)
+            with suppress(OSError):  # of one that died just after its last rename
+                (out / LOCK).unlink()
             reporter.say(f"{out} is up to date")
             return prepared
         reason = f"{out} was prepared differently: {differences(manifest['plan'], plan)}"
@@ -260,9 +264,10 @@ def _lock(work: Path, out: Path, say: Callable[[str], None]) -> int:
 def _publish(work: Path, out: Path) -> None:
     """Leave only what belongs to the result, then rename the folder to its final name."""
     shutil.rmtree(work / RECORDS, ignore_errors=True)
-    for path in (work / PLAN, work / LOCK, *work.rglob("*.tmp")):
+    for path in (work / PLAN, *work.rglob("*.tmp")):
         path.unlink(missing_ok=True)
     replace_folder(work, out)
+    (out / LOCK).unlink(missing_ok=True)  # not before: who waits would take the folder for a new one
 
 
 # --- the tokenizer -----------------------------------------------------------------------------------------------
@@ -324,7 +329,8 @@ def _tokenise(
     records = {number: record for number, record in enumerate(found) if record is not None}
     if records:
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
-    weights, tokens, started = [sum(part.weight for part in unit) for unit in units], 0, time.monotonic()
+    weights = [sum(part.weight for part in unit) for unit in units]
+    written, started = Counter[str](), time.monotonic()
     done = sum(weights[number] for number in records)
     pool = ThreadPoolExecutor(workers)
     try:
@@ -333,15 +339,17 @@ def _tokenise(
             for number, unit in enumerate(units)
             if number not in records
         }
-        for written in as_completed(work):
-            number, record = work[written], written.result()
+        for ended in as_completed(work):
+            number, record = work[ended], ended.result()
             records[number] = record
             if record["bad"]["count"]:
                 _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
-            tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
             done += weights[number]
-            rate = tokens / max(time.monotonic() - started, 1e-3)
-            reporter.progress("tokenising", done, sum(weights), "bytes", f"{rate / 1e6:.2f}M tokens/s")
+            for name in ("documents", "tokens"):
+                written[name] += sum(record["splits"][split][name] for split in SPLITS)
+            seconds = max(time.monotonic() - started, 1e-3)
+            rate = f"{written['documents'] / seconds:,.0f} documents/s, {written['tokens'] / seconds:,.0f} tokens/s"
+            reporter.progress("tokenising", done, sum(weights), "bytes", rate)
     finally:
         pool.shutdown(cancel_futures=True)
     return [records[number] for number in range(len(units))]

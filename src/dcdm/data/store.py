@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 NEEDED = {"fingerprint", "plan", "vocab_size", "dtype", "fine_tuning", "splits", "tokenizer_files", "bad"}
 """What is asked of a manifest later."""
+MOST_AT_START = 1 << 30
+"""Bytes of data whose checksums a run reads before it begins; it would be minutes for more."""
 Overlong = Literal["truncate", "drop"]
 Item = dict[str, Any]
 
@@ -126,13 +129,17 @@ class PreparedData:
 
     def check_hashes(self) -> None:
         """Read every file and compare it with the manifest's checksum; DataError at the first that differs."""
-
-        def check(entry: dict[str, Any]) -> None:
-            if file_digest(path := self._path(entry)) != entry["sha256"]:
-                raise DataError(f"{path} does not match its checksum in the manifest; prepare the data again")
-
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            list(pool.map(check, self._entries()))
+            list(pool.map(lambda entry: _check_hash(self._path(entry), entry["sha256"]), self._entries()))
+
+    def check_at_start(self) -> None:
+        """What a run checks before it begins: every checksum. Of large data shards are checked as they are read."""
+        if not self._is_large:
+            self.check_hashes()
+
+    @property
+    def _is_large(self) -> bool:
+        return sum(entry["bytes"] for entry in self._entries()) > MOST_AT_START
 
     @property
     def fingerprint(self) -> str:
@@ -207,11 +214,14 @@ class PreparedData:
 
     def stream(self, split: Split) -> TokenStream:
         """All tokens of a split, in order."""
-        return TokenStream(self._paths(split, ".bin"), self.manifest["dtype"])
+        shards = [entry for entry in self._split(split)["files"] if entry["file"].endswith(".bin")]
+        hashes = [entry["sha256"] for entry in shards] if self._is_large else []
+        return TokenStream([self._path(entry) for entry in shards], self.manifest["dtype"], hashes)
 
     def lengths(self, split: Split) -> np.ndarray:
         """Lengths of the examples of a split (N, 2): whole, and of the prompt."""
-        arrays = [np.fromfile(path, dtype="<u4") for path in self._paths(split, ".idx")]
+        indexes = [self._path(entry) for entry in self._split(split)["files"] if entry["file"].endswith(".idx")]
+        arrays = [np.fromfile(path, dtype="<u4") for path in indexes]
         return np.concatenate([np.empty(0, dtype="<u4"), *arrays]).reshape(-1, 2).astype(np.int64)
 
     def summary(self) -> str:
@@ -232,9 +242,6 @@ class PreparedData:
             raise DataError(f"unknown split {split!r}; choose {' or '.join(SPLITS)}")
         return self.manifest["splits"][split]
 
-    def _paths(self, split: Split, suffix: str) -> list[Path]:
-        return [self._path(e) for e in self._split(split)["files"] if e["file"].endswith(suffix)]
-
     def _path(self, entry: dict[str, Any]) -> Path:
         try:
             return listed_file(self.folder, entry.get("file"), depth=2)  # tokenizer/tokenizer.json
@@ -246,11 +253,16 @@ class PreparedData:
         return shards + self.manifest["tokenizer_files"]
 
 
-class TokenStream:
-    """The shards of a split as one long array on the disk."""
+def _check_hash(path: Path, sha256: str) -> None:
+    if file_digest(path) != sha256:
+        raise DataError(f"{path} does not match its checksum in the manifest; prepare the data again")
 
-    def __init__(self, paths: list[Path], dtype: str) -> None:
-        self._paths, self._dtype = paths, np.dtype(dtype).newbyteorder("<")
+
+class TokenStream:
+    """The shards of a split as one long array on the disk; with `hashes` each is compared when it is first read."""
+
+    def __init__(self, paths: list[Path], dtype: str, hashes: Sequence[str] = ()) -> None:
+        self._paths, self._dtype, self._hashes = paths, np.dtype(dtype).newbyteorder("<"), hashes
         sizes = [path.stat().st_size // self._dtype.itemsize for path in paths]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._maps: list[np.ndarray | None] = [None] * len(paths)
@@ -275,6 +287,8 @@ class TokenStream:
     def _map(self, shard: int) -> np.ndarray:
         opened = self._maps[shard]
         if opened is None:
+            if self._hashes:
+                _check_hash(self._paths[shard], self._hashes[shard])
             opened = self._maps[shard] = np.memmap(self._paths[shard], dtype=self._dtype, mode="r")
         return opened
 

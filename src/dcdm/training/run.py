@@ -117,7 +117,7 @@ def _run(
         data = open_data(config, world)
         if is_prepared(config.data) and not (folder / SETTINGS).exists():
             check_as_prepared(config.data, data)
-        from_main(data.check_hashes, world)
+        from_main(data.check_at_start, world)
 
         types = precision(config.train.dtype, world.device)
         config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
