@@ -170,11 +170,6 @@ def test_models_lists_what_there_is_and_how_good_it_is(capsys):
             assert f"{figure.nats_per_byte:.3f}" in shown
 
 
-def test_listing_models_needs_no_pytorch():
-    code = "import sys; from dcdm.cli import main; main(['models', '--json']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
 # --- commands without a model ------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 import pretrained
 from dcdm.config import ConfigError, ModelConfig, RopeScaling
 from dcdm.io.importing import Source
-from dcdm.kinds import build
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,28 +116,6 @@ def test_half_precision_sources_are_widened_without_rounding(tmp_path: Path) -> 
 def test_a_sharded_folder_holds_what_one_file_holds(saved: Callable[..., Path]) -> None:
     one, sharded = (pretrained.taken(saved(sharded=sharded)).state_dict() for sharded in (False, True))
     assert all(torch.equal(sharded[name], value) for name, value in one.items())
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["Llama", "Llama 3", "Qwen2", "Qwen3"])
-def test_every_architecture_gives_its_own_logits_as_ar_and_as_one_lane(
-    tmp_path: Path, family: str, tied: bool
-) -> None:
-    changes: dict[str, Any] = {"rope_parameters": LLAMA_3} if family == "Llama 3" else {}
-    source = qwen3(tied, family.split()[0], **changes)
-    source.save_pretrained(tmp_path)
-    ar = pretrained.taken(tmp_path, hide_specials=True)
-    assert ar.config.attention_bias == (family == "Qwen2")
-    assert (ar.config.rope_scaling is not None) == (family == "Llama 3")
-    lanes = build(Source.in_folder(tmp_path).config("lanes", lanes=(1, 2)), seed=4)
-    lanes.load_state_dict(ar.state_dict())
-    tokens = torch.randint(VOCAB, (2, 40), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        expected = source(tokens).logits
-        assert expected.std() > 0.5
-        torch.testing.assert_close(ar(tokens).logits[..., :VOCAB], expected, atol=3e-5, rtol=0)
-        led = lanes.head(lanes.encode(tokens, prompt=torch.arange(40) < 1, lanes=1).states)[:, 1:, :VOCAB]
-        torch.testing.assert_close(led, expected[:, :-1], atol=3e-5, rtol=0)
 
 
 def test_old_llama_folders_may_leave_out_what_was_the_same_for_all(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import torch
 
 import dcdm
 import tiny
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.lanes import masks as lane_masks
-from dcdm.lanes.masks import from_left
 from dcdm.lanes.objective import draw_lanes
 from dcdm.model import masks, reference
 
@@ -135,45 +134,6 @@ def test_production_equals_the_literal_network_in_outputs_and_gradients(name, le
         assert gradients[0].keys() == gradients[1].keys()
         for key, value in gradients[0].items():
             torch.testing.assert_close(value, gradients[1][key], rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["lanes", "bdlm", "random"])
-def test_flex_block_masks_hold_for_slots_of_the_left_mask(name):
-    from dcdm.model.blockmask import from_slots
-
-    network = model(name)
-    tokens = tiny.tokens(3, 45, padding=(7,))
-    prompt = spans(3, 45)
-    lanes = torch.tensor([1, 4, 9]) if network.config.kind == "lanes" else None
-    ids = network.partition(tokens, prompt, torch.arange(3), lanes).ids
-    clean = (ids >= 0) & (ids < ids.amax(dim=-1, keepdim=True))
-    slots = from_left(ids, ids >= 1, clean, compact=False).slots
-    dense = lane_masks.left.dense(slots)
-    for block in (1, 4, 16):
-        made = from_slots(lane_masks.left, slots, slots.chunk.shape[1], block=block)
-        partial, full = (
-            _tiles(made.kv_num_blocks, made.kv_indices),
-            _tiles(made.full_kv_num_blocks, made.full_kv_indices),
-        )
-        size = dense.shape[-1]
-        for row in range(3):
-            allowed = torch.zeros_like(dense[row])
-            for which, keep in ((partial, False), (full, True)):
-                for query, key in which[row]:
-                    area = (slice(query * block, (query + 1) * block), slice(key * block, (key + 1) * block))
-                    allowed[area] = True if keep else dense[row][area]
-            assert torch.equal(allowed[:size, :size], dense[row])
-
-
-def _tiles(count: torch.Tensor, index: torch.Tensor) -> list[list[tuple[int, int]]]:
-    return [
-        [
-            (query, int(key))
-            for query in range(count.shape[2])
-            for key in index[row, 0, query, : count[row, 0, query]]
-        ]
-        for row in range(len(count))
-    ]
 
 
 # --- leaks --------------------------------------------------------------------------------------------------------
@@ -407,14 +367,6 @@ def test_decoders_that_do_not_fit_are_refused():
         dcdm.generate(model("bdlm"), [[1]], max_new_tokens=4, lanes=2)
     with pytest.raises(ValueError, match="estimator 'bound' does not fit"):
         dcdm.score(model("lanes"), tiny.tokens(1, 5), "bound")
-
-
-def test_settings_survive_being_written_and_older_ones_look_as_before():
-    config = tiny.config("mdlm", **LANES["lanes"])
-    assert ModelConfig.from_dict(config.to_dict()) == config
-    assert ModelConfig.from_dict({**config.to_dict(), "lanes": [1, 2, 3]}) == config  # as JSON and YAML give it
-    assert {"predict", "lanes"}.isdisjoint(tiny.config("bdlm").to_dict())
-    assert ModelConfig.from_dict(replace(tiny.config("bdlm"), predict="left").to_dict()).predicts_from_left
 
 
 def test_a_blank_s_first_token_knows_what_is_given_behind_it(monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tiny
+from dcdm.lanes import masks as lanes
 from dcdm.model import blockmask, masks
 from dcdm.model.layout import chunk_sorted, dual_stream, visible_first
 
@@ -39,6 +40,7 @@ def test_tiles_are_full_partial_and_empty_as_pytorch_finds_them(seed, rows, leng
         (masks.chunk_causal, chunk_sorted(ids, noise).slots),
         (masks.noise, visible_first(ids >= 0, noise & (ids >= 0)).slots),
         (masks.causal, masks.Slots.of(torch.where(ids >= 0, 0, -1))),
+        (lanes.left, lanes.from_left(ids, ids >= 1, ids >= 0, compact).slots),
     ]
     for mask, slots in cases:
         total = slots.chunk.shape[1]
@@ -46,7 +48,10 @@ def test_tiles_are_full_partial_and_empty_as_pytorch_finds_them(seed, rows, leng
         theirs = create_block_mask(
             blockmask.mask_mod(mask, slots), rows, 1, total, total, device="cpu", BLOCK_SIZE=block
         )
-        assert torch.equal(tile_kinds(ours), tile_kinds(theirs)), mask.name
+        found, expected = tile_kinds(ours), tile_kinds(theirs)
+        # tiles of seeds are called partial, and asked for every pair, also where they need not be
+        certain = found != 1 if mask is lanes.left else torch.ones_like(found, dtype=torch.bool)
+        assert torch.equal(found[certain], expected[certain]), mask.name
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

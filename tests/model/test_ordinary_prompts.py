@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import dcdm
 import pretrained
 import tiny
 from dcdm.config import ConfigError
@@ -140,9 +139,3 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             tiny.config("mdlm", **{"prompts": "ordinary", **wrong})
-
-
-def test_settings_that_say_nothing_are_not_written() -> None:
-    assert not {"prompts", "shift", "hidden_token", "family"} & tiny.config("bdlm").to_dict().keys()
-    config = tiny.config("bdlm", prompts="ordinary", shift=True, hidden_token=3, family="fast-dllm-v2")
-    assert dcdm.ModelConfig.from_dict(config.to_dict()) == config

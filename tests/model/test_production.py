@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import tiny
 from dcdm.config import ConfigError, ObjectiveConfig
-from dcdm.decoding import routes
 from dcdm.diffusion.objectives import Batch, loss
 from dcdm.keys import Key
 from dcdm.model import layout, masks, reference
@@ -310,19 +309,3 @@ def test_backends_are_chosen_by_device_and_wrong_choices_name_the_reason():
     clean = tiny.tokens(1, 6)
     with pytest.raises(ConfigError, match="no backward"):
         model(clean, tiny.noise(model, clean))
-
-
-@pytest.mark.parametrize("kind", tiny.VALID)
-def test_a_partly_filled_canvas_predicts_its_next_chunk_as_the_training_pass_does(kind):
-    """What `AutoModelForMaskedLM` gives without labels: the first chunk that holds a MASK is the active one."""
-    chunks = {"num_chunks": 4} if tiny.KINDS[kind]["kind"] == "dcdm" else {}
-    model = tiny.model(kind, **chunks)
-    clean = tiny.tokens(2, 13)
-    ids = model.partition(clean).ids
-    for active in range(1, int(ids.max()) + 1):
-        hidden = (ids > active) | ((ids == active) & tiny.noise(model, clean, 0.6, seed=active))
-        z = clean.masked_fill(hidden, model.config.mask_id)
-        states = model.denoise(z, routes.current_ids(model, z))
-        expected = model.encode(clean, hidden, chunk_ids=ids).states
-        asked = hidden & (ids == active)
-        torch.testing.assert_close(states[asked], expected[asked], **CLOSE)
