@@ -28,6 +28,11 @@ CHAT = (
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TOKENS = (*SPECIALS, *_byte_letters(), "th")
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+"""How its RoPE is scaled, as `rope_parameters`."""
 
 
 def tokenizer(adds_bos: bool = False, **options: Any) -> Any:
@@ -134,6 +139,18 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head in pairs, which is GGUF's order for Llama's RoPE."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, -1).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def twins(family: str = "Qwen3", tied: bool = True, **changes: Any) -> tuple[Model, Any]:
+    """Our AR model and one of `transformers` of the same shape, vocabulary and weights."""
+    if family == "Llama 3":
+        family, changes = "Llama", {"rope_parameters": LLAMA_3, **changes}
+    theirs = network(family, tied, **changes)
+    settings, weights = theirs.config.to_dict(), theirs.state_dict()
+    config = Source.in_memory(settings, weights, "here").config("ar", vocab_size=settings["vocab_size"])
+    ours = build(config)
+    ours.load_state_dict({n.removeprefix("model."): v for n, v in weights.items() if n != HEAD or not tied})
+    return ours, theirs
 
 
 def copied(source: Any, kind: str, mask_id: int, **fields: Any) -> Model:

@@ -6,8 +6,9 @@ import torch
 
 import tiny
 from dcdm.decoding import routes
+from dcdm.decoding.caching import Cached
 from dcdm.decoding.commits import commit_policy
-from dcdm.decoding.loop import fill_canvas
+from dcdm.decoding.loop import Uncached, fill_canvas
 
 EXACT = ["ar", *tiny.VALID]
 ORDERED = ["chunk", "position", "steps:2", "dilated:2", "threshold:0.5", "entropy:0.9", "factor:0.8"]
@@ -52,3 +53,18 @@ def walked(model, clean, positions, predict, commit, routing="auto", adablock=No
     filled, counts = fill_canvas(z, positions, router, predict, commit_policy(commit), reveal, order=order)
     assert torch.equal(filled, clean)
     return seen, counts
+
+
+def same_predictions(slow, fast):
+    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
+        assert torch.equal(where, also)
+        assert torch.equal(at[where], there[where])
+        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
+
+
+def both_ways(model, clean, positions, *settings, predict=None, **named):
+    """What is seen without a cache and, the same, with one (or by `predict`); the counts of both."""
+    slow, slow_counts = walked(model, clean, positions, Uncached(model), *settings, **named)
+    fast, fast_counts = walked(model, clean, positions, predict or Cached(model, positions), *settings, **named)
+    same_predictions(slow, fast)
+    return slow, slow_counts, fast_counts

@@ -15,7 +15,7 @@ from dcdm.decoding.commits import commit_policy
 from dcdm.decoding.config import AdaBlock
 from dcdm.decoding.loop import Uncached, fill_canvas, predictable
 from dcdm.model.cache import KVCache, LayerCache
-from walks import EXACT, ORDERED, RANDOM, canvases, model_of, walked
+from walks import EXACT, ORDERED, RANDOM, both_ways, canvases, model_of, same_predictions, walked
 
 
 @pytest.mark.parametrize("commit", [*ORDERED, *RANDOM])
@@ -24,22 +24,13 @@ def test_cached_predictions_equal_uncached_ones_in_ragged_batches(kind, commit):
     model = model_of(kind)
     clean, positions = canvases(model)
     order = torch.rand(clean.shape, generator=torch.Generator().manual_seed(2))
-    slow, slow_counts = walked(model, clean, positions, Uncached(model), commit, order=order)
-    fast, fast_counts = walked(model, clean, positions, Cached(model, positions), commit, order=order)
-    same_predictions(slow, fast)
+    slow, slow_counts, fast_counts = both_ways(model, clean, positions, commit, order=order)
     assert torch.equal(slow_counts.forwards, fast_counts.forwards)
     assert (fast_counts.computed <= slow_counts.computed).all()
     # what is remembered and what is computed is together what the active chunk can see
     assert torch.equal(
         fast_counts.computed + fast_counts.reused, slow_counts.computed - _unseen(model, positions, slow)
     )
-
-
-def same_predictions(slow, fast):
-    for (a, where, at), (b, also, there) in zip(slow, fast, strict=True):
-        assert torch.equal(where, also)
-        assert torch.equal(at[where], there[where])
-        torch.testing.assert_close(b[where], a[where], rtol=0, atol=1e-9)
 
 
 def _unseen(model, positions, seen):
@@ -55,9 +46,7 @@ def test_other_routings_are_the_same_with_and_without_cache(kind, routing):
     model = tiny.model(kind)
     clean, positions = canvases(model)
     adablock = AdaBlock(tuple(range(10)), 2, least=0.2)
-    slow, _ = walked(model, clean, positions, Uncached(model), "threshold:0.5", routing, adablock)
-    fast, _ = walked(model, clean, positions, Cached(model, positions), "threshold:0.5", routing, adablock)
-    same_predictions(slow, fast)
+    both_ways(model, clean, positions, "threshold:0.5", routing, adablock)
 
 
 def test_a_cached_step_of_the_active_chunk_costs_its_own_size():
@@ -161,9 +150,7 @@ def test_networks_of_a_single_block_decode_with_a_cache():
     for kind in ("causal", "bdlm", "ar", "mdlm"):
         model = model_of(kind, num_layers=1)
         clean, positions = canvases(model)
-        slow, _ = walked(model, clean, positions, Uncached(model), "position")
-        fast, _ = walked(model, clean, positions, Cached(model, positions), "position")
-        same_predictions(slow, fast)
+        both_ways(model, clean, positions, "position")
 
 
 def test_the_adaptive_block_ends_at_the_surest_delimiter_and_its_first_forward_is_used():

@@ -21,10 +21,6 @@ from dcdm.io.importing import Source
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 50
-LLAMA_3 = {
-    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
 
 
 def qwen3(tied: bool, family: str = "Qwen3", **changes: Any) -> Any:
@@ -148,12 +144,12 @@ def test_the_config_takes_every_setting_from_the_source_and_the_rest_from_the_ca
 
 def test_settings_are_read_from_their_places_before_and_since_transformers_5(copied: Callable[..., Path]) -> None:
     folder = copied()
-    before = {name: value for name, value in LLAMA_3.items() if name != "rope_theta"}
+    before = {name: value for name, value in pretrained.LLAMA_3.items() if name != "rope_theta"}
     scaling = RopeScaling(8.0, 1.0, 4.0, 16)
     for rope, expected in (
         ({"rope_theta": 70000, "rope_scaling": None}, (7e4, None)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 90000.0}}, (9e4, None)),
-        ({"rope_parameters": LLAMA_3}, (5e4, scaling)),
+        ({"rope_parameters": pretrained.LLAMA_3}, (5e4, scaling)),
         ({"rope_theta": 5e4, "rope_scaling": before}, (5e4, scaling)),
     ):
         edit_config(folder, **{"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ..., **rope})
@@ -206,7 +202,7 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "attention bias": ({"attention_bias": True}, ["attention_bias=True", "without"]),
     "MLP bias": ({"mlp_bias": True}, ["mlp_bias=True", "without"]),
     "rope scaling without a number": (
-        {"rope_parameters": {**LLAMA_3, "low_freq_factor": None}},
+        {"rope_parameters": {**pretrained.LLAMA_3, "low_freq_factor": None}},
         ["low_freq_factor=None", "a number"],
     ),
     "rope scaling before transformers 5": (
