@@ -256,7 +256,7 @@ def test_cached_answers_keep_their_monte_carlo_error_and_the_harness_is_told_of_
     requests, lm = question("who", " me", " nobody at all"), adapter()
     first = CachingLM(lm, str(tmp_path / "answers.db")).loglikelihood(requests)
     assert lm.get_model_info()["estimator_label"] == "upper bound (NELBO)"
-    assert lm.get_model_info()["monte_carlo_stderr_max"] == first[1][0].stderr
+    assert lm.get_model_info()["stderr_max"] == first[1][0].stderr
     again = adapter()
     again._score = None  # must not be asked
     second = CachingLM(again, str(tmp_path / "answers.db")).loglikelihood(requests)

@@ -241,14 +241,14 @@ def test_one_command_gives_one_table_in_every_form(place, capsys, tmp_path):
     assert list(dict.fromkeys(firsts))[:3] == ["pubmed", "ptb", "mine"]
     header, ar, paper, bdlm = (line for line in shown.out.splitlines() if line.startswith(("corpus", "pubmed")))
     assert header.index("bound") < header.index("decoder") < header.index("surrogate (no bound)")
-    assert ["does not fit" in line for line in (ar, paper)] == [True, False]
+    assert ["does not apply" in line for line in (ar, paper)] == [True, False]
     assert "≤" in paper
     assert "1 empty documents" in bdlm
 
     markdown = (tmp_path / "t.md").read_text()
     assert markdown.startswith("| corpus | model | exact or ≤ bound |")
     assert "lm1b" not in markdown, "a corpus that nobody asked for"
-    assert markdown.count("does not fit") == 6
+    assert markdown.count("does not apply") == 6
 
 
 def test_json_holds_every_setting_and_count_and_the_split_that_was_read(place, capsys):
@@ -300,7 +300,7 @@ def test_decoders_are_lines_of_their_own_and_several_forwards_are_counted(place)
     ("arguments", "problem"),
     [
         (["--data", "none.txt"], "there is no such file"),
-        (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate fits none of the models"),
+        (["--data", "mine.txt", "--estimator", "bound", "surrogate"], "surrogate applies to none of the models"),
         (["--data", "mine.txt", "--estimator", "elbo"], "unknown estimator"),
         (["--data", "mine.txt", "--stride", "99"], "at most 31"),
         (["--data", "mine.txt", "--commit", "steps:2"], "belongs to --estimator trajectory"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,9 +13,8 @@ from dcdm.commands.options import JsonOption, at_least_one, folders_exist, print
 from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
-    from dcdm.studies.results import Judged
+    from dcdm.studies.results import Judged, Row
     from dcdm.studies.study import Experiment, Study
-    from dcdm.viewing.tables import Table
 
 STUDY_EXAMPLES = (
     "dcdm study studies/lanes-128.yaml --work runs/lanes-128 --jobs 2",
@@ -41,7 +38,6 @@ def study(
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     curves: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
-    verdicts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
     """Train every variant of a study with every seed, measure all on the same held-out windows, and compare.
@@ -60,16 +56,13 @@ def study(
             stay in it and are not made again: a study may be carried out in parts, on several machines.
         plot: Draw exact nats per token against forward passes into this PNG or SVG.
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
-        verdicts: Draw the comparisons of the study's claims with their intervals into this PNG or SVG.
     """
-    from dcdm.likelihood.estimators import LABELS
-    from dcdm.studies.plots import draw_curves, draw_frontier, draw_verdicts
+    from dcdm.studies.plots import draw_curves, draw_frontier
     from dcdm.studies.results import compare, judge, summary
     from dcdm.studies.study import read_study
-    from dcdm.viewing.tables import Table
 
-    folders_exist(out=out, plot=plot, curves=curves, verdicts=verdicts)
-    for name, picture in (("plot", plot), ("curves", curves), ("verdicts", verdicts)):
+    folders_exist(out=out, plot=plot, curves=curves)
+    for name, picture in (("plot", plot), ("curves", curves)):
         if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--{name} {picture}: a picture ends in .png, .svg or .pdf")
     asked = read_study(file)
@@ -79,32 +72,11 @@ def study(
         draw_frontier(asked, [row for row in rows if row.variant in (only or asked.variants)], plot)
     if curves is not None:
         draw_curves(asked, figures, curves, only)
-    judged = judge(asked, figures)
-    if verdicts is not None:
-        draw_verdicts(asked, judged, verdicts)
     if json:
         print_json(summary(asked, figures))
-    elif rows:
-        difference = "difference"
-        if asked.against is not None:
-            difference = f"minus {asked.against}, {asked.main_figure(asked.against)}"
-        columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", difference)
-        lines = [
-            (asked.named(row.variant), row.figure,
-             LABELS[row.estimator] if row.estimator == "surrogate" else row.estimator,
-             None if row.forwards is None else f"{row.forwards:.1f}",
-             row.mean.shown(), row.mean.seeds, None if row.difference is None else row.difference.shown("+"))
-            for row in rows
-        ]  # fmt: skip
-        Table(columns, lines, ("variant", "figure", "is")).print()
-        if judged:
-            print()
-            print_verdicts(judged)
     else:
-        _say(f"no run of {asked.name} is finished in {work}")
-    if not complete:
-        _say("unfinished: the same command resumes")
-        sys.exit(1)
+        print_comparison(asked, rows, judge(asked, figures))
+    end(complete)
 
 
 def carry_on(
@@ -122,37 +94,50 @@ def carry_on(
     at_least_one(jobs=jobs)
     known = () if out is None else stored_figures(asked, out)
     with ConsoleProgress() as reporter:
-        began = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            minutes = (time.monotonic() - began) * (total - done) / max(1, done) / 60
-            left = f"about {math.ceil(minutes)} min left, then measuring" if done < total else "now measuring"
-            reporter.progress("training", done, total, "steps", left if done else "")
-
-        complete = not start or carry_out(asked, work, jobs, reporter.say, only, seeds, known, progress)
+        complete = not start or carry_out(asked, work, jobs, only, seeds, known, reporter)
     figures = collected(asked, work, out)
     if out is not None:
         write_whole(out, (json.dumps(summary(asked, figures), indent=1, sort_keys=True) + "\n").encode())
     return complete, figures
 
 
-def print_verdicts(judged: Sequence[Judged]) -> None:
-    """A table of the comparisons behind every claim."""
+def print_comparison(study: Study, rows: Sequence[Row], judged: Sequence[Judged]) -> None:
+    """A table of figures, and one of the comparisons behind every claim, with verdicts."""
+    from dcdm.likelihood.estimators import LABELS
     from dcdm.viewing.tables import Table
 
+    if rows:
+        minus = "" if study.against is None else f" minus {study.against}, {study.main_figure(study.against)}"
+        columns = ("variant", "figure", "is", "forwards", "nats per token", "seeds", f"difference{minus}")
+        lines = [
+            (study.named(row.variant), row.figure,
+             LABELS[row.estimator] if row.estimator == "surrogate" else row.estimator,
+             None if row.forwards is None else f"{row.forwards:.1f}",
+             row.mean.shown(), row.mean.seeds, row.difference and row.difference.shown("+"))
+            for row in rows
+        ]  # fmt: skip
+        Table(columns, lines, ("variant", "figure", "is")).print()
+    else:
+        print(f"no run of {study.name} is finished", file=sys.stderr)
+    if not judged:
+        return
     compared = [
         (claim.name if number == 0 else "", part.name, part.difference and part.difference.shown("+"), part.verdict)
         for claim in judged
         for number, part in enumerate(claim.parts)
     ]
+    print()
     Table(("claim", "holds if", "difference", "verdict"), compared, ("claim", "holds if", "verdict")).print()
     print()
     for claim in judged:
         print(f"{claim.name} ({claim.says}): {claim.verdict}")
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def end(complete: bool) -> None:
+    """Leave with 1 where runs are missing."""
+    if not complete:
+        print("unfinished: the same command resumes", file=sys.stderr)
+        sys.exit(1)
 
 
 # --- the paper's experiments --------------------------------------------------------------------------------------
@@ -175,14 +160,14 @@ def reproduce(
     finished run is never repeated; Ctrl-C saves and stops, the same command resumes.
 
     With --quick one seed of a small study, studies/quick.yaml, is done in minutes (loss-curves, k-ablation,
-    point-vs-subspace, zero-shot), with the paper's figure and its table.
+    point-vs-subspace, zero-shot), on text that comes with dcdm, and the paper's figure is drawn.
 
     Names: loss-curves, downstream, adaptive, scaling, training-steps, k-ablation, point-vs-subspace, zero-shot,
     moe, partitions, learning-rate, or all.
 
     Args:
         names: Experiments.
-        scale: cpu runs here; paper writes commands and costs without starting.
+        scale: cpu runs here; paper writes commands without starting.
         quick: At most ten minutes on two cores for an experiment; runs, figures and pictures go to runs/quick.
         study: The study with the runs, the claims and the experiments (docs/reproduction.md says which texts it
             needs).
@@ -193,7 +178,7 @@ def reproduce(
         list: Show what each experiment is about, and how many of its runs are done, without starting.
     """
     from dcdm.studies.plots import draw_curves
-    from dcdm.studies.results import judge
+    from dcdm.studies.results import compare, judge
     from dcdm.studies.runner import stored_figures
     from dcdm.studies.study import paper_commands, read_study
 
@@ -212,80 +197,32 @@ def reproduce(
     if scale == "paper":
         print("\n\n".join(paper_commands(name, one) for name, one in chosen.items()))
         return
-    if quick:
-        asked = with_texts_at_hand(asked, names)
-        work.mkdir(parents=True, exist_ok=True)
     only = asked.variants_in(chosen)
     if not only:
         raise ConfigError(f"{', '.join(names)}: nothing of it runs at CPU scale; --scale paper has its commands")
+    if quick:
+        work.mkdir(parents=True, exist_ok=True)
     folders_exist(out=out)
     complete, figures = carry_on(asked, work, jobs, only, seeds, out)
+    decided = {claim for one in chosen.values() for claim in one.claims}
+    rows = [row for row in compare(asked, figures) if row.variant in only]
+    print_comparison(asked, rows, [claim for claim in judge(asked, figures) if claim.name in decided])
     if quick:
         picture = work / f"{'-'.join(chosen)}.png"
         draw_curves(asked, figures, picture, only)
-        losses_table(asked, figures, only).print(caption="nats per token of held-out text; lower is better")
-        print(f"\n{picture}: loss and MaxVio against steps\n")
-    decided = [claim for one in chosen.values() for claim in one.claims]
-    print_verdicts([claim for claim in judge(asked, figures) if claim.name in decided])
-    if not complete:
-        sys.exit(1)
-
-
-WIKITEXT = Path("data/wikitext2-bpe512")
-
-
-def with_texts_at_hand(study: Study, names: Collection[str]) -> Study:
-    """A quick study on WikiText-2 if it is prepared, and of the other texts those that are there, if asked for."""
-    from dataclasses import replace
-
-    from dcdm.studies.runner import PACKAGED
-
-    if (WIKITEXT / "manifest.json").is_file():
-        study = replace(study, settings={**study.settings, "data.sources": [str(WIKITEXT)]})
-        _say(f"text: {WIKITEXT}")
-    else:
-        _say(
-            f"text: the addresses that come with dcdm; WikiText-2 is taken once it is in {WIKITEXT} (docs/data.md "
-            "says where it is to be had)"
-        )
-    if not {"zero-shot", "all"} & {*names}:
-        return replace(study, corpora={})
-    there = {name: path for name, path in study.corpora.items() if path in PACKAGED or Path(path).is_file()}
-    if missing := sorted({*study.corpora} - {*there}):
-        _say(f"other texts: {', '.join(there)}; {', '.join(missing)} are not in data/zeroshot (docs/data.md)")
-    return replace(study, corpora=there)
-
-
-def losses_table(study: Study, figures: Mapping[str, dict[str, Any]], names: Sequence[str]) -> Table:
-    """A row for each model: its losses on held-out and on other texts, and its balance, or that it was not run."""
-    from dcdm.studies.results import BALANCE, by_seed, interval
-    from dcdm.viewing.tables import Table
-
-    columns = {"loss": "valid", "surrogate (no bound)": "surrogate", BALANCE: BALANCE}
-    columns |= {text: f"{text}: valid" for text in study.corpora}
-    rows = []
-    for name in names:
-        values = [by_seed(study, figures, name, figure) for figure in columns.values()]
-        shown = [interval([*found.values()]) for found in values]
-        seeds = len(values[0])
-        how = "not run" if not seeds else "one seed" if seeds == 1 else f"{seeds} seeds"
-        rows.append([study.variants[name].label or name, *(one and one.shown() for one in shown), how])
-    return Table(("model", *columns, "runs"), rows, ("model", "runs"))
+        print(f"\n{picture}: loss and MaxVio against steps")
+    end(complete)
 
 
 def _show_list(study: Study, chosen: Mapping[str, Experiment], done: Collection[str]) -> None:
-    """The experiments, then the variants that they are made of."""
     from dcdm.viewing.tables import Table
 
-    def runs(names: Collection[str]) -> tuple[int, int]:
-        wanted = [run.name for run in study.runs() if run.variant in names]
+    def runs(names: Iterable[str]) -> tuple[int, int]:
+        wanted = [run.name for run in study.runs() if run.variant in study.variants_in(names)]
         return len(wanted), sum(name in done for name in wanted)
 
     texts = ("experiment", "paper", "shows")
-    lines = [(name, one.paper, one.shows, *runs(study.variants_in([name]))) for name, one in chosen.items()]
+    lines = [(name, one.paper, one.shows, *runs([name])) for name, one in chosen.items()]
     Table((*texts, "runs", "done"), lines, texts).print()
-    print("\nRuns are shared: each is done once and serves every experiment that names it.\n")
-    every = study.variants_in(chosen)
-    variant_lines = [(name, study.variants[name].label, *runs([name])) for name in every]
-    Table(("variant", "what", "runs", "done"), variant_lines, ("variant", "what")).print()
-    print(f"\n{runs(every)[0]} runs, {runs(every)[1]} done")
+    print("\nRuns are shared: each is done once and serves every experiment that names it.")
+    print(f"{runs(chosen)[0]} runs, {runs(chosen)[1]} done")

@@ -188,18 +188,8 @@ class HarnessModel(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness adds to its results: how the figures were made, and what did not fit."""
-        counts = self.counts
-        return {
-            "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
-            **self.settings(),
-            "requests": counts.requests,
-            "contexts_cut_on_the_left": counts.cut_contexts,
-            "context_tokens_cut": counts.cut_tokens,
-            "continuations_scored_in_pieces": counts.split_continuations,
-            "generations_over_several_windows": counts.windowed_generations,
-            "monte_carlo_stderr_mean": counts.stderr_sum / max(1, counts.requests),
-            "monte_carlo_stderr_max": counts.stderr_max,
-        }
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return {"model_num_parameters": parameters, **self.settings(), **asdict(self.counts)}
 
     def settings(self) -> dict[str, Any]:
         """What decides an answer, beside weights and tokenizer."""

@@ -185,10 +185,9 @@ def _shares(place: np.ndarray, nats: np.ndarray, corpus: TokenisedCorpus) -> lis
     return list(zip(numbers.tolist(), *(column.tolist() for column in sums), strict=True))
 
 
-def as_dict(row: Figures | Unsupported) -> dict[str, Any]:
+def _plain(row: Figures | Unsupported) -> dict[str, Any]:
     """A row as plain values; infinities, which JSON has no word for, as None."""
-    values = dict(row.__dict__)
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(row).items()}
 
 
 # --- many models on many corpora ---------------------------------------------------------------------------------
@@ -210,8 +209,8 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": self.settings, "models": self.models, "corpora": self.corpora,
-            "results": [as_dict(row) for row in self.rows if isinstance(row, Figures)],
-            "does_not_fit": [as_dict(row) for row in self.rows if isinstance(row, Unsupported)],
+            "results": [_plain(row) for row in self.rows if isinstance(row, Figures)],
+            "does_not_apply": [_plain(row) for row in self.rows if isinstance(row, Unsupported)],
         }  # fmt: skip
 
 
@@ -321,7 +320,7 @@ def _check(
         kinds = ", ".join(sorted({source.config.kind.upper() for source in sources.values()}))
         fitting = sorted({name for source in sources.values() for name in estimators_of(source.config)})
         raise ConfigError(
-            f"estimator {', '.join(nowhere)} fits none of the models ({kinds}); {', '.join(fitting)} do"
+            f"estimator {', '.join(nowhere)} applies to none of the models ({kinds}); {', '.join(fitting)} do"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a study: exact figures against forward passes, curves of training, and verdicts."""
+"""Pictures of a study: exact figures against forward passes, and curves of training."""
 
 from __future__ import annotations
 
@@ -7,25 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dcdm.studies.results import (
-    CONFIRMED,
-    CONTRADICTED,
-    UNDECIDED,
-    Compared,
-    Interval,
-    Judged,
-    Row,
-    balance_of,
-    curve_of,
-)
+from dcdm.studies.results import Interval, Row, balance_of, curve_of
 from dcdm.studies.study import Study
 
 Curve = Callable[[Mapping[str, Any]], list[tuple[int, float]]]
 """What a run's figures tell of its training: step → value."""
 MARKERS = "sovD^P<X>*hpd"
-COLOURS = {CONFIRMED: "tab:green", CONTRADICTED: "tab:red", UNDECIDED: "tab:gray"}
-NOBODY_KNOWS = COLOURS[UNDECIDED]
-"""Of what was not run, or with one seed."""
 
 
 def draw_frontier(study: Study, rows: Sequence[Row], path: Path) -> None:
@@ -104,41 +91,3 @@ def draw_curves(
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
-
-
-def draw_verdicts(study: Study, judged: Sequence[Judged], path: Path) -> None:
-    """All comparisons with their intervals below the claim they belong to, in the colour of their verdict."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    rows: list[Judged | Compared] = []
-    for claim in judged:
-        rows += [claim, *claim.parts]
-    figure = Figure(figsize=(8.5, 1.2 + 0.2 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(0, color="0.4", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=7.5)
-    for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
-        if isinstance(row, Judged):
-            axes.axhline(at - 0.5, color="0.85", linewidth=0.8)
-            label.set(color=COLOURS.get(row.verdict, NOBODY_KNOWS), weight="bold")
-        elif row.difference is not None:
-            axes.errorbar(
-                row.difference.mean, at, xerr=row.difference.half or 0.0, marker="o", markersize=4, capsize=3,
-                color=COLOURS.get(row.verdict, NOBODY_KNOWS),
-            )  # fmt: skip
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xscale("symlog", linthresh=0.2)
-    ticks = (-2, -1, -0.5, -0.2, -0.1, 0, 0.1, 0.2, 0.5, 1, 2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7.5)
-    axes.minorticks_off()
-    axes.set_xlabel("left of zero favours the claim: nats per token, or MaxVio", fontsize=8)
-    axes.set_title(f"{study.name}: 95 % intervals over paired seeds", fontsize=9, loc="left")
-    handles = [Line2D([], [], marker="o", color=colour, label=verdict) for verdict, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=3)
-    figure.savefig(path, dpi=110)
-
-
-def _label(row: Judged | Compared) -> str:
-    return f"{row.says}: {row.verdict}" if isinstance(row, Judged) else row.name.replace(" < ", "  −  ")

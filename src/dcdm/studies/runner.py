@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError, DataError
 from dcdm.files import UnreadableFile, digest, read_json_object, stops_handled_by, write_whole
+from dcdm.progress import Reporter
 from dcdm.studies.results import same_texts
 from dcdm.studies.study import Run, Study
 
@@ -87,37 +86,37 @@ def collected(study: Study, work: Path, results: Path | None = None) -> dict[str
 
 
 def carry_out(
-    study: Study, work: Path, jobs: int, say: Callable[[str], None] = lambda line: None, only: Collection[str] = (),
-    seeds: Collection[int] = (), known: Collection[str] = (),
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    study: Study, work: Path, jobs: int, only: Collection[str] = (), seeds: Collection[int] = (),
+    known: Collection[str] = (), reporter: Reporter | None = None,
 ) -> bool:  # fmt: skip
     """Train and measure what is not done yet, `jobs` at a time, one thread each; False if stopped or failed.
 
     `only` and `seeds` choose the variants and the seeds to carry out, by default all; initial weights that they
     need are made with them. Runs that are `known` need not be made, unless another starts from their weights. A
-    stop is passed on to the runs, which save; the same call resumes them. `progress` hears of training steps.
+    stop is passed on to the runs, which save; the same call resumes them.
     """
+    reporter = reporter or Reporter()
     waiting = _waiting(study, work, only, seeds, known)
     if waiting:
         _check_corpora(study)
-    done = {run.name: threading.Event() for run in waiting}
+    made = {run.name: threading.Event() for run in waiting}
     running: set[subprocess.Popen[bytes]] = set()
     stopped = threading.Event()
 
     def one(run: Run) -> bool:
         try:
             if run.parent is not None:
-                if run.parent.name in done:
-                    done[run.parent.name].wait()
+                if run.parent.name in made:
+                    made[run.parent.name].wait()
                 if figures_of(run.parent, work) is None and not stopped.is_set():
-                    say(f"{run.name}: left out, since {run.parent.name} gives it no weights")
+                    reporter.say(f"{run.name}: left out, since {run.parent.name} gives it no weights")
                     return False
             ok = not stopped.is_set() and _train_and_measure(run, work, running, stopped)
             why = "stopped" if stopped.is_set() else f"failed, see {log_of(run, work)}"
-            say(f"{run.name}: {'done' if ok else why}")
+            reporter.say(f"{run.name}: {'done' if ok else why}")
             return ok
         finally:
-            done[run.name].set()
+            made[run.name].set()
 
     def stop(number: int, frame: object) -> None:
         stopped.set()
@@ -126,23 +125,13 @@ def carry_out(
 
     with stops_handled_by(stop), ThreadPoolExecutor(jobs) as pool:
         results = [pool.submit(one, run) for run in waiting]
-        total = sum(run.config(work).train.steps for run in waiting)
-        while not all(result.done() for result in results):  # in small portions, so that signals are heard
-            time.sleep(0.2)
-            progress(sum(_steps_done(work / run.name) for run in waiting), total)
+        pending = {*results}
+        while pending:  # in small portions, so that signals are heard
+            done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            if done:
+                reporter.progress("study", len(results) - len(pending), len(results), "runs")
     outcomes = [result.result() for result in results]  # all of them: a defect must not hide behind a failed run
     return all(outcomes)
-
-
-def _steps_done(folder: Path) -> int:
-    """Of a run that may be going on: the step of the last line of its metrics."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return 0
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        found = re.findall(rb'"step": ?(\d+)', file.read())
-    return int(found[-1]) if found else 0
 
 
 def _waiting(

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 BALANCE, STEP = "MaxVio", "step "
 """Figures of claims beside those that are measured: the balance of chunks, and the valid one while training."""
-MOST_SEEDS = 1000
 QUIET: dict[str, Any] = {"tensorboard": False, "evaluate_every": 1_000_000, "keep_last": 1, "keep_best": 0}
 """What all runs of studies are started with: their figures are measured once, at the end."""
 
@@ -114,8 +113,6 @@ class Study:
     def __post_init__(self) -> None:
         if not self.variants or not self.seeds:
             raise ConfigError("a study needs variants and seeds")
-        if len(self.seeds) > MOST_SEEDS:
-            raise ConfigError(f"seeds: {len(self.seeds)} are more than {MOST_SEEDS}")
         for group, names in (("variants", self.variants), ("corpora", self.corpora)):
             if odd := next((name for name in names if not re.fullmatch(r"\w[\w.-]{0,99}", name)), None):
                 raise ConfigError(
@@ -127,8 +124,6 @@ class Study:
         for counted in ("windows", "samples"):
             if getattr(self, counted) < 1:
                 raise ConfigError(f"{counted}={getattr(self, counted)} must be at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"minutes={self.minutes} must be above 0")
         for name, variant in self.variants.items():
             if variant.init is not None and variant.init not in self.variants:
                 raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
@@ -385,14 +380,23 @@ def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
 
 # --- an experiment at the paper's scale -----------------------------------------------------------------------
 
-UTILISATION = 0.4
-DEVICE_BYTES = 80e9
-
 
 def paper_commands(name: str, experiment: Experiment) -> str:
-    """Everything to start the experiment at the paper's scale, and its cost; `--dry-run` of a command says more."""
-    jobs = [_job(one, rate, experiment.steps) for one in experiment.presets for rate in experiment.rates]
-    runs = [run for run, *_ in jobs]
+    """Everything to start the experiment at the paper's scale."""
+    from dcdm.training.settings import TrainConfig
+
+    runs, training = [], []
+    for preset, rate in itertools.product(experiment.presets, experiment.rates):
+        run, chosen = preset, ""
+        if rate != 1:
+            run, chosen = f"{preset}-rate{rate:g}", f" train.learning_rate={rate * TrainConfig().learning_rate:g}"
+        nodes = "--nnodes 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        runs.append(run)
+        training.append(
+            f"torchrun {'--standalone' if '0.1b' in preset else nodes} --nproc-per-node 8 -m dcdm train "
+            f"--preset {preset} --run-folder runs/{run} --data DATA/openwebtext --steps {experiment.steps} "
+            f"--set train.compile=true{chosen}"
+        )
     folders = " ".join(f"runs/{run}" for run in runs)
     afterwards = [
         command.replace("{runs}", folders).replace("{run}", run)
@@ -405,44 +409,10 @@ def paper_commands(name: str, experiment: Experiment) -> str:
         "# once, on one machine (GPT-2's tokenizer, windows of 1,024)",
         "dcdm data prepare openwebtext --tokenizer gpt2 --out DATA/openwebtext",
         "",
-        "# training: AdamW (0.9, 0.999, 1e-8), weight decay 0.01, peak 3e-4, cosine to 0, 2,500 warm-up steps",
-        *(command for _, command, *_ in jobs),
+        "# training; --dry-run says what a run costs, --micro-batch how many windows a device takes at a time",
+        *training,
         "",
         "# afterwards",
         *afterwards,
-        "",
-        f"# costs: H800 at {UTILISATION:.0%} of 989 TFLOP/s, estimated, not measured",
-        f"{'model':24}{'EFLOP':>9}{'GPU-hours':>11}",
-        *(f"{run:24}{exa:9.0f}{hours:11,.0f}" for run, _, exa, hours in jobs),
-        f"{'together':24}{sum(job[2] for job in jobs):9.0f}{sum(job[3] for job in jobs):11,.0f}",
     ]
     return "\n".join(lines)
-
-
-def _job(name: str, rate: float, steps: int) -> tuple[str, str, float, float]:
-    """(run, command, EFLOP, GPU-hours) of a preset with the paper's settings on the paper's number of devices."""
-    from dcdm.costs import activation_bytes, cost_estimate, state_bytes
-    from dcdm.presets import preset
-    from dcdm.training.settings import TrainConfig, preset_defaults
-
-    config, costs = preset(name), cost_estimate(preset(name))
-    batch, devices = int(preset_defaults(name)["train.batch_size"]), 8 if "0.1b" in name else 64
-    share = batch // devices
-    # windows of one pass that fit beside the state and gathered bf16 copies of the weights; recomputation where
-    # not even one would
-    room = 0.8 * DEVICE_BYTES - state_bytes(config, devices) - 2 * costs.total_parameters
-    fitting = max(0, int(room // activation_bytes(config, 1)))
-    micro = max((n for n in range(1, share + 1) if share % n == 0 and n <= fitting), default=share)
-    nodes = devices // 8
-    meeting = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    run = name if rate == 1 else f"{name}-rate{rate:g}"
-    command = (
-        f"torchrun {meeting} --nproc-per-node 8 -m dcdm train --preset {name} --run-folder runs/{run} "
-        f"--data DATA/openwebtext --steps {steps} --batch-size {batch} --micro-batch {micro} "
-        "--set train.compile=true"
-    )
-    command += "" if fitting else " train.activation_checkpointing=true"
-    command += "" if rate == 1 else f" train.learning_rate={rate * TrainConfig().learning_rate:g}"
-    again = 1 if fitting else 4 / 3  # a second forward pass
-    hours = costs.step_seconds(batch, devices, UTILISATION) * steps * devices * again / 3600
-    return run, command, costs.training * batch * steps * again / 1e18, hours

@@ -96,7 +96,7 @@ def _line(evaluation: Evaluation, corpus: str, model: str, used: list[str]) -> l
             bits = figures.bits_per_byte
             cells += [_perplexity(figures), "–" if bits is None else f"{bits:.3f}"]
         else:
-            cells += ["does not fit" if members else "", ""]
+            cells += ["does not apply" if members else "", ""]
     return cells + (_counts(counted) if counted is not None else [""] * 4)
 
 
