@@ -6,6 +6,8 @@ Everything here is bounded in time and ends only processes that it started itsel
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pkgutil
@@ -76,7 +78,10 @@ def _report(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
 def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
     """`function(world, *args)` on `count` ranks: every rank's result, None for one that died without it."""
     port = free_port()
-    children = [Child(_rank, rank, count, port, function, args) for rank in range(count)]
+    return _joined([Child(_rank, rank, count, port, function, args) for rank in range(count)], timeout)
+
+
+def _joined(children: list[Child], timeout: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     try:
         return [child.join(max(0.1, deadline - time.monotonic())) for child in children]
@@ -85,11 +90,31 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: floa
             child.kill()
 
 
-def _rank(rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def announce(rank: int, count: int, port: int) -> None:
+    """Set the environment of a process as torchrun does."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
+
+
+def command_on_ranks(count: int, words: list[str], timeout: float = 90) -> list[str]:
+    """What a command prints on each of `count` processes that torchrun might have started."""
+    port = free_port()
+    return _joined([Child(_command, rank, count, port, words) for rank in range(count)], timeout)
+
+
+def _command(rank: int, count: int, port: int, words: list[str]) -> str:
+    announce(rank, count, port)
+    from dcdm.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(words)
+    return printed.getvalue()
+
+
+def _rank(rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    announce(rank, count, port)
     from dcdm.distributed import init_distributed, shutdown
 
     world = init_distributed("cpu", timeout=timedelta(seconds=60))

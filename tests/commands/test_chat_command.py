@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +20,14 @@ from live import live
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     place = tmp_path_factory.mktemp("chat")
     import_model(str(pretrained.saved(place / "source", initializer_range=0.4)), place / "base")
     return place / "base"
 
 
 @pytest.fixture(scope="module")
-def in_lanes(base: Path) -> dcdm.Model:
+def in_lanes(base):
     ar, _ = dcdm.load(base)
     settings = {**ar.config.to_dict(), "kind": "lanes", "lanes": (1, 2, 4)}
     del settings["hide_specials"]
@@ -51,9 +50,7 @@ def rendered(*turns: str, system: str | None = None) -> str:
     return pretrained.tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-def test_every_line_of_a_pipe_is_answered_given_the_conversation_so_far(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_line_of_a_pipe_is_answered_given_the_conversation_so_far(base, capsys):
     said("Hi\n\nAnd you?\n", str(base), "--length", "12", "--temperature", "0", "--system", "Be kind.")
     out = capsys.readouterr().out
     model, tokenizer = dcdm.load(base)
@@ -68,9 +65,7 @@ def test_every_line_of_a_pipe_is_answered_given_the_conversation_so_far(
     assert capsys.readouterr().out == f"{first}\n{first}\n"
 
 
-def test_answers_are_drawn_as_the_models_folder_says_or_carefully_and_a_line_says_which(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_are_drawn_as_the_models_folder_says_or_carefully_and_a_line_says_which(base, capsys):
     settings = base / "generation_config.json"
     for content, said_line in (
         (None, "temperature 0.2: it has no generation_config.json; --temperature sets another"),
@@ -94,9 +89,7 @@ def test_answers_are_drawn_as_the_models_folder_says_or_carefully_and_a_line_say
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_the_text_that_streams_is_the_answer_in_any_number_of_lanes(
-    base: Path, in_lanes: dcdm.Model, lanes: int
-) -> None:
+def test_the_text_that_streams_is_the_answer_in_any_number_of_lanes(base, in_lanes, lanes):
     tokenizer = dcdm.load(base)[1]
     decoding = DecodingConfig.of(lanes=lanes, temperature=0.9).resolve(in_lanes.config, tokenizer)
     pieces: list[str] = []
@@ -109,9 +102,7 @@ def test_the_text_that_streams_is_the_answer_in_any_number_of_lanes(
     assert lanes > 1 or len(pieces) > 3
 
 
-def test_a_long_conversation_forgets_its_oldest_turns_and_a_long_message_is_refused(
-    base: Path, in_lanes: dcdm.Model
-) -> None:
+def test_a_long_conversation_forgets_its_oldest_turns_and_a_long_message_is_refused(base, in_lanes):
     tokenizer = dcdm.load(base)[1]
     decoding = DecodingConfig.of(lanes=4, temperature=0.0).resolve(in_lanes.config, tokenizer)
     conversation = Conversation(in_lanes, tokenizer, ChatTemplate(tokenizer), decoding, "Be kind.", 16)
@@ -127,8 +118,8 @@ def test_a_long_conversation_forgets_its_oldest_turns_and_a_long_message_is_refu
 
 
 def test_neither_a_message_that_is_too_long_nor_bytes_that_are_not_utf8_end_the_chat_at_a_terminal(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    base, monkeypatch, capsys
+):
     lines = io.TextIOWrapper(io.BytesIO(b"word " * 100 + b"\ncaf\xe9\n"))
     monkeypatch.setattr(lines, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", lines)
@@ -138,7 +129,7 @@ def test_neither_a_message_that_is_too_long_nor_bytes_that_are_not_utf8_end_the_
     assert said.count("tokens in") == 1
 
 
-def test_wrong_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_refused(base, tmp_path, capsys):
     source = tmp_path / "source"
     pretrained.network().save_pretrained(source)
     pretrained.tokenizer(chat_template=None).save_pretrained(source)
@@ -156,9 +147,7 @@ def test_wrong_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("lanes", [None, 1, 4])
-def test_an_imported_model_answers_chats_over_http_with_lanes_as_a_setting(
-    base: Path, in_lanes: dcdm.Model, lanes: int | None
-) -> None:
+def test_an_imported_model_answers_chats_over_http_with_lanes_as_a_setting(base, in_lanes, lanes):
     tokenizer = dcdm.load(base)[1]
     request = {
         "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16, "temperature": 0, "seed": 1,

@@ -17,15 +17,6 @@ from dcdm.viewing.chunks import view, window_of
 from dcdm.viewing.tables import Table
 from dcdm.viewing.terminal import show
 
-
-def wrong_use(given, capsys):
-    """What standard error says of a command that exits with code 2."""
-    with pytest.raises(SystemExit) as left:
-        main(given)
-    assert left.value.code == 2
-    return capsys.readouterr().err
-
-
 # --- help --------------------------------------------------------------------------------------------------------
 
 
@@ -75,8 +66,8 @@ def test_help_of_a_command_has_examples_whose_flags_exist_and_shows_no_none(comm
     ("adapt base", ["--run", "dcdm adapt --help"]),
     ("sample x --dtype float16", ["--dtype", "dcdm sample --help"]),
 ])  # fmt: skip
-def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, hints, capsys):
-    said = wrong_use(given.split(), capsys)
+def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, hints, refused):
+    said = refused(*given.split())
     assert all(hint in said for hint in hints)
 
 
@@ -96,9 +87,9 @@ def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, h
     ],
     ids=" ".join,
 )
-def test_a_wrong_path_or_setting_is_one_line_and_exit_code_2(given, tmp_path, monkeypatch, capsys):
+def test_a_wrong_path_or_setting_is_one_line_and_exit_code_2(given, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    assert len(wrong_use(given, capsys).strip().splitlines()) == 1
+    assert len(refused(*given).strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,9 +127,9 @@ def test_names_of_others_reach_a_terminal_without_their_control_characters(monke
     assert not re.search(r"\x1b\]|[\x07\x9b]", out + err)
 
 
-def test_debug_shows_where_an_error_arose(capsys):
+def test_debug_shows_where_an_error_arose(refused):
     command = ["sample", "nowhere", "--prompt", "x"]
-    assert "nowhere is not a folder" in wrong_use(command, capsys)
+    assert "nowhere is not a folder" in refused(*command)
     with pytest.raises(ConfigError, match="nowhere is not a folder"):  # not caught: Python shows where
         main([*command, "--debug"])
 

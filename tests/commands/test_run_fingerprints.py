@@ -40,7 +40,7 @@ run = functools.partial(run_training, load_init=load_init)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory):
     """A place with a corpus, a cache and a run of four steps, to be copied."""
     place = tmp_path_factory.mktemp("finished")
     (place / "corpus.txt").write_text(TEXT)
@@ -53,7 +53,7 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(finished, tmp_path, monkeypatch) -> Path:
+def place(finished, tmp_path, monkeypatch):
     """The same run with two steps left to do; its cache is its own."""
     folder = tmp_path / "run"
     shutil.copytree(finished / "run", folder)
@@ -204,7 +204,7 @@ def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_
 # --- the lock -----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, capsys, monkeypatch):
+def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, refused, monkeypatch):
     monkeypatch.setattr("dcdm.training.checkpoint.PATIENCE", 0.2)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint import Checkpointer\n"
@@ -216,10 +216,7 @@ def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_
         assert holder.stdout.readline() == "held\n"
         (place / "settings.yaml").unlink()
         before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
-        with pytest.raises(SystemExit) as ending:
-            main(["train", "--run", str(place)])
-        said = capsys.readouterr().err
-        assert ending.value.code == 2
+        said = refused("train", "--run", str(place))
         assert f"process {holder.pid} on " in said
         assert time.strftime("since %Y-%m-%d") in said
         assert "Errno" not in said
@@ -269,12 +266,9 @@ def test_a_skipped_checkpoint_is_announced_with_its_name_and_reason(finished, pl
     assert "resuming from step 2" in said
 
 
-def test_sample_names_the_damaged_file_of_a_run(place, capsys):
+def test_sample_names_the_damaged_file_of_a_run(place, refused):
     flip(place / "checkpoints" / "step-00000002" / "tensors.safetensors", 99)
-    with pytest.raises(SystemExit) as ending:
-        main(["sample", str(place), "--prompt", "def"])
-    said = capsys.readouterr().err
-    assert ending.value.code == 2
+    said = refused("sample", str(place), "--prompt", "def")
     assert "step-00000002: tensors.safetensors is damaged" in said
     assert "train further" not in said
 
@@ -284,17 +278,14 @@ def test_sample_names_the_damaged_file_of_a_run(place, capsys):
 
 @pytest.mark.parametrize("kind", ["file", "under a file", "/proc"])
 def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line_before_anything_starts(
-    kind, tmp_path, capsys, monkeypatch
+    kind, tmp_path, refused, monkeypatch
 ):
     monkeypatch.setenv("DCDM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "file").write_text("mine")
     folder = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "run", "/proc": Path("/proc/run")}[
         kind
     ]
-    with pytest.raises(SystemExit) as ending:
-        main(["train", "--preset", "bdlm-debug", "--run", str(folder), "--steps", "1"])
-    said = capsys.readouterr().err
-    assert ending.value.code == 2
+    said = refused("train", "--preset", "bdlm-debug", "--run", str(folder), "--steps", "1")
     assert str(folder) in said
     assert len(said.splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine"

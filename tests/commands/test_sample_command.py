@@ -80,15 +80,13 @@ def test_every_policy_that_makes_sense_runs(runs, kind, commits, capsys):
 
 
 @pytest.mark.parametrize("kind", FITS)
-def test_the_others_are_refused_by_name(runs, kind, capsys):
+def test_the_others_are_refused_by_name(runs, kind, refused):
     every = {name for names in FITS.values() for name in names}
     wrong = [["--routing", name] for name in every - set(FITS[kind])]
     wrong.append(["--cache", "exact" if kind == "paper" else "frozen"])
     for arguments in wrong:
-        with pytest.raises(SystemExit) as left:
-            main(["sample", str(runs[kind]), "--prompt", "x", "--length", "4", *arguments])
-        assert left.value.code == 2
-        assert arguments[1].partition(":")[0] in capsys.readouterr().err
+        said = refused("sample", str(runs[kind]), "--prompt", "x", "--length", "4", *arguments)
+        assert arguments[1].partition(":")[0] in said
 
 
 def test_prompts_come_from_a_pipe_or_json_lines(runs, tmp_path, capsys, monkeypatch):
@@ -126,21 +124,12 @@ def test_a_prompt_is_taken_without_its_line_end_and_bytes_that_are_not_text_are_
     ("--picture out.xyz", "out.xyz"), ("--prompt a[[0]]b", "[[0]]"), ("--jsonl empty", "holds no prompt"),
     ("--jsonl text", "JSON"), ("--jsonl other", "prompt"),
 ])  # fmt: skip
-def test_wrong_settings_and_bad_prompts_are_refused_by_name(given, said, runs, tmp_path, capsys, monkeypatch):
+def test_wrong_settings_and_bad_prompts_are_refused_by_name(given, said, runs, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, content in {"empty": "", "text": "nonsense\n", "other": '{"text": "a"}\n'}.items():
         (tmp_path / name).write_text(content)
     prompt = [] if given.startswith(("--prompt", "--jsonl")) else ["--prompt", "x"]
-    with pytest.raises(SystemExit) as left:
-        main(["sample", str(runs["causal"]), *prompt, *given.split()])
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_window_beyond_the_trained_context_is_warned_of(runs, capsys):
-    for window, warned in (("32", False), ("48", True)):
-        main(["sample", str(runs["ar"]), "--prompt", "x", "--length", "2", "--set", f"window={window}"])
-        assert ("window=48 is beyond the 32 positions" in capsys.readouterr().err) == warned
+    assert said in refused("sample", str(runs["causal"]), *prompt, *given.split())
 
 
 def test_streamed_events_rebuild_the_text(runs, capsys):

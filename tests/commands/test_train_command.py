@@ -171,7 +171,7 @@ def test_what_auto_meant_on_another_device_stays(corpus, tmp_path, monkeypatch):
 
 def test_every_setting_is_listed_with_its_value_and_where_it_comes_from(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    file.write_text("train: {clip: 2.0}\n")
+    file.write_text("train: {clip: 2.0}\nmodel: {num_layers: 2}\n")
     main(["train", "--preset", "mdlm-debug", "--config", str(file), "--prompt-field", "q",
           "--response-field", "a", "--show-settings",
           "--set", "model.num_layers=3"])  # fmt: skip
@@ -259,11 +259,13 @@ def test_settings_that_have_no_effect_or_no_meaning_leave_no_folder(corpus, tmp_
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("text", ["model:", "train: 3", "preset: 3", "3: 4", "model: {1: 2}"])
+@pytest.mark.parametrize("text", ["model:", "train: 3", "preset: 3", "3: 4", "model: {1: 2}", "- a"])
 def test_a_file_of_settings_with_anything_in_it_is_refused_in_words(text, tmp_path):
     (tmp_path / "settings.yaml").write_text(text)
     with pytest.raises(ConfigError):
         run_settings.resolve("ar-debug", tmp_path / "settings.yaml")
+    with pytest.raises(ConfigError, match="preset"):
+        run_settings.resolve(None)
 
 
 @pytest.mark.parametrize("option", [{"train__micro_batch": 1}, {"train__activation_checkpointing": True}])
@@ -370,19 +372,6 @@ def test_what_could_not_be_trained_is_refused_by_name_before_data_is_prepared(
     with pytest.raises(ConfigError, match=message):
         dcdm.train("mdlm-debug", tmp_path / "run", data="nowhere.txt", settings=changes)
     assert not (tmp_path / "run").exists()
-
-
-def test_settings_come_from_preset_then_file_then_flags(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("train: {steps: 7, learning_rate: 1e-3}\nmodel: {num_layers: 3}\n")
-    config = run_settings.resolve("mdlm-debug", file, {"train.steps": 9})
-    assert (config.train.steps, config.train.learning_rate, config.model.num_layers) == (9, 1e-3, 3)
-    assert run_settings.resolve("mdlm-debug").train.steps == 1000
-    with pytest.raises(ConfigError, match="preset"):
-        run_settings.resolve(None)
-    file.write_text("- a\n- b\n")
-    with pytest.raises(ConfigError, match="by name"):
-        run_settings.resolve("mdlm-debug", file)
 
 
 def test_a_preset_s_noise_fits_its_kind_and_naming_any_of_it_gives_it_up():

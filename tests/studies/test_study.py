@@ -138,7 +138,7 @@ def test_curves_run_over_steps_or_over_minutes_where_the_study_knows_them(finish
         assert curve[-1][1] == pytest.approx(end, abs=1e-5)
 
 
-def test_pictures_are_drawn_and_verdicts_printed(finished, tmp_path, capsys):
+def test_pictures_are_drawn_and_verdicts_printed(finished, tmp_path, capsys, refused):
     asked, work = finished
     claims = {"price": {"says": "lanes cost nothing", "below": ["lanes 1 lanes < ar", "mdlm < ar"]}}
     path = write(tmp_path, definition(settings=dict(asked.settings), corpora=dict(asked.corpora), claims=claims))
@@ -153,9 +153,8 @@ def test_pictures_are_drawn_and_verdicts_printed(finished, tmp_path, capsys):
     # the bars of three variants, of drafts and of AdaBlock, on the plot and in the legend
     assert frontier.count('id="LineCollection') == 10
     assert "<!-- minutes -->" in curves
-    with pytest.raises(SystemExit):
-        main(["study", str(path), "--work", str(work), "--plot", str(tmp_path / "x.bmp")])
-    assert "a picture ends in .png, .svg or .pdf" in capsys.readouterr().err
+    said = refused("study", str(path), "--work", str(work), "--plot", str(tmp_path / "x.bmp"))
+    assert "a picture ends in .png, .svg or .pdf" in said
 
 
 def test_a_stop_that_comes_while_a_run_starts_reaches_it(tmp_path, monkeypatch):

@@ -140,6 +140,8 @@ def tasks(
 ) -> None:
     """Run the paper's nine benchmarks by lm-evaluation-harness's task definitions; several models in one table.
 
+    Under torchrun, processes share the work: torchrun --nproc-per-node 8 -m dcdm eval tasks …
+
     Tasks: arc_challenge, mmlu, hellaswag, truthfulqa, winogrande, piqa, math, gsm8k, humaneval, or all.
 
     Args:
@@ -158,54 +160,50 @@ def tasks(
         set: Other settings of the decoder, as in lanes=4 or routing=adablock.
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
     """
+    from dcdm.distributed import init_distributed, shutdown
     from dcdm.evaluation.perplexity import names_of
     from dcdm.evaluation.tasks import choose
     from dcdm.viewing.tables import print_task, tasks_table
 
     at_least_one(limit=limit)
     names = [name for text in tasks for name in text.split(",") if name]
-    chosen = choose(names, data_dir, _shots(num_fewshot))
+    chosen = choose(names, data_dir, assignments(num_fewshot, "num-fewshot"))
     if data_dir is not None:  # read by the packages when they are imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    with _quiet():
-        from dcdm.evaluation import harness
-        from dcdm.evaluation.tasks import run_benchmark
+    world = init_distributed(device)
+    loud = world.is_main and not json
+    try:
+        with _quiet():
+            from dcdm.evaluation import harness
+            from dcdm.evaluation.tasks import run_benchmark
 
-        reports: dict[str, list[dict[str, Any]]] = {}
-        made_with: list[dict[str, Any]] = []
-        for name, model in names_of([str(one) for one in models]).items():
-            lm = harness.HarnessModel(
-                pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator), batch_size=batch_size,
-                max_length=max_length, max_gen_toks=max_new_tokens, device=device, dtype=dtype,
-                **{"commit": commit} | assignments(set),
-            )  # fmt: skip
-            weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
-            asked = {"model": model, "limit": limit, "batch_size": batch_size, "dtype": weights}
-            made_with.append(asked | lm.settings())
-            if not json and len(models) > 1:
-                print(name)
-            reports[name] = []
-            for one in chosen:
-                reports[name].append(run_benchmark(lm, one, limit, allow_code_execution))
-                if not json:
-                    print_task(reports[name][-1], first=len(reports[name]) == 1)
-    if json:
+            reports: dict[str, list[dict[str, Any]]] = {}
+            made_with: list[dict[str, Any]] = []
+            for name, model in names_of([str(one) for one in models]).items():
+                lm = harness.HarnessModel(
+                    pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator),
+                    batch_size=batch_size, max_length=max_length, max_gen_toks=max_new_tokens,
+                    device=str(world.device), dtype=dtype, world=world, **{"commit": commit} | assignments(set),
+                )  # fmt: skip
+                weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+                asked = {"model": model, "limit": limit, "batch_size": batch_size, "dtype": weights}
+                made_with.append(asked | lm.settings())
+                if loud and len(models) > 1:
+                    print(name)
+                reports[name] = []
+                for one in chosen:
+                    reports[name].append(run_benchmark(lm, one, limit, allow_code_execution))
+                    if loud:
+                        print_task(reports[name][-1], first=len(reports[name]) == 1)
+    finally:
+        shutdown(world)
+    if json and world.is_main:
         both = zip(made_with, reports.values(), strict=True)
         found = [{"settings": settings, "tasks": figures} for settings, figures in both]
         print_json(found[0] if len(found) == 1 else {"models": found})
-    elif len(models) > 1:
+    elif loud and len(models) > 1:
         print()
         tasks_table(reports).print(caption="percent; ±: standard error over questions; first metric of each task")
-
-
-def _shots(texts: tuple[str, ...]) -> dict[str, int]:
-    shots = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        if not number.isdecimal():
-            raise ConfigError(f"--num-fewshot {text}: write it as task=number")
-        shots[name] = int(number)
-    return shots
 
 
 @contextlib.contextmanager

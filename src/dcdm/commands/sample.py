@@ -96,7 +96,6 @@ def sample(
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
-    _warn_of_window(window, loaded.config.context_length)
     with _Stream(tokenizer, prompts, stream, blanks) as shown:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, decoding=decoding,
@@ -125,15 +124,6 @@ def _prompts(prompt: tuple[str, ...], jsonl: Path | None, has_model: bool) -> li
         raise ConfigError("give --prompt TEXT or --jsonl FILE, or pipe a text into the command")
     piped = piped_text()
     return [piped if piped or has_model else EXAMPLE]
-
-
-def _warn_of_window(window: int | None, trained: int) -> None:
-    if window is not None and window > trained:
-        print(
-            f"dcdm: window={window} is beyond the {trained} positions that the model was trained on; "
-            "what it writes there may make less sense",
-            file=sys.stderr,
-        )
 
 
 def _json_lines(path: Path) -> list[str]:

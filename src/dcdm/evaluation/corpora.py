@@ -330,15 +330,22 @@ class CorpusWindows:
         self.left_out = int(counted.sum() - counted[self.chosen].sum())
         """Tokens of windows that are not chosen."""
 
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[WindowBatch]:
-        """Every `world`-th chosen window from `rank` on, those of one padded size together."""
-        mine = self.chosen[rank::world]
-        tokens = self.spans[mine, 2] - self.spans[mine, 0]
+    def groups(self, batch_size: int, rank: int = 0, world: int = 1) -> list[tuple[np.ndarray, int]]:
+        """Every `world`-th batch from `rank` on: chosen windows of one padded size, and that size.
+
+        Batches are the same for any number of processes, and so is what their windows score, to the last digit.
+        """
+        tokens = self.spans[self.chosen, 2] - self.spans[self.chosen, 0]
         sizes = np.minimum(self.length, -(-(tokens + 1) // ROUND) * ROUND)
+        found = []
         for size in np.unique(sizes)[::-1].tolist():
-            group = mine[sizes == size]
-            for start in range(0, len(group), batch_size):
-                yield self._batch(group[start : start + batch_size], size)
+            alike = self.chosen[sizes == size]
+            found += [(alike[start : start + batch_size], size) for start in range(0, len(alike), batch_size)]
+        return found[rank::world]
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[WindowBatch]:
+        """The batches of a process, each made when it is asked for."""
+        return (self._batch(numbers, size) for numbers, size in self.groups(batch_size, rank, world))
 
     def cut_documents(self) -> int:
         """Documents among the chosen windows that do not lie whole in one of them."""

@@ -10,9 +10,9 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -34,7 +34,7 @@ from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.engine import generate
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.routes import router_of
-from dcdm.distributed import choose_device, precision
+from dcdm.distributed import World, choose_device, gather_objects, precision
 from dcdm.io.load import find_model, load_model
 from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model, PositionMasks
@@ -123,7 +123,8 @@ class HarnessModel(TemplateLM):
     exactly. Seeds: noise follows from `seed` and the question, so that the choices of a question share it and
     neither the batch size nor the order of the requests matters. `max_length` defaults to the window of training.
     Further arguments are fields of `DecodingConfig` and choose the decoder of generated text; `lanes` holds for
-    likelihoods, too, and is one, the model's best, by default.
+    likelihoods, too, and is one, the model's best, by default. The processes of a `world` share the batches; all of
+    them have all answers, the same to the last digit as one process would give.
     """
 
     def __init__(
@@ -139,9 +140,11 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool = True,
+        world: World | None = None,
         **decoding: Any,
     ) -> None:
         super().__init__()
+        self.world = world or World()
         if isinstance(pretrained, tuple):
             config, tokenizer = pretrained[0].config, pretrained[1]
         else:
@@ -221,16 +224,26 @@ class HarnessModel(TemplateLM):
         for place, request in enumerate(requests):
             context, settings = request.args
             seen[context] = seen.get(context, -1) + 1  # repeated requests are to be answered differently
-            jobs.append(_Job(place, settings, self.tok_encode(context), _number(context, seen[context])))
-        jobs.sort(key=lambda job: (job.settings_key, -len(job.tokens)))
+            jobs.append(self._job(place, context, settings, _number(context, seen[context])))
+        jobs.sort(key=lambda job: (job.settings_key, -len(job.prompt)))
+        alike = (list(same) for _, same in groupby(jobs, key=lambda job: job.settings_key))
+        batches = [batch for same in alike for batch in _batches(same, self.batch_size)]
         answers = [""] * len(jobs)
-        with _bar(len(jobs), "generating", disable_tqdm) as bar:
-            for _, same in groupby(jobs, key=lambda job: job.settings_key):
-                for batch in _batches(list(same), self.batch_size):
-                    for job, answer in zip(batch, self._generate(batch), strict=True):
-                        answers[job.place] = answer
-                    bar.update(len(batch))
+        for batch, texts in zip(batches, self._shared(batches, self._generate, disable_tqdm), strict=True):
+            for job, text in zip(batch, texts, strict=True):
+                answers[job.place] = text
         return answers
+
+    def _shared(self, batches: list[Any], answer: Callable[[Any], list[Any]], quiet: bool) -> list[list[Any]]:
+        """The answers to all batches, of which this process works out its share."""
+        rank, size = self.world.rank, self.world.size
+        mine, found = batches[rank::size], []
+        with _bar(sum(map(len, mine)), quiet or not self.world.is_main) as bar:
+            for batch in mine:
+                found.append(answer(batch))
+                bar.update(len(batch))
+        every = gather_objects(found, self.world)
+        return [every[number % size][number // size] for number in range(len(batches))]
 
     # --- rows ---
 
@@ -289,13 +302,12 @@ class HarnessModel(TemplateLM):
             return len(first.tokens) - first.given, -len(first.tokens)
 
         order = sorted((owner for owner, rows in enumerate(pieces) if rows), key=lengths)
-        waiting = [(owner, row) for owner in order for row in pieces[owner]]
+        owners = [owner for owner in order for _ in pieces[owner]]
+        batches = _batches([row for owner in order for row in pieces[owner]], self.batch_size)
+        scored = chain.from_iterable(self._shared(batches, self._score, quiet))
         parts: list[list[tuple[float, float, bool]]] = [[] for _ in pieces]
-        with _bar(len(waiting), "scoring", quiet) as bar:
-            for batch in _batches(waiting, self.batch_size):
-                for (owner, _), part in zip(batch, self._score([row for _, row in batch]), strict=True):
-                    parts[owner].append(part)
-                bar.update(len(batch))
+        for owner, part in zip(owners, scored, strict=True):
+            parts[owner].append(part)
         return [self._answer(part) for part in parts]
 
     def _answer(self, parts: list[tuple[float, float, bool]]) -> tuple[Estimate, bool]:
@@ -323,8 +335,14 @@ class HarnessModel(TemplateLM):
 
     # --- text ---
 
+    def _job(self, place: int, context: str, settings: dict[str, Any], index: int) -> _Job:
+        asked = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+        room = min(asked["max_gen_toks"], self.max_length // 2)  # what does not fit comes in further windows
+        self.counts.windowed_generations += room < asked["max_gen_toks"]
+        return _Job(place, asked, self._row(self.tok_encode(context), [0] * room, 0).tokens[:-room], index)
+
     def _generate(self, jobs: list[_Job]) -> list[str]:
-        asked = dict(normalize_gen_kwargs(jobs[0].settings, self.max_gen_toks))
+        asked = dict(jobs[0].settings)
         until = [term for term in asked.pop("until", []) if term]
         sampling = {name: asked.pop(name) for name in SAMPLING if asked.get(name) is not None}
         if not asked.pop("do_sample", False):
@@ -332,13 +350,11 @@ class HarnessModel(TemplateLM):
         wanted = asked.pop("max_gen_toks")
         if asked:
             log.warning("generation settings that have no meaning here: %s", ", ".join(sorted(asked)))
-        room = min(wanted, self.max_length // 2)  # what does not fit beside the prompt comes in further windows
-        self.counts.windowed_generations += (room < wanted) * len(jobs)
-        prompts = [self._row(job.tokens, [0] * room, 0).tokens[:-room] for job in jobs]
 
         def stop(row: int, ids: list[int]) -> bool:
             return any(term in self.text.decode(ids) for term in until)
 
+        prompts = [job.prompt for job in jobs]
         done = generate(
             self.model, prompts, max_new_tokens=wanted, seed=self.seed, eos_id=self.text.eos_id,
             index=[job.index for job in jobs], stop=stop if until else None, batch_size=len(jobs),
@@ -352,7 +368,7 @@ class HarnessModel(TemplateLM):
 class _Job:
     place: int
     settings: dict[str, Any]
-    tokens: list[int]
+    prompt: list[int]
     index: int
 
     @property
@@ -388,10 +404,10 @@ def _number(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _batches(items: list[Any], size: int) -> Iterable[list[Any]]:
-    return (items[at : at + size] for at in range(0, len(items), size))
+def _batches(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def _bar(total: int, what: str, quiet: bool) -> Any:
+def _bar(total: int, quiet: bool) -> Any:
     """A progress bar on a terminal, also where the harness's own bars are sent away."""
-    return tqdm(total=total, desc=what, disable=True if quiet else None, file=sys.__stderr__)
+    return tqdm(total=total, disable=True if quiet else None, file=sys.__stderr__)

@@ -1,8 +1,8 @@
 """Perplexity of models on corpora, with its errors and with what was left out.
 
 `evaluate_perplexity` measures many models on many corpora, and finds all that can be wrong before it measures the
-first. Neither the batch size nor the number of processes changes a figure beyond the rounding of floating-point
-sums: a window's randomness is keyed by its number, and figures are summed in the order of the windows.
+first. Processes share the batches, and sums are taken in the order of the windows: their number changes no digit.
+Nor does the batch size, beyond rounding: a window's randomness is keyed by its number.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def measure_perplexity(
     commit: str = "chunk",
 ) -> Tally:
     """Score the windows, this process its share of them, and gather all of it on every process."""
-    total, mine = len(windows.chosen[world.rank :: world.size]), Tally()
-    for batch in windows.batches(drawing.batch_size, world.rank, world.size):
+    share = (drawing.batch_size, world.rank, world.size)
+    total, mine = sum(len(numbers) for numbers, _ in windows.groups(*share)), Tally()
+    for batch in windows.batches(*share):
         scored = score(
             model, batch.tokens.to(world.device), estimator, drawing.samples, drawing.seed,
             prompt=batch.prompt.to(world.device), index=batch.index, batch_size=len(batch.tokens), lanes=lanes,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError, DataConfig
 from dcdm.data.sources import BadRows, cut_into_parts, examine, read_rows, resolve
+from dcdm.distributed import World, from_main
 from dcdm.evaluation import execution
 
 SPLITS = ("train", "dev", "validation", "test")
@@ -123,6 +124,8 @@ def _chosen(name: str, folder: Path | None, shots: int | None) -> Chosen:
     if shots is not None and shots != benchmark.shots and benchmark.fixed_shots:
         raise ConfigError(f"--num-fewshot {name}={shots}: the official prompt of {name} cannot take examples")
     number = benchmark.shots if shots is None else shots
+    if not isinstance(number, int) or number < 0:
+        raise ConfigError(f"--num-fewshot {name}={number}: write a whole number of examples")
     if folder is None:
         return Chosen(name, benchmark, number, None)
     chosen = Chosen(name, benchmark, number, files := _files(benchmark, folder))
@@ -183,6 +186,7 @@ class Loader:
 
     chosen: Chosen
     execute: bool
+    world: World = field(default_factory=World)
 
     def load(self) -> list[Any]:
         """The harness's `Task` and `Group` objects."""
@@ -258,7 +262,8 @@ class Loader:
             if not self.execute:
                 return {"not executed": 1.0}
             program = f"{results[0][0]}\n{doc['test']}\ncheck({doc['entry_point']})\n"
-            return {"pass@1": float(execution.run_program(program).passed)}
+            outcome = from_main(lambda: execution.run_program(program), self.world)  # run once, by one process
+            return {"pass@1": float(outcome.passed)}
 
         metric = "pass@1" if self.execute else "not executed"
         return {
@@ -278,7 +283,7 @@ def run_benchmark(lm: Any, chosen: Chosen, limit: int | None, execute: bool) -> 
     """One benchmark's report."""
     started = time.perf_counter()
     lm.counts = type(lm.counts)()
-    results = run_tasks(lm, Loader(chosen, execute).load(), limit)
+    results = run_tasks(lm, Loader(chosen, execute, lm.world).load(), limit)
     notes = [*chosen.notes, *(["not executed"] if chosen.name == "humaneval" and not execute else [])]
     return {
         "task": chosen.name, "title": chosen.benchmark.title, "shots": chosen.shots, "split": chosen.split,
