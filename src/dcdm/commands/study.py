@@ -218,7 +218,8 @@ def _show_list(study: Study, chosen: Mapping[str, Experiment], done: Collection[
     from dcdm.viewing.tables import Table
 
     def runs(names: Iterable[str]) -> tuple[int, int]:
-        wanted = [run.name for run in study.runs() if run.variant in study.variants_in(names)]
+        variants = study.variants_in(names)
+        wanted = [run.name for run in study.runs() if run.variant in variants]
         return len(wanted), sum(name in done for name in wanted)
 
     texts = ("experiment", "paper", "shows")

@@ -23,6 +23,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,13 @@ class Study:
 
     def config(self, name: str) -> RunConfig:
         """The settings of a variant's runs, but for the seed and the place of initial weights."""
-        return Run(self, name, self.seeds_of(name)[0]).config(Path())
+        if name not in self._configs:
+            self._configs[name] = Run(self, name, self.seeds_of(name)[0]).config(Path())
+        return self._configs[name]
+
+    @cached_property
+    def _configs(self) -> dict[str, RunConfig]:
+        return {}
 
     def figures_asked(self, name: str) -> dict[str, dict[str, Any]]:
         """Name → how to score, of all figures that a variant gets on held-out windows."""

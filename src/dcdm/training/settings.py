@@ -6,6 +6,7 @@ import difflib
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -340,9 +341,12 @@ def _merge(base: dict[str, Any], more: Mapping[str, Any], path: str = "") -> Non
             base[name] = value
 
 
+type_hints = cache(get_type_hints)  # they are most of the time that a study takes to be read
+
+
 def made(cls: type[T], values: Mapping[str, Any], path: str) -> T:
     """A dataclass from nested plain values; unknown names and wrong types are refused with the nearest fix."""
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)  # type: ignore[arg-type]
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     ready = {}
     for name, value in without_retired(values, RETIRED.get(path.rstrip("."), {})).items():
