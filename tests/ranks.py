@@ -109,7 +109,11 @@ def _command(rank: int, count: int, port: int, words: list[str]) -> str:
     from dcdm.cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        main(words)
+        try:
+            main(words)
+        except SystemExit as left:
+            if left.code:
+                raise
     return printed.getvalue()
 
 

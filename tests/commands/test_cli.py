@@ -1,8 +1,10 @@
+import contextlib
 import json
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -150,3 +152,42 @@ def test_a_table_shows_names_as_they_are_and_is_not_cut_when_it_is_piped(capsys)
     table.print(caption="of [x]")
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == ["[bold]name", *names, "of [x]"]
     assert table.to_markdown().splitlines()[-1].startswith(r"| a\|bx")
+
+
+@pytest.fixture
+def terminal(monkeypatch, capsys):
+    """Runs a command as in a terminal of 80 columns, and without one; the lines and the words of both."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")  # without colours
+
+    def printed(*words):
+        shown = []
+        for there in (True, False):
+            monkeypatch.setattr("sys.stdout.isatty", lambda there=there: there)
+            with contextlib.suppress(SystemExit):
+                main([*words])
+            shown.append(capsys.readouterr().out)
+        return shown
+
+    return printed
+
+
+ROOT = Path(__file__).parents[2]
+SURROGATE = str(ROOT / "studies/surrogate.yaml")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["presets"],
+        ["models"],
+        ["train", "--preset", "dcdm-debug", "--show-settings"],
+        ["reproduce", "--list", "--quick", "--study", str(ROOT / "studies/quick.yaml")],
+        ["study", SURROGATE, "--work", "none", "--out", str(ROOT / "results/surrogate.json"), "--report"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_a_table_fits_a_terminal_of_80_columns_with_all_of_its_words(given, terminal):
+    narrow, wide = terminal(*given)
+    assert max(len(line) for line in narrow.splitlines() if "   " in line.strip()) <= 80
+    assert {*wide.split()} <= {*narrow.split()}

@@ -27,6 +27,7 @@ from dcdm.io.verify import verify_model
 from dcdm.training.checkpoint import Checkpointer
 from dcdm.training.checkpoint_folder import CheckpointError, load_record, newest_whole
 from dcdm.training.run import run_training
+from ranks import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -204,26 +205,29 @@ def test_a_prepared_folder_that_has_moved_resumes_the_run_and_another_text_does_
 # --- the lock -----------------------------------------------------------------------------------------------------
 
 
+def hold(folder):
+    held = Checkpointer(folder)
+    time.sleep(60)
+    held.close()
+
+
 def test_of_two_starts_at_once_the_loser_changes_nothing_and_says_who_holds_the_folder(place, refused, monkeypatch):
     monkeypatch.setattr("dcdm.training.checkpoint.PATIENCE", 0.2)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys, time\nfrom dcdm.training.checkpoint import Checkpointer\n"
-         "held = Checkpointer(sys.argv[1]); print('held', flush=True); time.sleep(60)",
-         str(place / "checkpoints")], stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    lock = place / "checkpoints" / ".lock"
+    lock.write_text("")
+    holder = Child(hold, place / "checkpoints")
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        while not lock.read_text().endswith("\n"):
+            time.sleep(0.01)
         (place / "settings.yaml").unlink()
         before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
         said = refused("train", "--run", str(place))
-        assert f"process {holder.pid} on " in said
+        assert f"process {holder.process.pid} on " in said
         assert time.strftime("since %Y-%m-%d") in said
         assert "Errno" not in said
         assert {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()} == before
     finally:
         holder.kill()
-        holder.wait()
     assert run(None, place) == 0, "a killed process holds nothing"
 
 

@@ -32,6 +32,7 @@ from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
 from dcdm.training.run import evaluate, run_training
+from ranks import Child, command_on_ranks
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
 SMALL = {
@@ -465,23 +466,25 @@ assert transformers.AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})('ab
 """
     if lines == OWN:
         exec(code, {})
-        return
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    else:  # in a process that has not imported dcdm.hub
+        Child(exec, f"import sys\nassert 'dcdm.hub' not in sys.modules\n{code}", {}).join(120)
 
 
-def test_two_processes_train_and_resume_in_one(corpus, tmp_path):
-    """torchrun with gloo: the same command, the same figures, and a folder that one process resumes."""
+@pytest.mark.parametrize("started_by", ["ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_processes_train_and_resume_in_one(started_by, corpus, tmp_path):
+    """The same command with gloo, the same figures, and a folder that one process resumes."""
     alone, pair = tmp_path / "alone", tmp_path / "pair"
     assert start("dcdm-debug", alone, corpus, train__steps=4, checkpoint_every=2) == 0
     values = yaml.safe_load((alone / "settings.yaml").read_text())
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump({**values, "tensorboard": True}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcdm",
-               "train", "--config", str(file), "--run-folder", str(pair), "--device", "cpu"]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    words = ["train", "--config", str(file), "--run-folder", str(pair), "--device", "cpu"]
+    if started_by == "ranks":
+        command_on_ranks(2, words)
+    else:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcdm"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launch, *words], env=environment, check=True, timeout=240)
     for one, other in zip(metrics(alone), metrics(pair), strict=True):
         if "loss" in one:
             assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)

@@ -112,10 +112,9 @@ def test_settings_that_make_no_windows_are_refused(settings, length, problem):
         WindowSettings(**settings).check(length, 64)
 
 
-@pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_bpe([prose(200)], 300)])
+@pytest.mark.parametrize("tokenizer", [BYTES, train_bpe([prose(200)], 300)], ids=["bytes", "bpe"])
 @given(text=st.text(max_size=40))
-def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(make, text):
-    tokenizer = make()
+def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tokenizer, text):
     ids, sizes = tokenizer.encode_sized([text])[0]
     assert ids.tolist() == tokenizer.encode(text)
     assert sizes.sum() == len(text.encode())

@@ -199,87 +199,31 @@ def test_the_tables_of_lanes_quote_the_results_and_what_they_are_over_ar(length)
         assert [round(100 * (digits[number] / ar - 1)) for number in quoted] == [int(share) for share in shares]
 
 
-# --- docs/decoding.md ---------------------------------------------------------------------------------------------
+# --- docs/decoding.md, docs/training.md ---------------------------------------------------------------------------
 
 
-def test_surest_first_and_far_apart_quote_the_results():
-    text = page("docs/decoding.md")
-    rows = cells(text[text.index("| | forward passes | `steps:N`") :].split("\n\n")[0])
-    assert len(rows) == 6
-    for name, forwards, *quoted in rows:
-        figures = runs("ten-minutes")[{"MDLM": "mdlm-s0", "BDLM, blocks of 8": "bdlm-s0"}[name]]
-        wanted = [
-            f"{figure['nats_per_token']:.3f}"
-            for policy in ("steps", "dilated")
-            for commit, figure in figures.items()
-            if commit.startswith(policy) and f"{figure['forwards']:.0f}" == forwards
-        ]
-        assert quoted == wanted
-        assert wanted[1] < wanted[0]
-
-
-# --- docs/training.md ---------------------------------------------------------------------------------------------
-
-RATES = ["adamw-1", "adamw-2", "adamw-4", "muon-1", "muon-2", "muon-5", "muon-10", "muon-20"]
-LEARNED = {
-    "mdlm": "MDLM, bound", "bdlm": "BDLM, blocks of 8, bound",
-    "paper": "DCDM, the paper's routing, sequential bound", "causal": "DCDM, causal routing, bound",
-}  # fmt: skip
-RECIPES = {
-    "AdamW, the best of three rates": "adamw", "Muon": "muon", "Muon, noise in a bell": "bell",
-    "Muon, noise in a bell, RoPE for short windows": "theta", "Muon, noise between 0.3 and 0.8": "clipped",
-    "Muon, a third of the time as AR first": "from-ar",
-}  # fmt: skip
-"""Rows of the table of recipes → endings of the study's variants."""
-TEN_MINUTES = {
-    "`ar-debug`": "ar", "`lanes-debug`": "lanes", "`mdlm-debug`": "mdlm", "`bdlm-debug`": "bdlm",
-    "`dcdm-debug` (paper)": "paper", "`dcdm-debug-causal`": "causal",
-}  # fmt: skip
-
-
-def learning() -> str:
-    return page("docs/training.md").partition("## What makes small diffusion models learn")[2]
-
-
-def row(begins: str) -> list[str]:
-    """The cells behind the first of the line of a table that begins so."""
-    (line,) = (one.strip() for one in learning().splitlines() if one.strip().startswith(f"| {begins} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
-
-
-def shown(variant: str, figure: str = "valid") -> str:
-    found = interval(list(nats("learn-recipes", variant, figure).values()))
-    return "" if found is None else found.shown()
-
-
-@pytest.mark.parametrize("kind", LEARNED)
-def test_the_table_of_rates_quotes_the_results(kind):
-    figures = [runs("learn-rates").get(f"{kind}-{column}-s0") for column in RATES]
-    wanted = ["" if one is None else f"{one['valid']['nats_per_token']:.3f}" for one in figures]
-    assert row(LEARNED[kind])[1:] == wanted
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_table_of_recipes_quotes_the_results(recipe):
-    assert row(recipe) == [shown(f"{kind}-{RECIPES[recipe]}") for kind in LEARNED]
-
-
-@pytest.mark.parametrize("name", TEN_MINUTES)
-def test_the_table_of_ten_minutes_quotes_the_results(name):
-    figures = runs("ten-minutes")[f"{TEN_MINUTES[name]}-s0"]
-    values = {figure: f"{one['nats_per_token']:.3f}" for figure, one in figures.items()}
-    valid, chunk = row(name)[1:]
-    if "4 lanes" in values:
-        assert valid == f"{values['4 lanes']} (exact, 4 lanes)"
-        by_number = sorted((int(figure.split()[0]), value) for figure, value in values.items())
-        assert [one for one in chunk.split() if "." in one] == [value for _, value in by_number]
-        return
-    assert valid.split()[0] == values["valid"]
-    assert ("surrogate" in valid) == ("surrogate" in values)
-    assert f"surrogate {values.get('surrogate')}" in valid or "surrogate" not in values
-    if "chunk" in values:
-        forwards = figures["chunk"]["forwards"]
-        assert chunk == f"{values['chunk']} ({forwards:.0f} forward pass{'' if round(forwards) == 1 else 'es'})"
+@pytest.mark.parametrize(
+    ("document", "begins", "studies", "least"),
+    [
+        ("docs/decoding.md", "| | forward passes | `steps:N`", ["ten-minutes"], 12),
+        ("docs/training.md", "| preset | steps | valid figure", ["ten-minutes"], 15),
+        ("docs/training.md", "| held-out nats per byte | MDLM", ["learn-recipes"], 17),
+        ("docs/training.md", "| | steps | AdamW, 0.001", ["learn-rates", "learn-recipes"], 19),
+    ],
+)
+def test_every_figure_of_a_table_is_one_of_the_results(document, begins, studies, least):
+    """Of one seed, or the mean over seeds with its interval."""
+    found = defaultdict(list)
+    for study in studies:
+        for run, figures in runs(study).items():
+            for name, figure in figures.items():
+                found[study, run.rpartition("-s")[0], name].append(figure["nats_per_token"])
+    known = {interval(values).shown() for values in found.values()}
+    text = page(document)
+    rows = cells(text[text.index(begins) :].split("\n\n")[0])
+    quoted = re.findall(r"\d\.\d{3}(?: ± \d\.\d{3})?", str(rows))
+    assert len(quoted) >= least
+    assert not [one for one in quoted if one not in known]
 
 
 # --- docs/pretrained.md -------------------------------------------------------------------------------------------

@@ -100,10 +100,10 @@ def presets(json: JsonOption = False) -> None:
     if json:
         print_json(rows)
         return
-    print_rows([
-        {"preset": name, **row} | {key: f"{row[key] / 1e6:.2f}M" for key in ("parameters", "active")}
-        for name, row in rows.items()
-    ])  # fmt: skip
+    for row in rows.values():
+        total, active = row["parameters"], row.pop("active")
+        row["parameters"] = f"{total / 1e6:.2f}M" + (f", {active / 1e6:.2f}M active" if active < total else "")
+    print_rows([{"preset": name, **row} for name, row in rows.items()])
 
 
 def import_model(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dcdm.config import harmless
+from dcdm.config import harmless, many
 from dcdm.evaluation.perplexity import Evaluation, Figures
 from dcdm.viewing.pages import grid
 
@@ -19,13 +19,13 @@ CLASSES = {
     "decoder": ("trajectory", "drafted"),
     "surrogate (no bound)": ("surrogate",),
 }
-TASK_COLUMNS = {"task": 12, "shots": 5, "metric": 30, "value": 12, "chance": 6, "questions": 9, "noise": 13}
+TASK_COLUMNS = {"task": 10, "metric": 22, "value": 12, "chance": 6, "questions": 9, "noise": 11}
 TASK_COUNTS = {
     "cut_contexts": "contexts cut on the left",
     "split_continuations": "answers longer than the window, scored in pieces",
     "windowed_generations": "generations written over several windows",
 }
-UNBOUNDED = 10_000  # columns: what is piped is not cut
+UNBOUNDED, BETWEEN = 10_000, 2  # columns: what is piped is not cut; and those between two cells
 LEGEND = (
     "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: that of Monte-Carlo "
     "alone; cut: documents that do not lie whole in one window"
@@ -41,18 +41,53 @@ class Table:
     text: Collection[str] = ()
 
     def print(self, caption: str | None = None) -> None:
-        """To the terminal; as wide as it needs to be where there is none."""
+        """To the terminal, in its width; as wide as it needs to be where there is none."""
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text  # names of files and models are no markup
 
-        below = None if caption is None else Text(caption, style="table.caption")
-        table = RichTable(box=None, pad_edge=False, caption=below, caption_justify="left")
-        for name in self.columns:
-            table.add_column(Text(name), justify="left" if name in self.text else "right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(Text(harmless(_cell(value))) for value in row))
-        Console(width=None if sys.stdout.isatty() else UNBOUNDED).print(table)
+        console = Console(width=None if sys.stdout.isatty() else UNBOUNDED)
+        for number, part in enumerate(self.parts(console.width)):
+            table = RichTable(box=None, pad_edge=False)
+            for at, width in part.items():
+                justify: Literal["left", "right"] = "left" if self.columns[at] in self.text else "right"
+                table.add_column(Text(self.columns[at]), justify=justify, width=width, overflow="fold")
+            for row in self.rows:
+                table.add_row(*(Text(harmless(_cell(row[at]))) for at in part))
+            if number:
+                console.print()
+            console.print(table)
+        if caption is not None:
+            console.print(Text(caption, style="table.caption"))
+
+    def parts(self, width: int) -> list[dict[int, int]]:
+        """The columns that stand side by side, and their widths. Texts may take several lines; what is too wide
+        even so follows below, beside the names of the rows, which are the first two columns of text."""
+        from rich.cells import cell_len
+
+        whole, least = [], []
+        for at, name in enumerate(self.columns):
+            cells = [name, *(harmless(_cell(row[at])) for row in self.rows)]
+            pieces = [word for cell in cells for word in cell.split()] if name in self.text else cells
+            whole.append(max(map(cell_len, cells)))
+            least.append(max(map(cell_len, pieces), default=0))
+        names = [at for at, name in enumerate(self.columns[:2]) if name in self.text]
+        parts = [[*names]]
+        for at in range(len(names), len(self.columns)):
+            if parts[-1] != names and sum(least[one] + BETWEEN for one in [*parts[-1], at]) - BETWEEN > width:
+                parts.append([*names])
+            parts[-1].append(at)
+        return [self._widths(part, whole, least, width) for part in parts]
+
+    @staticmethod
+    def _widths(part: list[int], whole: list[int], least: list[int], width: int) -> dict[int, int]:
+        """What a text can do without is given to the columns that could use it, from the left."""
+        room = width + BETWEEN - sum(least[at] + BETWEEN for at in part)
+        widths = {}
+        for at in part:
+            widths[at] = least[at] + max(0, min(whole[at] - least[at], room))
+            room -= widths[at] - least[at]
+        return widths
 
     def to_markdown(self) -> str:
         rules = ["---" if name in self.text else "---:" for name in self.columns]
@@ -132,9 +167,10 @@ def print_task(report: Mapping[str, Any], first: bool) -> None:
     for number, line in enumerate(report["figures"]):
         spread = "" if line["stderr"] is None else f" ± {100 * line['stderr']:.1f}"
         noise, part = line["monte_carlo_stderr"], line["task"].partition("_mc")[2]
+        metric = f"mc{part} {line['metric']}" if part else line["metric"]
         lines.append([
-            report["title"] if number == 0 else "", str(report["shots"]),
-            f"mc{part} {line['metric']}" if part else str(line["metric"]), f"{100 * line['value']:.1f}{spread}",
+            report["title"] if number == 0 else "", metric.replace("-extract)", ")").replace("-match)", ")"),
+            f"{100 * line['value']:.1f}{spread}",
             f"{100 * line['chance']:.1f}", str(line["questions"]),
             "–" if noise is None else f"{noise:.2f} ({100 * line['within_noise']:.0f} %)",
         ])  # fmt: skip
@@ -143,7 +179,8 @@ def print_task(report: Mapping[str, Any], first: bool) -> None:
         print("  ".join(padded).rstrip())
     counts = report["counts"]
     remarks = [f"{counts[name]} {text}" for name, text in TASK_COUNTS.items() if counts[name]]
-    for note in (*report["notes"], *remarks, f"{report['seconds']:.0f} s"):
+    shots = [many(report["shots"], "example") + " before each question"] if report["shots"] else []
+    for note in (*shots, *report["notes"], *remarks, f"{report['seconds']:.0f} s"):
         print(f"    {note}", flush=True)
 
 
