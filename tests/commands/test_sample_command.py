@@ -9,6 +9,7 @@ import pytest
 
 import tiny
 from dcdm.cli import main
+from dcdm.config import harmless
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +141,6 @@ def test_decoders_of_trained_models_are_compared(runs, capsys):
 
 
 def test_control_characters_of_a_sample_do_not_reach_a_terminal():
-    from dcdm.commands.options import harmless
-
     assert harmless("a\x1b[31mb\x07\tc\n\x7f\x9b") == "a␛[31mb␇\tc\n␡\ufffd"
 
 
