@@ -18,7 +18,7 @@ PRESETS = (
 
 
 @pytest.mark.parametrize(("name", "backend"), [
-    *((name, "aot_eager") for name in PRESETS[:3]),  # traced as a whole, without writing and compiling C++
+    *((name, "eager") for name in PRESETS[:3]),  # traced as a whole, without writing and compiling C++
     *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in PRESETS),
 ])  # fmt: skip
 def test_compiled_blocks_give_equal_losses_and_gradients_in_training_and_equal_states_in_decoding(
