@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# --- 3.1  Chunking attention --------------------------------------------------------------------------------------
+# --- 4.1  Chunking attention --------------------------------------------------------------------------------------
 
 
 class ChunkingAttention(nn.Module):
@@ -32,7 +32,7 @@ class ChunkingAttention(nn.Module):
         super().__init__()
         self.mu = nn.Parameter(torch.randn(K, d, h) * 0.02)
         self.v_proj, self.o_proj = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
-        self.register_buffer("balance_bias", torch.zeros(K))  # b of section 3.3; no gradient
+        self.register_buffer("balance_bias", torch.zeros(K))  # b of section 4.3; no gradient
 
     def forward(self, H: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """H (B, L, d) and who may attend to whom (B, L, L): the new H, and the scores r (B, L, K)."""
@@ -49,7 +49,7 @@ class ChunkingAttention(nn.Module):
         return (r.detach() + self.balance_bias).argmax(dim=-1)
 
 
-# --- 3.2  The masks, the blocks, the model ------------------------------------------------------------------------
+# --- 4.2  The masks, the blocks, the model ------------------------------------------------------------------------
 
 
 def noise_mask(nu: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class DCDM(nn.Module):
         return self.stage_2(torch.cat([H_z, H_x], dim=1), position, chunk_mask(c))[:, :L], c, r
 
 
-# --- The objective: NELBO with weights 1/t, and 3.3 load balancing ------------------------------------------------
+# --- The objective: NELBO with weights 1/t, and 4.3 load balancing ------------------------------------------------
 
 
 def draw_noise(x: Tensor, BOS: int) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class Router:
 
 
 def start(positions: PositionMasks) -> Route:
-    """Nothing is active; what is given from the start has id 0."""
+    """The route before the first: nothing is active, and what is given has id 0."""
     ids = torch.where(positions.free, LATER, torch.where(positions.real, 0, -1))
     return Route(ids, torch.zeros_like(positions.free))
 

@@ -215,7 +215,10 @@ def complete_loss(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig,
     encoded: Encoded, summed: Tensor, tokens: Tensor, global_batch: GlobalBatch,
 ) -> Loss:  # fmt: skip
-    """The cross-entropy per token with the losses that balance chunks and experts, and the chunks counted."""
+    """The cross-entropy per token with the losses that balance chunks and experts, and the chunks counted.
+
+    `summed` is the weighted cross-entropy of the batch, `tokens` how many of its tokens are free.
+    """
     config = model.config
     nll = total = summed / global_batch.tokens.clamp(min=1)
     chunk_loss = moe_loss = counts = None

@@ -149,7 +149,10 @@ class Model(nn.Module):
         chunk_ids: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Encoded:
-        """`forward` without the head."""
+        """`forward` without the head: the pass of training, which diffusion kinds run over z ⊕ x.
+
+        Decoding runs one stream: `denoise`, or `extend` with a cache.
+        """
         positions = self.position_masks(tokens, prompt)
         if self.config.kind == "ar":
             h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(positions.real))
