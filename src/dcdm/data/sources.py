@@ -25,15 +25,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dcdm.config import DataConfig, DataError, Split
 from dcdm.files import file_digest
 from dcdm.shipped import HOME
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
 T = TypeVar("T")
 
@@ -158,15 +154,12 @@ def stdlib_documents(split: str) -> Iterator[str]:
 
 def _stdlib(settings: DataConfig, source: str) -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths: list[Path] = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in STDLIB[source]]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = []
-    for path in sorted(paths):
-        name = path.relative_to(root).as_posix()
-        split = split_by_hash(name.encode(), settings.validation_share)
-        files.append(SourceFile(path, name, "text", split, lenient=True))
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if not STDLIB[source].intersection(inside.parts[:-1]):
+            split = split_by_hash(inside.as_posix().encode(), settings.validation_share)
+            files.append(SourceFile(path, inside.as_posix(), "text", split, lenient=True))
     if not files:
         raise DataError(f"{source}: no Python source files under {root}: is the standard library packed in a zip?")
     return files
@@ -223,7 +216,8 @@ def _folder(folder: Path, say: Callable[[str], None]) -> list[SourceFile]:
     if not paths:
         raise DataError(f"{folder}: the folder holds no file that ends in {', '.join(FORMATS)}")
     if others:
-        say(f"skipping files of other kinds: {listed([path.relative_to(folder).as_posix() for path in others])}")
+        names = sorted(path.relative_to(folder).as_posix() for path in others)
+        say(f"skipping files of other kinds: {listed(names)}")
     return _named(paths, folder)
 
 
@@ -305,13 +299,14 @@ def cut_into_parts(
         if file.format in PACKED:
             yield whole
         elif file.format == "parquet":
-            with _arrow_errors(file.path):
-                groups = _parquet(file.path).metadata
+            with _table(file.path) as table:
+                groups = table.metadata
             for number in range(groups.num_row_groups):
                 weight = groups.row_group(number).total_byte_size
                 yield replace(whole, start=number, stop=number + 1, weight=weight)
         elif file.format == "arrow":
-            rows = _open_arrow(file.path).num_rows
+            with _table(file.path) as table:
+                rows = table.num_rows
             step = max(1, rows * part_bytes // max(1, file.size))
             for start in range(0, rows, step):
                 stop = min(rows, start + step)
@@ -516,50 +511,36 @@ def _parsed(line: bytes, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _table_rows(part: Part, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    path = part.file.path
-    with _arrow_errors(path):
-        if part.file.format == "parquet":
-            file = _parquet(path)
-            names = file.schema_arrow.names
-            number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            batches = file.iter_batches(TABLE_ROWS, list(range(part.start, part.stop)), list(columns))
-        else:
-            table = _open_arrow(path)
-            names, number = table.schema.names, part.start
-            rows = table.slice(part.start, part.stop - part.start).select([c for c in columns if c in names])
-            batches = iter(rows.to_batches(max_chunksize=TABLE_ROWS))
+    with _table(part.file.path) as table:
+        names = (table.schema_arrow if part.file.format == "parquet" else table.schema).names
         if missing := _missing(columns, names):
-            raise DataError(f"{path}: {missing}")
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-
-
-def _open_arrow(path: Path) -> pa.Table:
-    """An Arrow file or stream as a table that lies on the disk, not in memory."""
-    import pyarrow as pa
-
-    with _arrow_errors(path), pa.memory_map(str(path), "r") as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        return (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
-
-
-def _parquet(path: Path) -> pq.ParquetFile:
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(path)
+            raise DataError(f"{part.file.path}: {missing}")
+        if part.file.format == "parquet":
+            number = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+            batches = table.iter_batches(TABLE_ROWS, list(range(part.start, part.stop)), list(columns))
+        else:
+            number = part.start
+            rows = table.slice(part.start, part.stop - part.start).select(list(columns))
+            batches = rows.to_batches(max_chunksize=TABLE_ROWS)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=number + 1)
 
 
 @contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
+def _table(path: Path) -> Iterator[Any]:
+    """An Arrow file or stream as a table, or an opened Parquet file; both lie on the disk, not in memory."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     if not is_unicode(str(path)):
         raise DataError(f"cannot read {path}: pyarrow opens paths in UTF-8 only; rename it")
     try:
-        yield
+        if _format(path) == "parquet":
+            yield pq.ParquetFile(path)
+            return
+        with pa.memory_map(str(path), "r") as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            yield (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {path}: {str(error).strip().partition(chr(10))[0]}") from error
 
@@ -581,6 +562,6 @@ def _lines_before(part: Part) -> int:
         return 0
     count, left = 0, part.start
     with open(part.file.path, "rb") as file:
-        while left > 0 and (raw := file.read(min(left, 1 << 24))):
+        while raw := file.read(min(left, 1 << 24)):
             count, left = count + raw.count(b"\n"), left - len(raw)
     return count
