@@ -458,17 +458,8 @@ def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_wi
 @pytest.fixture
 def folder(tmp_path):
     """Three texts, an empty one, files of other kinds and hidden ones."""
-    for name in [
-        "a.txt",
-        "sub/b.txt",
-        "private/c.txt",
-        "notes.md",
-        "table.csv",
-        "sub/more.md",
-        "README",
-        ".git/d.txt",
-        "sub/.e.txt",
-    ]:
+    names = "a.txt sub/b.txt private/c.txt notes.md table.csv sub/more.md README .git/d.txt sub/.e.txt"
+    for name in names.split():
         path = tmp_path / "corpus" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)

@@ -111,11 +111,7 @@ def prepare(
             # seal it with a manifest
             manifest = _manifest(plan, records, kept, work, settings)
             manifest["given"] = {"tokenizer": spec, "sources": sources, "validation": validation}
-            try:
-                _check_documents(manifest, settings, reporter.say)
-            except DataError:
-                shutil.rmtree(work)
-                raise
+            _check_documents(manifest, work, settings, reporter.say)
             write_manifest(work, manifest)
         _publish(work, out)
     return PreparedData.open(out)
@@ -466,19 +462,19 @@ def _manifest(
     }
 
 
-def _check_documents(manifest: dict[str, Any], settings: DataConfig, say: Callable[[str], None]) -> None:
-    """Whether there is something to train on, and to validate with."""
+def _check_documents(
+    manifest: dict[str, Any], work: Path, settings: DataConfig, say: Callable[[str], None]
+) -> None:
+    """Whether there is something to train on, and to validate with; if not, nothing is kept."""
     train, held = (manifest["splits"][split]["documents"] for split in SPLITS)
-    given = manifest["given"]
-    if not train + held:
-        raise DataError(f"no text was found in {', '.join(given['sources'])}")
+    given, fix = manifest["given"], "name a validation source (--validation)"
     if not train:
+        shutil.rmtree(work)
+        if not held:
+            raise DataError(f"no text was found in {', '.join(given['sources'])}")
         raise DataError(
-            "every document fell into validation and none is left to train on; give more text, name a validation "
-            "source (--validation), or lower validation_share (--validation-share)"
+            f"every document fell into validation and none is left to train on; give more text, {fix}, or lower "
+            "validation_share (--validation-share)"
         )
     if not held and (given["validation"] or settings.validation_share):
-        say(
-            "no document fell into validation; name a validation source (--validation), or raise validation_share "
-            "(--validation-share)"
-        )
+        say(f"no document fell into validation; {fix}, or raise validation_share (--validation-share)")

@@ -329,8 +329,7 @@ def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
     elif not few:
         yield replace(part, split=split_by_hash(part.file.sha256.encode(), share))
     else:
-        with _mapped(part) as data:
-            border = _border(data, LINE, max(1, part.stop - int(part.stop * share)), part.stop)
+        border = _border(part, LINE, max(1, part.stop - int(part.stop * share)))
         yield replace(part, stop=border, weight=border, split="train")
         if border < part.stop:
             yield replace(part, start=border, weight=part.stop - border, split="validation")
@@ -338,28 +337,21 @@ def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
 
 def _cut(part: Part, step: int, border: re.Pattern[str], keep_open: bool = False) -> Iterator[Part]:
     """`part` in stretches of at least `step` bytes, each ending where `border` does."""
-    if part.stop - part.start <= step:
-        yield part
-        return
-    with _mapped(part) as data:
-        start = part.start
-        while start < part.stop:
-            stop = _border(data, border, start + step, part.stop) if start + step < part.stop else part.stop
-            ends = stop == part.stop or not keep_open
-            yield replace(part, start=start, stop=stop, weight=stop - start, ends=ends)
-            start = stop
+    start = part.start
+    while start < part.stop:
+        stop = _border(part, border, start + step)
+        ends = stop == part.stop or not keep_open
+        yield replace(part, start=start, stop=stop, weight=stop - start, ends=ends)
+        start = stop
 
 
-@contextmanager
-def _mapped(part: Part) -> Iterator[mmap.mmap]:
+def _border(part: Part, border: re.Pattern[str], at: int) -> int:
+    """Where the first `border` from `at` on ends, or the part."""
+    if at >= part.stop:
+        return part.stop
+    pattern = re.compile(border.pattern.encode())
     with open(part.file.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield data
-
-
-def _border(data: mmap.mmap, border: re.Pattern[str], at: int, stop: int) -> int:
-    """Where the first `border` from `at` on ends, or `stop`."""
-    match = re.compile(border.pattern.encode()).search(data, at, stop)
-    return stop if match is None else match.end()
+        return next((match.end() for match in pattern.finditer(data, at, part.stop)), part.stop)
 
 
 # --- parts to documents and rows ---------------------------------------------------------------------------------
