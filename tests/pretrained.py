@@ -73,6 +73,12 @@ def saved(folder: Path, family: str = "Llama", *, adds_bos: bool = False, **chan
     return folder
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change entries of a JSON file, or leave out those that are `...`."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+
+
 def gguf_file(
     path: Path, model: Any, settings: Mapping[str, str | int] | None = None, without: str | None = None,
     more: Mapping[str, Tensor] | None = None, claims: Mapping[str, int] | None = None,

@@ -65,9 +65,7 @@ def test_every_family_is_tested_and_has_a_decoder() -> None:
 
 
 def edited(folder: Path, **changes: Any) -> str:
-    path = folder / "config.json"
-    settings = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))
+    pretrained.edit_json(folder / "config.json", **changes)
     return str(folder)
 
 
@@ -119,13 +117,9 @@ def test_a_tokenizer_with_code_of_its_own_is_read_without_it(tmp_path: Path) -> 
     """As Dream's: Qwen2's vocabulary and merges, and a class that only its folder has."""
     folder = pretrained.published(tmp_path / "source", "dream")[0]
     import_model(str(folder), tmp_path / "plain")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    own = {
-        "tokenizer_class": "DreamTokenizer",
-        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-    }
+    classes = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
     (folder / "tokenization_dream.py").write_text("raise SystemExit('code of a folder was run')\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | own))
+    pretrained.edit_json(folder / "tokenizer_config.json", tokenizer_class="DreamTokenizer", auto_map=classes)
     import_model(str(folder), tmp_path / "with its file")
     spec = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()

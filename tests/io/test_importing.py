@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -59,17 +58,6 @@ def copied(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     return folder
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    settings = json.loads(path.read_text())
-    for name, value in changes.items():
-        if value is ...:
-            settings.pop(name, None)
-        else:
-            settings[name] = value
-    path.write_text(json.dumps(settings))
-
-
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -118,7 +106,7 @@ def test_old_llama_folders_may_leave_out_what_was_the_same_for_all(tmp_path: Pat
     """Head size, key/value heads and RoPE's base, and the table of RoPE among their tensors."""
     source = qwen3(False, "Llama", num_key_value_heads=4, head_dim=6, rope_parameters={"rope_theta": 1e4})
     source.save_pretrained(tmp_path)
-    edit_config(tmp_path, num_key_value_heads=..., head_dim=..., rope_parameters=...)
+    pretrained.edit_json(tmp_path / "config.json", num_key_value_heads=..., head_dim=..., rope_parameters=...)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
     model = pretrained.taken(tmp_path)
     config = model.config
@@ -152,11 +140,13 @@ def test_settings_are_read_from_their_places_before_and_since_transformers_5(cop
         ({"rope_parameters": pretrained.LLAMA_3}, (5e4, scaling)),
         ({"rope_theta": 5e4, "rope_scaling": before}, (5e4, scaling)),
     ):
-        edit_config(folder, **{"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ..., **rope})
+        pretrained.edit_json(
+            folder / "config.json", **{"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ..., **rope}
+        )
         config = Source.in_folder(folder).config("ar")
         assert (config.rope_theta, config.rope_scaling) == expected
     assert config.context_length == 1024
-    edit_config(folder, max_position_embeddings=256)
+    pretrained.edit_json(folder / "config.json", max_position_embeddings=256)
     assert Source.in_folder(folder).config("ar").context_length == 256
 
 
@@ -230,10 +220,11 @@ def test_a_config_that_our_backbone_cannot_express_or_its_weights_do_not_fit_is_
 ) -> None:
     changes, words = CONFIG_FAULTS[fault]
     folder = copied()
-    edit_config(folder, **changes)
+    pretrained.edit_json(folder / "config.json", **changes)
     refused(folder, str(folder), *words)
 
 
+INDEX = "model.safetensors.index.json"
 LAST = "model.norm.weight"  # the name that sorts last: a copy that checks as it goes would fail too late
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 TENSOR_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], list[str]]] = {
@@ -270,13 +261,6 @@ def test_cut_missing_and_pickled_weights_are_refused(copied: Callable[..., Path]
     refused(folder, "model.safetensors", "save_pretrained")
 
 
-def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
-
-
 def last_shard(folder: Path) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[-1]
 
@@ -290,10 +274,10 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a missing shard": (lambda f: last_shard(f).unlink(), ["model-0000", "not a regular file", "again"]),
     "a pipe": (lambda f: as_pipe(last_shard(f)), ["model-0000", "not a regular file", "again"]),
     "a shard outside the folder": (
-        lambda f: edit_index(f, lambda index: index["weight_map"].update({LAST: "../model.safetensors"})),
+        lambda f: pretrained.edit_json(f / INDEX, weight_map={LAST: "../model.safetensors"}),
         ["weight_map", "files of this folder"],
     ),
-    "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), ["index.json", "not JSON"]),
+    "no JSON": (lambda f: (f / INDEX).write_text("{"), ["index.json", "not JSON"]),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import struct
 import subprocess
@@ -132,7 +131,7 @@ def test_sizes_are_compared_with_the_weights_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str
 ) -> None:
     config = pretrained.saved(tmp_path / "source") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    pretrained.edit_json(config, **changes)
     monkeypatch.setattr(importing, "build", lambda *_, **__: pytest.fail("built"))
     with pytest.raises(ConfigError, match=message):
         import_model(str(config.parent), tmp_path / "none")
@@ -154,9 +153,8 @@ def test_code_of_a_folder_is_never_run_whatever_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, trace = pretrained.saved(tmp_path / "source"), tmp_path / "trace"
-    config = json.loads((source / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
-    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    classes = {"AutoTokenizer": ["odd.Odd", None]}
+    pretrained.edit_json(source / "tokenizer_config.json", tokenizer_class="Odd", auto_map=classes)
     (source / "odd.py").write_text(f"open({str(trace)!r}, 'w')\nclass Odd: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with contextlib.suppress(DataError):

@@ -333,25 +333,6 @@ def test_the_harness_scores_and_generates_with_one_lane_unless_told():
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "mdlm", "predict": "left"}, "predict='left' does not fit kind 'mdlm'"),
-        ({"kind": "ar", "predict": "left"}, "predict='left' does not fit kind 'ar'"),
-        ({"kind": "dcdm", "num_chunks": 2, "chunk_dim": 4, "predict": "left"}, "does not fit the paper's routing"),
-        ({"kind": "mdlm", "lanes": (1, 2)}, "belongs to kind 'lanes'"),
-        ({"kind": "lanes", "lanes": ()}, "at least one"),
-        ({"kind": "lanes", "lanes": (0, 2)}, "lanes=0 must be"),
-        ({"kind": "lanes", "lanes": (2, 2)}, "each once"),
-        ({"kind": "lanes", "block_size": 4}, "block_size=4 belongs"),
-        ({"kind": "lanes", "num_chunks": 4}, "chunk_dim=None must be"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny.config("mdlm", **changes)
-
-
 @pytest.mark.parametrize("changes", [{"t_max": 0.5}, {"full_mask_share": 0.5}], ids=lambda c: next(iter(c)))
 def test_settings_of_the_noise_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):

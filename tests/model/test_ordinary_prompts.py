@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 import pretrained
-import tiny
-from dcdm.config import ConfigError
 from dcdm.model import reference
 from dcdm.model.transformer import Model
 
@@ -129,13 +127,3 @@ def test_bos_and_what_a_block_may_not_see_change_nothing_and_prompts_see_what_is
     again = model.denoise(tokens.masked_fill(more, model.config.mask_id), model.partition(tokens).ids)
     assert not masked[0, 1]
     assert not torch.allclose(states[0, 1 + model.config.shift], again[0, 1 + model.config.shift])
-
-
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    for wrong, name in (
-        ({"kind": "ar"}, "prompts"), ({"shift": True, "prompts": "visible"}, "shift=True"),
-        ({"hidden_token": 21}, "hidden_token=21"), ({"prompts": "none"}, "prompts='none'"),
-        ({"family": "gpt"}, "family='gpt'"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=name):
-            tiny.config("mdlm", **{"prompts": "ordinary", **wrong})

@@ -148,7 +148,13 @@ def export_adapter(source: Path, folder: Path) -> None:
 def _adapter_card(adapter: adapters.Adapter, run: Path) -> str:
     kind, base = adapter.config.kind, adapter.base
     text = f"LoRA adapters of rank {adapter.rank} that make a model of kind `{kind}` of `{base}`."
-    return "\n".join(["---", "library_name: dcdm", f"base_model: {base}", "---", "", f"# {run.name}", "", text, ""])
+    return card(run.name, text, base_model=base)
+
+
+def card(title: str, *body: str, **entries: str) -> str:
+    """A model card; the hub reads the `entries` of its head."""
+    head = [f"{name}: {value}" for name, value in {"library_name": "dcdm", **entries}.items()]
+    return "\n".join(["---", *head, "---", "", f"# {title}", "", *body, ""])
 
 
 def write_export(
@@ -205,11 +211,15 @@ def check_free(folder: Path) -> None:
 def _config(model: Model) -> dict[str, object]:
     from dcdm.hub import DCDMConfig
 
-    kind = "DCDMForCausalLM" if model.config.kind == "ar" else "DCDMForMaskedLM"
-    auto = "AutoModelForCausalLM" if model.config.kind == "ar" else "AutoModelForMaskedLM"
+    auto = _auto_class(model)
+    kind = auto.replace("AutoModel", "DCDM")
     config = DCDMConfig(dcdm=model.config.to_dict(), architectures=[kind])
     config.auto_map = {"AutoConfig": "modeling_dcdm.DCDMConfig", auto: f"modeling_dcdm.{kind}"}
     return json.loads(config.to_json_string(use_diff=False))
+
+
+def _auto_class(model: Model) -> str:
+    return "AutoModelForCausalLM" if model.config.kind == "ar" else "AutoModelForMaskedLM"
 
 
 def _card(model: Model, found: ModelSource, average: bool) -> str:
@@ -223,21 +233,19 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
     label = LABELS[default_estimator(model)]
     if config.lanes is not None:
         label += f", {many(config.default_lanes, 'lane')}"
-    lines = ["---", "library_name: dcdm", "---", "", f"# {run.name}", ""]
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    lines.append(f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm.")
+    lines = [f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm."]
     if figures:
         lines += ["", "| validation figure | nats per token | kind of figure |", "|---|---|---|"]
         for name, kind in (("valid_nll", label), ("surrogate_nll", LABELS["surrogate"])):
             if name in figures:
                 figure = with_stderr(figures[name], figures.get(f"{name}_stderr"))
                 lines.append(f"| step {step} | {figure} | {kind} |")
-    auto = "AutoModelForCausalLM" if config.kind == "ar" else "AutoModelForMaskedLM"
+    auto = _auto_class(model)
     lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model"]
-    lines += [f"from transformers import {auto}", ""]
-    lines.append(f'model = {auto}.from_pretrained(".")')
-    return "\n".join([*lines, "```", ""])
+    lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")', "```"]
+    return card(run.name, *lines)
 
 
 def _evaluation(path: Path, step: int) -> dict[str, float]:

@@ -202,15 +202,10 @@ def _own(tokenizer: Tokenizer, name: str, option: str) -> int:
 
 
 def _card(spec: str, found: Pretrained, licence: str | None, kind: Kind) -> str:
-    lines = ["---", "library_name: dcdm", *([f"license: {licence}"] if licence else []), "---", ""]
     name = spec if spec in WHEELS else Path(spec).name
-    lines += [
-        f"# {name}",
-        "",
-        f"A {found.source.title}, imported from `{name}` as a model of kind `{kind}` of dcdm.",
-    ]
-    lines += ["The licence of the weights is that of their source.", ""]
-    return "\n".join(lines)
+    says = f"A {found.source.title}, imported from `{name}` as a model of kind `{kind}` of dcdm."
+    entries = {"license": licence} if licence else {}
+    return export.card(name, says, "The licence of the weights is that of their source.", **entries)
 
 
 # --- where models come from ---------------------------------------------------------------------------------------
