@@ -63,8 +63,8 @@ UNFINISHED_PYTHON = {"contributing.md": "world = init_distributed(device)"}
 
 OWN_TEST = {"data.md": "test_data_docs.py runs its shell blocks as they stand"}
 
-SLOW = {"evaluation.md"}
-"""Pages whose commands score many models."""
+SLOW = {"evaluation.md", "scaling.md"}
+"""Pages whose commands score many models, or plan large ones."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import yaml
 import dcdm
 import tiny
 from dcdm.cli import main
-from dcdm.commands.train import describe, start_run
+from dcdm.commands.train import start_run
 from dcdm.config import ConfigError
 from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
@@ -344,12 +344,11 @@ def test_wandb_is_told_figures_by_step_under_the_name_of_the_run(corpus, tmp_pat
 
 
 def test_a_dry_run_starts_nothing_and_says_what_it_would_cost(tmp_path, capsys):
-    assert start_run("dcdm-1.7b-k8", tmp_path / "run", None, {}, "auto", dry_run=True) == 0
+    assert start_run("dcdm-debug", tmp_path / "run", None, {"train.steps": 70_000}, "auto", dry_run=True) == 0
     said = capsys.readouterr().out
-    for part in ("1522.83M parameters", "500,000", "64 devices", "checkpoints", "EFLOP"):
+    for part in ("0.87M parameters", "70,000 steps", "1 × H100", "checkpoints", "TFLOP"):
         assert part in said
     assert not (tmp_path / "run").exists()
-    assert "404.29M active" in describe(run_settings.resolve("dcdm-moe-0.8b"))
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from dcdm.commands.options import DeviceOption, assignments
 from dcdm.config import Device, Dtype
-
-if TYPE_CHECKING:
-    from dcdm.training.settings import RunConfig
 
 EXAMPLES = (
     "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
@@ -91,7 +89,7 @@ def train(
         set: Any other setting, as name=value, such as objective.full_mask_share=0.5.
         dtype: What to compute in: bf16 keeps the weights in fp32; auto is bf16 on cuda and fp32 elsewhere.
         show_settings: List every name that --set takes, its value and where that comes from, and do nothing else.
-        dry_run: Print what the run would cost, without starting it.
+        dry_run: Print what the run would need on so many H100 as there are processes, without starting it.
     """
     options = {option: value for option, value in locals().items() if option in SETTING_OF and value is not None}
     changes = {SETTING_OF[option]: value for option, value in options.items()} | assignments(set)
@@ -143,44 +141,16 @@ def start_run(
     from dcdm.viewing.palette import chunk_picture
 
     if dry_run:
-        print(describe(settle(preset, run, file, changes)[0]))
+        from dcdm.training.plan import GPUS, lines_of, make_plan
+
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        print("\n".join(lines_of(make_plan(settle(preset, run, file, changes)[0], ranks, GPUS["h100"]))))
+        print("`dcdm plan` says it for other devices and numbers of them", file=sys.stderr)
         return 0
     return run_training(
         preset, run, file=file, changes=changes, device=device, load_init=load_init, picture=chunk_picture,
         signals=signals,
     )  # fmt: skip
-
-
-def describe(config: RunConfig, devices: tuple[int, ...] = (1, 8, 64)) -> str:
-    """What the run would cost, without starting it."""
-    from dcdm.costs import activation_bytes, cost_estimate
-    from dcdm.training.optimizers import kept_bytes
-
-    length = config.window
-    costs, train_settings = cost_estimate(config.model, length), config.train
-    tokens = train_settings.steps * train_settings.batch_size * length
-    saves = train_settings.steps // config.checkpoint_every + (train_settings.steps % config.checkpoint_every > 0)
-    size = kept_bytes(config.model, train_settings)
-    lines = [
-        f"model        {config.model.kind}, {costs.total_parameters / 1e6:.2f}M parameters"
-        + (f", {costs.active_parameters / 1e6:.2f}M active" if config.model.moe else "")
-        + f", vocabulary {config.model.vocab_size:,} before the tokenizer is known",
-        f"data         {', '.join(config.data.sources)}, tokenizer {config.data.tokenizer}, windows of {length}",
-        f"steps        {train_settings.steps:,} of {train_settings.batch_size} windows: {tokens / 1e9:.3g}B tokens",
-        f"operations   {costs.training * train_settings.batch_size / 1e12:.3g} TFLOP a step, "
-        f"{costs.training_per_token * tokens / 1e18:.3g} EFLOP in all",
-        f"checkpoints  {saves} of {size / 1e9:.2f} GB, {config.keep_last} last and {config.keep_best} best kept",
-    ]
-    for count in devices:
-        share = max(1, train_settings.batch_size // count)
-        rows = min(share, train_settings.micro_batch or share)
-        state = (size + 4 * costs.total_parameters) / count  # what is kept, and gradients
-        memory = state + activation_bytes(config.model, rows, length)
-        lines.append(
-            f"{count:3d} device{'s' if count > 1 else ' '}  {memory / 1e9:.1f} GB each at {rows} windows a pass; "
-            f"{costs.step_seconds(train_settings.batch_size, count, 0.4):.3g} s a step on H800 at 40 %"
-        )
-    return "\n".join(lines)
 
 
 def _list_settings(preset: str | None, run: Path, file: Path | None, changes: Mapping[str, Any]) -> None:

@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcdm.config import ConfigError
 from dcdm.distributed import World, from_main
@@ -62,6 +60,7 @@ from dcdm.training.checkpoint_folder import (
     stored_tensors,
     write_manifest,
 )
+from dcdm.training.fsdp import own, own_part
 from dcdm.training.optimizers import full
 
 Groups = list[dict[str, Any]]
@@ -359,12 +358,9 @@ def fill(path: Path, state: TrainState, groups: Groups | None) -> None:
 @torch.no_grad()
 def _read_own(tensor: Tensor, whole: Any) -> None:
     """Fill what this rank holds of a tensor from a stored one, of which no more is read."""
-    start: tuple[int, ...] = (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        tensor = tensor.to_local()
-    if tensor.numel():
-        tensor.copy_(whole[tuple(slice(at, at + size) for at, size in zip(start, tensor.shape, strict=True))])
+    mine = own(tensor)
+    if mine.numel():
+        mine.copy_(whole[own_part(tensor)])
 
 
 def _named(state: TrainState, slots: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:

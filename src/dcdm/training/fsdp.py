@@ -32,7 +32,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dcdm.distributed import World
 from dcdm.model.transformer import Model
@@ -152,6 +153,19 @@ def sync_gradients(model: Model, enabled: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+def own_part(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Which part of the whole this rank holds of a tensor that may be sharded."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -7,18 +7,16 @@ stay with AdamW.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_step
 
-from dcdm.config import ModelConfig
-from dcdm.kinds import state_shapes
 from dcdm.model.transformer import Model
+from dcdm.training.fsdp import own, own_part
 from dcdm.training.settings import TrainConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -89,15 +87,6 @@ def _is_matrix(name: str, dimensions: int) -> bool:
     return dimensions >= 2 and not name.startswith(("embed_tokens", "lm_head"))
 
 
-def kept_bytes(config: ModelConfig, settings: TrainConfig) -> int:
-    """What a checkpoint holds of a model trained whole: weights, moments (of Muon one, of AdamW two), averages."""
-    numbers = 0
-    for name, shape in state_shapes(config).items():
-        moments = 1 if settings.optimizer == "muon" and _is_matrix(name, len(shape)) else 2
-        numbers += (1 + moments + (settings.ema_decay > 0)) * math.prod(shape)
-    return 4 * numbers
-
-
 class Muon(torch.optim.Optimizer):
     """Groups that are `orthogonal` take Muon's step, the others AdamW's.
 
@@ -134,9 +123,7 @@ class Muon(torch.optim.Optimizer):
             scale = group["lr"] * MUON_SCALE * max(shape[-2:]) ** 0.5
             for (parameter, _), direction in zip(members, orthogonalised(torch.stack(whole)), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                if isinstance(parameter, DTensor):
-                    direction = distribute_tensor(direction, parameter.device_mesh, parameter.placements)
-                parameter.sub_(direction, alpha=scale)
+                own(parameter).sub_(direction[own_part(parameter)], alpha=scale)
 
     def _adam_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

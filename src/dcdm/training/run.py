@@ -23,7 +23,6 @@ from dcdm.data.prepare import prepare
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import Tokenizer, load_tokenizer
 from dcdm.distributed import (
-    Precision,
     World,
     any_true,
     from_main,
@@ -122,7 +121,13 @@ def _run(
         types = precision(config.train.dtype, world.device)
         config = _fit_vocabulary(config, data.tokenizer, console if world.is_main else None)
         has_checkpoint = from_main(lambda: bool(checkpoints(checkpointer.folder)), world)
-        trainer = _trainer(config, data, types, world, None if has_checkpoint else load_init)
+
+        def load(model: Model) -> None:
+            if config.init is not None and load_init is not None and not has_checkpoint:
+                load_init(model, config.init, data.tokenizer)
+
+        windows = data.dataset("train", config.window, config.data.overlong)
+        trainer = trainer_of(config, windows, world, load)
         resumed = trainer.resume(
             checkpointer, accept=lambda record: check_record(record, config, data, types, folder)
         )
@@ -228,18 +233,17 @@ def evaluate(
     return figures
 
 
-def _trainer(
-    config: RunConfig, data: PreparedData, types: Precision, world: World, load_init: LoadInit | None
+def trainer_of(
+    config: RunConfig, windows: WindowSet, world: World, load: Callable[[Model], None] = lambda model: None
 ) -> Trainer:
-    """The model, with its initial weights where `load_init` is to read some, and its batches."""
-    model = build(config.model, seed=config.train.seed, device=world.device, dtype=types.weights)
-    if config.init is not None and load_init is not None:
-        load_init(model, config.init, data.tokenizer)
+    """The model, after `load` has given it initial weights if there are any to read, and its batches."""
+    weights = precision(config.train.dtype, world.device).weights
+    model = build(config.model, seed=config.train.seed, device=world.device, dtype=weights)
+    load(model)
     if config.train.lora:
         lora.attach(model, config.train.lora, config.train.lora_alpha, config.train.seed)
     batches = Loader(
-        data.dataset("train", config.window, config.data.overlong),
-        seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
+        windows, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip

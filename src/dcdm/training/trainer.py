@@ -91,7 +91,7 @@ class Trainer:
         self, checkpointer: Checkpointer, accept: Callable[[dict[str, Any]], None] = lambda record: None
     ) -> Resumed | None:
         """Continue from the newest whole checkpoint, if there is one; `accept` may refuse its record by raising."""
-        if (resumed := checkpointer.resume(self._state(), accept)) is not None:
+        if (resumed := checkpointer.resume(self.state(), accept)) is not None:
             self.loader.load_state_dict(resumed.record["loader"])
             self.step = resumed.step
         return resumed
@@ -100,10 +100,11 @@ class Trainer:
         self, checkpointer: Checkpointer, record: Mapping[str, Any], figures: Mapping[str, float], wait: bool
     ) -> None:
         """A checkpoint of this step, in the background unless `wait`."""
-        state = self._state({"loader": self.loader.state_dict(), **record})
+        state = self.state({"loader": self.loader.state_dict(), **record})
         checkpointer.save(self.step, state, figures, wait=wait)
 
-    def _state(self, record: dict[str, Any] | None = None) -> TrainState:
+    def state(self, record: dict[str, Any] | None = None) -> TrainState:
+        """What a checkpoint holds."""
         tensors = {"ema": self.average} if self.average else {}
         return TrainState(self.model, self.optimizer, tensors, record or {})
 
