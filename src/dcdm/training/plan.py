@@ -127,7 +127,7 @@ class Simulation:
         if one.peak > room or self.share == 1:
             return one if one.peak <= room else None
         per_window = one.memory["activations"] + one.memory["temporary"]
-        likely = 1 + int((room - one.peak) / max(1, per_window))
+        likely = 1 + 1.5 * (room - one.peak) / max(1, per_window)
         for size in sizes:
             if size == 1:
                 return one
