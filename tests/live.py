@@ -12,7 +12,7 @@ import httpx
 
 import tiny
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
-from dcdm.decoding.batch import Batch
+from dcdm.decoding.batch import ContinuousBatch
 from dcdm.model.transformer import Model
 from dcdm.serving.app import create_app
 from dcdm.serving.server import BackgroundServer
@@ -74,13 +74,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 def slow_down(monkeypatch: Any, seconds: float = 0.02) -> None:
     """Every forward of a served model takes this much longer."""
-    fast = Batch.step
+    fast = ContinuousBatch.step
 
     def slow(decoding: Any) -> int:
         time.sleep(seconds)
         return fast(decoding)
 
-    monkeypatch.setattr(Batch, "step", slow)
+    monkeypatch.setattr(ContinuousBatch, "step", slow)
 
 
 def events(text: str) -> list[tuple[str, dict]]:

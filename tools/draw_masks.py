@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dcdm.lanes.masks import led_positions, left
-from dcdm.model.masks import CLEAN, Mask, Slots, causal, chunk_causal, dual_stream, dual_stream_slots, noise
+from dcdm.model.masks import CLEAN, Mask, Slots, chunk_causal, dual_stream, dual_stream_slots, noise
 
 
 def draw_masks(folder: str) -> list[str]:
@@ -26,7 +26,6 @@ def draw_masks(folder: str) -> list[str]:
     examples = [
         (noise, one, [f"{p}{'·' if m else ''}" for p, m in enumerate(masked.tolist())], "dots: masked"),
         (chunk_causal, one, ids.tolist(), "labels: chunks"),
-        (causal, one, list(range(len(ids))), "labels: positions"),
         (dual_stream, streams, [f"z{c}" for c in ids.tolist()] + [f"x{c}" for c in ids.tolist()], "z ⊕ x"),
         (
             dual_stream.named("dual_stream_sorted"),

@@ -66,6 +66,7 @@ def test_help_of_a_command_has_examples_whose_flags_exist_and_shows_no_none(comm
     ("train --stpes 3", ["--stpes", "dcdm train --help"]),
     ("train --steps x", ["--steps", "dcdm train --help"]),
     ("adapt base", ["--run", "dcdm adapt --help"]),
+    ("eval tasks x --nonsense", ["--nonsense", "dcdm eval tasks --help"]),
     ("sample x --dtype float16", ["--dtype", "dcdm sample --help"]),
 ])  # fmt: skip
 def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, hints, refused):

@@ -31,7 +31,7 @@ from dcdm.kinds import build
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import load_weights, read_manifest
 from dcdm.training.metrics import Recorder
-from dcdm.training.run import evaluate, run_training
+from dcdm.training.run import closing_line, evaluate, run_training
 from ranks import Child, command_on_ranks
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(600))
@@ -84,6 +84,16 @@ def test_every_kind_trains_evaluates_saves_loads_exports_and_verifies(preset, co
     assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1
     card = (tmp_path / "exported" / "README.md").read_text()
     assert ("surrogate (not a bound)" in card) == (preset == "dcdm-debug")
+
+
+@pytest.mark.parametrize(("kind", "has_chunks"), [("dcdm", True), ("mdlm", True), ("ar", False), ("lanes", False)])
+def test_the_last_line_of_a_run_names_what_can_be_done_with_it(kind, has_chunks):
+    of_kind = types.SimpleNamespace(config=types.SimpleNamespace(kind=kind))
+    said = closing_line("runs/x", types.SimpleNamespace(step=4, model=of_kind), interrupted=False)
+    assert said.startswith("runs/x: done at step 4. Next: ")
+    assert ("dcdm chunks runs/x" in said) == has_chunks
+    assert "dcdm sample runs/x --prompt" in said
+    assert "dcdm eval ppl runs/x --data" in said
 
 
 def test_an_infinite_setting_survives_the_export(tmp_path):

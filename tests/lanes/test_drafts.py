@@ -15,7 +15,7 @@ import dcdm
 import tiny
 from dcdm.config import ConfigError
 from dcdm.decoding import caching
-from dcdm.decoding.batch import Batch, batch_of
+from dcdm.decoding.batch import ContinuousBatch, batch_of
 from dcdm.decoding.caching import PrefixCache, predictor_of
 from dcdm.decoding.commits import Sampling, View, commit_policy
 from dcdm.decoding.config import DecodingConfig
@@ -266,7 +266,7 @@ def test_texts_of_all_settings_join_and_leave_one_batch(fillers: int, monkeypatc
             [bos, *prompt], draw.choice([7, 25, 50]), decoding, window, 8, seed=4, index=number, eos_id=2
         )
 
-    def written(texts: list[BatchRow], together: Batch) -> list[list[int]]:
+    def written(texts: list[BatchRow], together: ContinuousBatch) -> list[list[int]]:
         waiting = list(texts)
         while waiting or together.running:
             if waiting:

@@ -64,5 +64,5 @@ def test_clean_never_reads_noisy_and_blocks_of_one_have_the_conditioning_sets_of
 
 def test_every_mask_draws_itself(tmp_path):
     paths = draw_masks(str(tmp_path))
-    assert len(paths) == 7
+    assert len(paths) == 6
     assert all(Path(path).read_bytes()[:4] == b"\x89PNG" for path in paths)

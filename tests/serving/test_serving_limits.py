@@ -19,7 +19,7 @@ import tiny
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.batch import Batch
+from dcdm.decoding.batch import ContinuousBatch
 from dcdm.serving import monitoring
 from dcdm.serving.reading import TextReader
 from dcdm.serving.served import ServedModel
@@ -213,14 +213,14 @@ def test_a_caller_who_leaves_the_queue_is_forgotten(monkeypatch):
 def watched(monkeypatch):
     """How many texts joined at once, and how many ran in each forward."""
     joined, running = [], []
-    step = Batch.step
+    step = ContinuousBatch.step
 
     def spy(decoding):
         joined.append(len(decoding.running) - len(decoding.texts))
         running.append(len(decoding.running))
         return step(decoding)
 
-    monkeypatch.setattr(Batch, "step", spy)
+    monkeypatch.setattr(ContinuousBatch, "step", spy)
     return joined, running
 
 
@@ -256,7 +256,7 @@ def test_a_caller_who_asks_for_much_does_not_delay_the_others(monkeypatch):
 def test_a_defect_in_one_batch_or_route_is_answered_and_does_not_end_the_service(monkeypatch):
     with live() as server:
         with monkeypatch.context() as broken:
-            broken.setattr(Batch, "step", lambda _: 1 / 0)
+            broken.setattr(ContinuousBatch, "step", lambda _: 1 / 0)
             answer = server.post("/v1/completions", BODY)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"

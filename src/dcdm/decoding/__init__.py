@@ -6,7 +6,7 @@ that share forward passes), engine (`dcdm.generate`). caching is apart; what lan
 `dcdm.lanes`, which these do not import: it registers its own router, predictor and batch for its models, and
 overrides some of their methods.
 
-A text's way: `engine.generate` → `batch.write`, which calls `Batch.step` → `DecodingState.step`: a router says
-which chunk is active, a predictor runs the network, a commit policy says which positions are filled, and `Sampling`
-draws their tokens. Likelihoods call `loop.fill_canvas` instead, with the true tokens.
+A text's way: `engine.generate` → `batch.write`, which calls `ContinuousBatch.step` → `DecodingState.step`: a router
+says which chunk is active, a predictor runs the network, a commit policy says which positions are filled, and
+`Sampling` draws their tokens. Likelihoods call `loop.fill_canvas` instead, with the true tokens.
 """

@@ -25,7 +25,7 @@ from dcdm.decoding.text import BatchRow, Event
 from dcdm.model.transformer import Model, PositionMasks
 
 
-class Batch:
+class ContinuousBatch:
     """Texts that are written together: `add` some, and call `step` until none is left. `batch_of` makes one."""
 
     DRAWS: ClassVar[tuple[str, ...]] = ("token",)
@@ -212,9 +212,9 @@ class Batch:
 
 
 @singledispatch
-def batch_of(model: Model, prefixes: PrefixCache | None = None) -> Batch:
+def batch_of(model: Model, prefixes: PrefixCache | None = None) -> ContinuousBatch:
     """A batch of the model's class, without texts."""
-    return Batch(model, prefixes)
+    return ContinuousBatch(model, prefixes)
 
 
 def write(model: Model, texts: Sequence[BatchRow], together: int) -> None:

@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass
 class BatchRow:
-    """One text to write, and how far it is: a row of a `Batch` as long as one of its windows is being written."""
+    """One text to write, and how far it is: a row of a `ContinuousBatch` while its windows are being written."""
 
     prompt: list[int]
     """Token ids, BOS first, MASK where there is a blank."""

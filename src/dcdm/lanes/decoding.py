@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dcdm.decoding.batch import Batch, batch_of
+from dcdm.decoding.batch import ContinuousBatch, batch_of
 from dcdm.decoding.caching import Cached, Needed, Part, PrefixCache, cached_predictor
 from dcdm.decoding.commits import Commit, View
 from dcdm.decoding.config import AdaBlock, check_routing
@@ -199,7 +199,7 @@ class LaneState(DecodingState):
 # --- texts -------------------------------------------------------------------------------------------------------
 
 
-class LaneBatch(Batch):
+class LaneBatch(ContinuousBatch):
     """Texts that are written in lanes; the batch samples and verifies their drafts."""
 
     DRAWS: ClassVar[tuple[str, ...]] = ("token", "guess", "verify")
@@ -255,5 +255,5 @@ class LaneBatch(Batch):
 
 
 @batch_of.register(LaneModel)
-def lane_batch(model: LaneModel, prefixes: PrefixCache | None = None) -> Batch:
-    return (LaneBatch if model.config.kind == "lanes" else Batch)(model, prefixes)
+def lane_batch(model: LaneModel, prefixes: PrefixCache | None = None) -> ContinuousBatch:
+    return (LaneBatch if model.config.kind == "lanes" else ContinuousBatch)(model, prefixes)

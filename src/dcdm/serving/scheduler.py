@@ -3,8 +3,8 @@
 Requests come from the event loop's thread as a `QueuedRequest` of `Completion`s: what a caller asked for, and the
 reader that makes messages of what is written. They join and leave between two forward passes: whoever waits is
 taken in as soon as there is room, whatever the others are doing. A completion that joins gets a `BatchRow`, which
-the decoder's `Batch` writes and which calls back at every commit and at its end. Messages go back into the queue of
-the request, in the order in which things happen.
+the decoder's `ContinuousBatch` writes and which calls back at every commit and at its end. Messages go back into
+the queue of the request, in the order in which things happen.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _run(
                 f"{folder} cannot be written any more ({error}); repair that, and the same command resumes the run"
             ) from error
     if world.is_main:
-        console.print(_closing(folder, trainer, interrupted))
+        console.print(closing_line(folder, trainer, interrupted))
     return INTERRUPTED if interrupted else 0
 
 
@@ -259,10 +259,11 @@ def _begin(folder: Path, config: RunConfig, tokenizer: Tokenizer, console: Conso
     run_settings.write(config, folder / SETTINGS)
 
 
-def _closing(folder: Path, trainer: Trainer, interrupted: bool) -> str:
+def closing_line(folder: Path, trainer: Trainer, interrupted: bool) -> str:
+    """What a run ends with: where it is, and what can be done with it."""
     if interrupted:
         return f"{folder}: interrupted and saved at step {trainer.step}; the same command resumes it"
-    see = "" if trainer.model.config.kind == "ar" else f"dcdm chunks {folder}, "
+    see = "" if trainer.model.config.kind in ("ar", "lanes") else f"dcdm chunks {folder}, "
     return (
         f"{folder}: done at step {trainer.step}. Next: {see}dcdm sample {folder} --prompt TEXT, "
         f"dcdm eval ppl {folder} --data FILE"

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dcdm.config import harmless
+from dcdm.config import harmless, many
 from dcdm.viewing.chunks import UNROUTED, ChunkView
 from dcdm.viewing.filling import Filling, Written
 from dcdm.viewing.palette import colour, on_colour
@@ -80,7 +80,8 @@ def headline(view: ChunkView) -> str:
     where = f"noise level {view.frame.at:g}" if view.axis == "noise" else f"round {view.frame.at:g}"
     tokens = sum(token.free for token in view.tokens)
     routing = f", {view.routing} routing" if view.routing else ""
-    return f"{view.model}: {view.kind}{routing}, {tokens:,} tokens and BOS, {view.num_chunks} chunks, {where}"
+    chunks = many(view.num_chunks, "chunk")
+    return f"{view.model}: {view.kind}{routing}, {tokens:,} tokens and BOS, {chunks}, {where}"
 
 
 def coloured_text(view: ChunkView) -> Text:
