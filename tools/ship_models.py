@@ -406,6 +406,11 @@ def model_card(card: Card) -> str:
     twins = ", ".join(f"`{name}`" for name in card.twins)
     twins = f"\n| twins: same text, tokenizer, size and training | {twins} |" if twins else ""
     plural = text.unit + ("es" if text.unit.endswith("s") else "s")
+    python = f" ({data['python']})" if "python" in data else ""
+    begun = card.start
+    started = (
+        f", from the weights of {begun['steps']:,} steps, {begun['tokens'] / 1e6:.1f}M tokens" if begun else ""
+    )
     files = "\n".join(f"- `{name}` {sha256[:12]}…" for name, sha256 in out["files"].items())
     return f"""---
 library_name: dcdm
@@ -422,9 +427,9 @@ too small to be of use for {text.use}.
 
 | | |
 |---|---|
-| training text | {card.text}: {data["files"]} {plural}, {data["bytes"] / 1e6:.1f} MB |
+| training text | {data["source"]}{python}: {data["files"]} {plural}, {data["bytes"] / 1e6:.1f} MB |
 | its licence | {data["licence"]} |
-| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{card.started} |
+| training | {card.steps:,} steps, {card.tokens / 1e6:.1f}M predicted tokens, seed {card.seed}{started} |
 | preset of this shape | {card.preset or "none"} |{twins}
 | again | `{card.command}` |
 | weights | {card.weights["dtype"]}, {card.weights["bytes"] / 1e6:.1f} MB, SHA-256 {card.weights["sha256"][:16]}… |

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ def test_weight_decay_spares_norms_and_embeddings_and_bias_is_no_parameter():
 def test_training_lowers_the_loss_and_moves_the_bias_of_paper_routing_only():
     windows = pack(["def f(x):\n    return x + 1\n\n" * 40], byte_tokenizer(), 33)
     for name in ("dcdm-debug", "dcdm-debug-causal"):
-        model = build(dcdm.preset(name), seed=0)
-        settings = TrainConfig(steps=30, batch_size=8, learning_rate=3e-3, warmup_steps=5)
+        model = build(replace(dcdm.preset(name), num_layers=2), seed=0)
+        settings = TrainConfig(steps=25, batch_size=6, learning_rate=3e-3, warmup_steps=5)
         reports = train_windows(model, windows, settings)
         assert sum(r.nll for r in reports[-5:]) < 0.75 * sum(r.nll for r in reports[:5])
         assert bool(model.chunking.balance_bias.any()) == (name == "dcdm-debug")

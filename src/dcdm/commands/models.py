@@ -52,19 +52,9 @@ def models(json: JsonOption = False) -> None:
         print("no trained model came with this installation; `dcdm train` makes one")
         return
     for card in there:
-        print(f"{card.name}: {card.says}")
-        text, out = card.trained_on, card.held_out
-        print(
-            f"  {card.kind}, {card.parameters / 1e6:.2f}M parameters, context {card.context_length}, "
-            f"{card.tokenizer}, {card.weights['bytes'] / 1e6:.1f} MB"
-        )
-        print(
-            f"  trained on {card.text}, licence {text['licence']}: "
-            f"{card.steps:,} steps, {card.tokens / 1e6:.1f}M tokens, seed {card.seed}{card.started}"
-        )
-        print(f"  on {out['texts']} texts that it never saw, {out['tokens']:,} tokens:")
+        print(f"{card.name}: {card.sentence} Licence of the text: {card.trained_on['licence']}.")
         print_rows([_row(figure) for figure in card.figures])
-        print(f"  {HOME / card.name}/README.md has all of it\n")
+        print(f"{HOME / card.name}/README.md has all of it\n")
     print(
         f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {default()} where none is named, `dcdm chunks` "
         f"{default(chunks=True)}."

@@ -99,30 +99,10 @@ class Card:
         return self.steps + (0 if self.start is None else self.start["steps"])
 
     @property
-    def started(self) -> str:
-        """What it started from, to stand behind a sentence on its training; empty if from nothing."""
-        if self.start is None:
-            return ""
-        return f", from the weights of {self.start['steps']:,} steps, {self.start['tokens'] / 1e6:.1f}M tokens"
-
-    @property
     def best(self) -> Figure:
         """The lowest of the valid figures without drafts, which change forwards and not what is written."""
         valid = [one for one in self.figures if one.drafts is None and one.estimator != "surrogate"]
         return min(valid, key=lambda one: one.nats_per_token)
-
-    def figure(self, lanes: int | None) -> Figure:
-        """The figure of so many lanes."""
-        for one in self.figures:
-            if one.lanes == lanes and one.drafts is None and one.estimator in LIKELIHOODS:
-                return one
-        raise ConfigError(f"the card of {self.name} has no figure of {lanes} lanes")
-
-    @property
-    def text(self) -> str:
-        """The text it was trained on, with the version of Python whose library it was."""
-        python = self.trained_on.get("python")
-        return self.trained_on["source"] + (f" ({python})" if python else "")
 
     @property
     def in_english(self) -> bool:

@@ -36,7 +36,7 @@ def show(view: ChunkView, console: Console) -> None:
     """Print the view's frame: tokens, sizes and kinds of tokens; over a corpus, what chunks hold and why."""
     show_text(view, console)
     console.print()
-    console.print(_legend(view, _in_colour(console)))
+    console.print(_legend(view, _in_colour(console), console.width))
     _line(f"sizes: this text; kinds: {view.held.source}", console, "dim")
     if view.held.windows > 1:
         for table in (_typical(view, _in_colour(console)), _bits(view)):
@@ -194,11 +194,17 @@ def _key(view: ChunkView, coloured: bool) -> str:
     return "; ".join(parts)
 
 
-def _legend(view: ChunkView, coloured: bool) -> Table:
-    """Sizes of the chunks and what kinds of tokens they hold; kinds that hardly occur are left out."""
+def _legend(view: ChunkView, coloured: bool, width: int) -> Table:
+    """Sizes of the chunks and what kinds of tokens they hold; kinds that hardly occur, or have no room, are left
+    out, the rarest first."""
     counts = view.contents[0].kinds
     sums = [sum(column) for column in zip(*counts, strict=True)]
-    kinds = [number for number, total in enumerate(sums) if 200 * total >= sum(sums)]
+    room, kinds = width - len("chunk  size  ") - BAR, []
+    for number in sorted(range(len(sums)), key=lambda kind: -sums[kind]):
+        room -= 2 + max(len("100%"), len(view.held.kinds[number]))
+        if room >= 0 and 200 * sums[number] >= sum(sums):
+            kinds.append(number)
+    kinds.sort()
     table = Table(box=None, pad_edge=False)
     table.add_column("chunk", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -232,7 +238,7 @@ def _typical(view: ChunkView, coloured: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("chunk", justify="right", no_wrap=True)
     which = "" if held.which == "all" else f", {held.which} to the router"
-    table.add_column(f"typical tokens (· is a space){which}", no_wrap=True)
+    table.add_column(f"typical tokens (· is a space){which}")
     for k, words in enumerate(held.words[:MOST_ROWS], start=1):
         texts = [_shown(word.text.replace(" ", "·")) for word in words]
         table.add_row(_number(k, coloured), Text("  ".join(texts) or "–"))
@@ -241,7 +247,7 @@ def _typical(view: ChunkView, coloured: bool) -> Table:
 
 def _bits(view: ChunkView) -> Table:
     """What position, token and window alone explain of the chunk, at some noise levels."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)  # to fit a terminal of 80 columns
     for name in ("noise", "tokens", "bits", "position", "token", "window", "left", "neighbour", "same chunk"):
         table.add_column(name, justify="right", no_wrap=True)
     for frame, held in zip(view.frames if view.axis == "noise" else [None], view.held.frames, strict=True):
