@@ -174,7 +174,9 @@ def write_completion(arguments: Sequence[str]) -> None:
 
 def flags_of(run: Callable[..., Any]) -> set[str]:
     """Every option of a command, as it is written."""
-    names = [*inspect.signature(run).parameters]
+    parameters = inspect.signature(run).parameters
+    names = [*parameters]
+    names += ["weights"] if any(p.annotation == "DtypeOption" for p in parameters.values()) else []
     names += [*vars(options.NO_FLAGS)] if "decoder" in names else []
     names += [*vars(serve.DEFAULT_LIMITS)] if "limits" in names else []
     names = [name.replace("_", "-") for name in names]

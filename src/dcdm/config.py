@@ -33,6 +33,7 @@ Family = Literal[
 NoiseShape = Literal["uniform", "bell"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
+WeightsType = Literal["auto", "fp32", "bf16", "fp64", "int8"]
 Documents = Literal["file", "lines", "blank-lines"]
 Turns = Literal["last", "each"]
 Split = Literal["train", "validation"]

@@ -62,6 +62,8 @@ class _Wrapped(PreTrainedModel):
 
     def __init__(self, config: DCDMConfig) -> None:
         super().__init__(config)
+        if getattr(config, "weights", None) == "int8":
+            raise ValueError("this folder holds its weights in bytes, which dcdm.load reads; export it with fp32")
         self.model = network(config.model_config())
         self.model.init_weights()
         self.post_init()

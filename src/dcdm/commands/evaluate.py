@@ -19,7 +19,6 @@ from dcdm.commands.options import (
     at_least_one,
     folders_exist,
     print_json,
-    weights_dtype,
     whole_numbers,
 )
 from dcdm.config import ConfigError
@@ -89,6 +88,7 @@ def ppl(
     from dcdm.evaluation.corpora import WindowSettings, read_corpora
     from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
     from dcdm.files import write_whole
+    from dcdm.io.load import weights_type
     from dcdm.progress import ConsoleProgress
     from dcdm.viewing import tables
 
@@ -98,7 +98,7 @@ def ppl(
     corpora = read_corpora(data, field, split)
     world = init_distributed(device)
     try:
-        weights = weights_dtype(dtype, world.device)
+        weights = weights_type(dtype, world.device)
         with ConsoleProgress(shown=world.is_main) as console:
             result = evaluate_perplexity(
                 models, corpora, estimator, drawing, window, world=world, dtype=weights,
@@ -185,7 +185,7 @@ def tasks(
                     batch_size=batch_size, max_length=max_length, max_gen_toks=max_new_tokens,
                     device=str(world.device), dtype=dtype, world=world, **{"commit": commit} | assignments(set),
                 )  # fmt: skip
-                weights = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+                weights = lm.model.weights_type
                 asked = {"model": model, "limit": limit, "batch_size": batch_size, "dtype": weights}
                 made_with.append(asked | lm.settings())
                 if loud and len(models) > 1:

@@ -159,6 +159,8 @@ def export(
         raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
     if adapter_only and (not average or dtype != "fp32"):
         raise ConfigError("--no-average and --dtype have no effect on --adapter-only: it writes what was trained")
+    if dtype == "int8" and format != "dcdm":
+        raise ConfigError(f"--format {format} has no weights in bytes; choose fp32 or bf16")
     if adapter_only and format != "dcdm":
         raise ConfigError(f"--adapter-only has no effect on --format {format}, a whole model; leave one out")
     if adapter_only:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from dcdm.config import ConfigError, Device, Dtype
+from dcdm.config import ConfigError, Device, WeightsType
 from dcdm.decoding.config import settings
 
 if TYPE_CHECKING:
@@ -33,7 +33,14 @@ ModelIfAny = Annotated[
 ]
 """For commands that take a shipped model where none is named."""
 DeviceOption = Annotated[Device, arg(help="Where to compute; auto is cuda where there is a GPU, else cpu.")]
-DtypeOption = Annotated[Dtype, arg(help="Type of the weights; auto is bf16 on cuda and fp32 elsewhere.")]
+DtypeOption = Annotated[
+    WeightsType,
+    arg(
+        name="weights", aliases=("--dtype",),
+        help="Type of the weights; int8 is faster on a CPU (docs/performance.md), auto is bf16 on cuda and fp32 "
+        "elsewhere.",
+    ),
+]  # fmt: skip
 AdapterOption = Annotated[
     Path | None,
     arg(
@@ -93,24 +100,17 @@ def decoder_settings(flags: DecoderOptions, rare: tuple[str, ...]) -> dict[str, 
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def weights_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """The type in which a model that is not trained holds its weights."""
-    from dcdm.distributed import precision
-
-    types = precision(dtype, device)
-    return types.compute or types.weights
-
-
-def compute_on(device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]:
-    """What --device and --dtype say, in PyTorch's terms."""
+def compute_on(device: Device, dtype: WeightsType) -> tuple[torch.device, torch.dtype]:
+    """What --device and --weights say, in PyTorch's terms."""
     from dcdm.distributed import choose_device
+    from dcdm.io.load import weights_type
 
     chosen = choose_device(device)
-    return chosen, weights_dtype(dtype, chosen)
+    return chosen, weights_type(dtype, chosen)
 
 
 def load_for(
-    model: str | Path | None, device: Device, dtype: Dtype, adapter: Path | None = None
+    model: str | Path | None, device: Device, dtype: WeightsType, adapter: Path | None = None
 ) -> tuple[Model, Tokenizer]:
     """The model that a command was given, ready for evaluation, and its tokenizer."""
     from dcdm.io.load import load_model

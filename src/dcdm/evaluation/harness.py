@@ -26,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from dcdm.config import ConfigError, Dtype
+from dcdm.config import ConfigError, WeightsType
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.caching import predictor_of
 from dcdm.decoding.commits import View, commit_policy
@@ -34,8 +34,8 @@ from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.engine import generate
 from dcdm.decoding.loop import fill_canvas
 from dcdm.decoding.routes import router_of
-from dcdm.distributed import World, choose_device, gather_objects, precision
-from dcdm.io.load import find_model, load_model
+from dcdm.distributed import World, choose_device, gather_objects
+from dcdm.io.load import find_model, load_model, weights_type
 from dcdm.likelihood import estimators as likelihood
 from dcdm.model.transformer import Model, PositionMasks
 
@@ -378,11 +378,10 @@ class _Job:
 
 def load(path: str | Path, device: str, dtype: str) -> tuple[Model, Tokenizer]:
     """A model for evaluation; `device` may be auto."""
-    if dtype not in get_args(Dtype):
-        raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(get_args(Dtype))}")
+    if dtype not in get_args(WeightsType):
+        raise ConfigError(f"dtype={dtype!r} is not known; choose one of {', '.join(get_args(WeightsType))}")
     chosen = choose_device("auto" if device == DEFAULT_DEVICE else device)
-    types = precision(cast(Dtype, dtype), chosen)
-    return load_model(path, device=chosen, dtype=types.compute or types.weights)
+    return load_model(path, device=chosen, dtype=weights_type(cast(WeightsType, dtype), chosen))
 
 
 def _batch_size(value: int | str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from dcdm.io.importing import EMBEDDING, HEAD, SIZES
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
 from dcdm.likelihood.estimators import LABELS, default_estimator
 from dcdm.likelihood.statistics import with_stderr
+from dcdm.model import packing
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import SETTINGS, load_weights
@@ -56,11 +58,12 @@ def export(
     """Write the model in `source` to `folder`: safetensors, config.json, tokenizer, model card and checksums.
 
     The folder appears whole or not at all. Adapters, those of a run or in the folder `adapter`, are merged. `dtype`
-    is the type of the weights in the file; whoever loads them chooses a type of their own.
+    is the type of the weights in the file; whoever loads them chooses a type of their own. Of int8 that is bytes
+    or, where fp32 does not become bytes by itself, what they stand for.
     """
     check_free(folder)
     found = find_model(source, average=average, adapter=adapter)
-    model = found.load()
+    model = found.load(dtype=torch.int8 if dtype == torch.int8 else torch.float32)
     write_export(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
 
 
@@ -92,7 +95,7 @@ def export_sdar(
             f"{source}: its {tokens:,} tokens use the id {ENGINE_MASK:,}, which is MASK in engines for SDAR; train "
             "with a smaller vocabulary"
         )
-    weights = {name: _as(value, dtype) for name, value in found.load().state_dict().items()}
+    weights = {name: _as(value, dtype) for name, value in packing.dequantised(found.load().state_dict()).items()}
     head = weights.setdefault(HEAD, weights[EMBEDDING])
     for name in (EMBEDDING, HEAD):
         mean = head[:tokens].float().mean(dim=0).to(dtype)
@@ -166,10 +169,16 @@ def write_export(
     `code` adds the file by which `trust_remote_code=True` finds the classes; `more` are further files by name.
     """
     with _appearing(folder) as aside:
-        weights = {f"model.{name}": _as(value, dtype) for name, value in model.state_dict().items()}
+        state, in_bytes = model.state_dict(), dtype == torch.int8
+        if not in_bytes:
+            state = packing.dequantised(state)
+        kept = torch.float32 if in_bytes else dtype
+        weights = {f"model.{name}": _as(value, kept) for name, value in state.items()}
         write_tensors(aside / WEIGHTS, weights, {"format": "pt"})
         tokenizer.save(aside)
         config = _config(model)
+        if in_bytes:
+            config["weights"] = "int8"
         if code:
             (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
         else:
@@ -234,7 +243,7 @@ def _card(model: Model, found: ModelSource, average: bool) -> str:
     if config.lanes is not None:
         label += f", {many(config.default_lanes, 'lane')}"
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+    size = sum(math.prod(shape) for shape in found.shapes().values()) / 1e6
     lines = [f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm."]
     if figures:
         lines += ["", "| validation figure | nats per token | kind of figure |", "|---|---|---|"]

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, WeightsType
 from dcdm.data.tokenizers import Tokenizer
+from dcdm.distributed import precision
 from dcdm.files import UnreadableFile, file_digest, listed_file, read_json_object
 from dcdm.io import adapters
 from dcdm.io.importing import FIXED, Shape, check_shapes, fitted, read_header
 from dcdm.kinds import OWN_PARTS, build
-from dcdm.model import lora
+from dcdm.model import lora, packing
 from dcdm.model.transformer import Model
 from dcdm.shipped import folder_of
 from dcdm.training import settings as run_settings
@@ -61,6 +62,8 @@ class ModelSource:
     """The run folder that the checkpoint is in."""
     base: ModelSource | None = None
     """What `place` is an adapter of."""
+    packed: bool = False
+    """Whether the folder holds its weights in bytes; `weights` are those that the bytes stand for."""
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -82,11 +85,28 @@ class ModelSource:
         }  # fmt: skip
 
     def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-        """The model with its weights, ready for evaluation."""
+        """The model with its weights, ready for evaluation: in bytes if `dtype` is int8, or where the folder holds
+        bytes and fp32 is asked for."""
+        device = torch.device(device)
+        in_bytes = dtype == torch.int8 or (self.packed and dtype == torch.float32 and packing.can_pack(device))
+        if in_bytes and not packing.can_pack(device):
+            raise ConfigError(
+                "weights=int8 needs a CPU with VNNI, and here is none, or ONEDNN_MAX_CPU_ISA hides it; choose fp32"
+            )
         check_shapes(self.config, self.shapes(), str(self.place))
-        model = build(self.config, device=device, dtype=dtype)
+        model = build(self.config, device=device, dtype=torch.float32 if in_bytes else dtype)
         model.load_state_dict(self.weights())
+        if in_bytes:
+            packing.pack(model, tied=self.config.tie_embeddings)
         return model.eval()
+
+
+def weights_type(name: WeightsType, device: torch.device) -> torch.dtype:
+    """The type in which a model that is not trained holds its weights; int8 stands for `packing`."""
+    if name == "int8":
+        return torch.int8
+    types = precision(name, device)
+    return types.compute or types.weights
 
 
 def load_model(
@@ -190,9 +210,10 @@ def _newest(run: Path) -> Path:
 def _exported(folder: Path) -> ModelSource:
     check_sums(folder, PARSED)
     try:
-        settings = read_json_object(listed_file(folder, CONFIG), object_hook=_special_float).get("dcdm")
+        written = read_json_object(listed_file(folder, CONFIG), object_hook=_special_float)
     except UnreadableFile as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}; export the model again") from error
+    settings, packed = written.get("dcdm"), written.get("weights") == "int8"
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{folder}/config.json is not that of an exported model; if it is one of `transformers`, "
@@ -205,7 +226,9 @@ def _exported(folder: Path) -> ModelSource:
 
     def weights() -> dict[str, Tensor]:
         check_sums(folder, (WEIGHTS,))
-        return {name.removeprefix("model."): value for name, value in load_file(folder / WEIGHTS).items()}
+        return packing.dequantised(
+            {name.removeprefix("model."): value for name, value in load_file(folder / WEIGHTS).items()}
+        )
 
     def shapes() -> dict[str, Shape]:
         try:
@@ -213,11 +236,15 @@ def _exported(folder: Path) -> ModelSource:
         except UnreadableFile as error:
             raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); export the model again") from error
         stored = read_header(path, "export the model again")
-        return {name.removeprefix("model."): shape for name, (shape, _) in stored.items()}
+        return {
+            name.removeprefix("model."): shape
+            for name, (shape, _) in stored.items()
+            if not (packed and name.endswith(packing.SCALE))
+        }
 
     tokenizer = Tokenizer.load(folder)
     _check_vocabulary(config, tokenizer, folder)
-    return ModelSource(config, tokenizer, weights, shapes, folder)
+    return ModelSource(config, tokenizer, weights, shapes, folder, packed=packed)
 
 
 def check_sums(folder: Path, names: Collection[str]) -> None:

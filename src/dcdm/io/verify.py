@@ -15,6 +15,7 @@ from dcdm.io import adapters
 from dcdm.io.load import CONFIG, PARSED, WEIGHTS, find_model, wrong_sums
 from dcdm.keys import Key
 from dcdm.likelihood.estimators import score
+from dcdm.model.packing import dequantised
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import (
@@ -56,9 +57,9 @@ def verify_model(path: Path) -> Iterator[Check]:
     bad = [name for name, value in model.state_dict().items() if not bool(torch.isfinite(value).all())]
     yield Check("finite weights", bad)
     yield Check("no token sees itself", leaks(model))
-    again, stored = source.load(), source.weights()
-    differing = [n for n, v in model.state_dict().items() if not torch.equal(v, again.state_dict()[n])]
-    differing += [n for n, v in stored.items() if not torch.equal(v.to(torch.float32), model.state_dict()[n])]
+    first, again = (dequantised(loaded.state_dict()) for loaded in (model, source.load()))
+    differing = [n for n, v in first.items() if not torch.equal(v, again[n])]
+    differing += [n for n, v in source.weights().items() if not torch.equal(v.to(torch.float32), first[n])]
     yield Check("reload equality", differing)
     if not model.config.routes_from_noise:  # its cache is an approximation, and says so
         yield Check("cached decoding equals uncached", cache_errors(model))

@@ -59,9 +59,9 @@ class Drafts:
 
     @classmethod
     def none(cls, model: LaneModel) -> Drafts:
-        weight = model.embed_tokens.weight
+        weight = model.norm.weight
         nothing = torch.zeros(0, dtype=torch.long, device=weight.device)
-        return cls(nothing, nothing, nothing, weight.new_zeros(0, weight.shape[1]))
+        return cls(nothing, nothing, nothing, weight.new_zeros(0, len(weight)))
 
     def __len__(self) -> int:
         return len(self.row)

@@ -370,5 +370,5 @@ def certain(by_position: Tensor, tokens: Tensor, forwards: Tensor | int) -> Part
 def scattered(model: Model, states: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     """−log p of `tokens` where `where`, 0 elsewhere: (B, L) float64."""
     nll = torch.zeros(where.shape, dtype=torch.float64, device=where.device)
-    nll[where] = token_nll(states[where], model.head_weight(), tokens[where], model.config.hidden_token).double()
+    nll[where] = token_nll(states[where], tokens[where], model.token_logits, model.config.vocab_size).double()
     return nll

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
 from dcdm.model.attention import AttentionInputs, attend, rotate
+from dcdm.model.packing import products_of
 from dcdm.model.products import Linear, at_least_fp32, product_type
 
 Rotary = tuple[Tensor, Tensor]
@@ -34,6 +35,9 @@ class HeadNorm(nn.RMSNorm):
 
 class SelfAttention(nn.Module):
     """Grouped-query attention, with per-head RMSNorm on queries and keys where the settings say so."""
+
+    TOGETHER = ("q_proj", "k_proj", "v_proj")
+    """Products with the same states."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,12 +68,18 @@ class SelfAttention(nn.Module):
     def forward(self, x_bsd: Tensor, rotary: Rotary, inputs: AttentionInputs) -> Tensor:
         """The first `inputs.num_queries` slots attend to all: (B, Q, d)."""
         n = inputs.num_queries
-        q_bqhd = rotate(self.queries(x_bsd[:, :n]), (rotary[0][:, :n], rotary[1][:, :n]))
-        k_bsgd = rotate(self.keys(x_bsd), rotary)
-        return self.o_proj(attend(q_bqhd, k_bsgd, self.values(x_bsd), inputs).flatten(2))
+        if n == x_bsd.shape[1]:
+            q, k, v = products_of(x_bsd, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            q, k, v = self.q_proj(x_bsd[:, :n]), self.k_proj(x_bsd), self.v_proj(x_bsd)
+        q_bqhd = rotate(self.q_norm(self._heads(q)), (rotary[0][:, :n], rotary[1][:, :n]))
+        k_bsgd = rotate(self.k_norm(self._heads(k)), rotary)
+        return self.o_proj(attend(q_bqhd, k_bsgd, self._heads(v), inputs).flatten(2))
 
 
 class SwiGLU(nn.Module):
+    TOGETHER = ("gate_proj", "up_proj")
+
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
@@ -77,7 +87,8 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None
+        gate, up = products_of(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up), None
 
 
 class Experts(nn.Module):

@@ -9,6 +9,7 @@ CPU takes several times as long for 2 to 16 rows as for one; oneDNN's reads the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -129,8 +130,10 @@ def weighted_nll(
 
 
 @torch.no_grad()
-def token_nll(states: Tensor, weight: Tensor, targets: Tensor, hidden: int | None = None) -> Tensor:
-    """−log p of each target, without gradient: (M,)."""
-    parts = [F.cross_entropy(_logits(states[part], weight, hidden), targets[part], reduction="none")
-             for part in _slices(states, weight)]  # fmt: skip
+def token_nll(states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int) -> Tensor:
+    """−log p of each target, without gradient: (M,). `logits_of` makes (n, V) of states (n, d), V is `tokens`."""
+    size = max(1, SLICE_BYTES // (tokens * 4))
+    parts = [F.cross_entropy(logits.to(at_least_fp32(logits)), target, reduction="none")
+             for part, target in zip(states.split(size), targets.split(size), strict=True)
+             for logits in [logits_of(part)]]  # fmt: skip
     return torch.cat(parts) if parts else states.new_zeros(0)

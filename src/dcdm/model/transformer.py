@@ -19,7 +19,8 @@ from dcdm.model.blocks import Block, Experts, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.masks import Slots
-from dcdm.model.products import product
+from dcdm.model.packing import PackedEmbedding, PackedLinear
+from dcdm.model.products import Linear, product
 from dcdm.model.routing import IncrementalRouter
 
 
@@ -93,9 +94,7 @@ class Model(nn.Module):
                 norm_eps=config.norm_eps, init_std=config.init_std, out_init_std=config.chunk_out_init_std,
             )  # fmt: skip
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.lm_head = (
-            None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -247,7 +246,7 @@ class Model(nn.Module):
 
     def new_cache(self, rows: int = 0, capacity: int = 0) -> KVCache:
         """An empty cache for `extend`, to which rows can be added."""
-        return KVCache(self.config, self.embed_tokens.weight, rows, capacity)
+        return KVCache(self.config, self.norm.weight, rows, capacity)
 
     def head(self, states: Tensor) -> Tensor:
         """Logits (…, V) of final states; diffusion kinds never predict BOS, PAD or MASK."""
@@ -258,10 +257,21 @@ class Model(nn.Module):
 
     def token_logits(self, states: Tensor) -> Tensor:
         """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) where specials cannot be."""
-        logits = product(states, self.head_weight())
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        if isinstance(head, PackedEmbedding | PackedLinear):
+            assert head.matrix is not None
+            logits = head.matrix(states)[..., : None if self.config.predicts_specials else -NUM_SPECIALS]
+        else:
+            logits = product(states, self.head_weight())
         if self.config.hidden_token is not None:
             logits[..., self.config.hidden_token] = -torch.inf
         return logits
+
+    @property
+    def weights_type(self) -> str:
+        """As reports name it."""
+        packed = isinstance(self.embed_tokens, PackedEmbedding)
+        return "int8" if packed else str(self.norm.weight.dtype).removeprefix("torch.")
 
     def head_weight(self) -> Tensor:
         """The head's rows of the tokens that can be predicted."""
