@@ -65,7 +65,7 @@ def share_of_loss(model: Model, batch: Batch, key: Key, world: World) -> Loss:
         return distributed.sum_over_ranks(x, world)
 
     tokens = total(counted(model, with_prompts(model, batch, key, objective(model))))
-    return loss(model, batch, key, objective(model), GlobalBatch(tokens, ROWS, total=total))
+    return loss(model, batch, key, objective(model), GlobalBatch(tokens, ROWS, sum_over_ranks=total))
 
 
 def train(kind: str, world: World, sharded_loss: bool) -> dict[str, np.ndarray]:

@@ -60,8 +60,7 @@ class GlobalBatch:
     rows: int
     """Sequences of the whole step."""
     micro_steps: int = 1
-    total: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums over ranks."""
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ def loss(
 def _balance(model: Model, result: Loss, global_batch: GlobalBatch, rate: float) -> None:
     assert model.chunking is not None
     assert result.counts is not None
-    model.chunking.update_bias(global_batch.total(result.counts.sum(dim=0)), rate / global_batch.micro_steps)
+    counts_k = global_batch.sum_over_ranks(result.counts.sum(dim=0))
+    model.chunking.update_bias(counts_k, rate / global_batch.micro_steps)
 
 
 def with_prompts(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Batch:
@@ -235,7 +235,9 @@ def complete_loss(
             chunk_loss = chunk_loss * (len(batch.tokens) / global_batch.rows)
             total = total + weight * chunk_loss
     if config.moe is not None:
-        moe_loss = load_balancing_loss(encoded.gate_logits, config.moe.experts_per_token, global_batch.total)
+        moe_loss = load_balancing_loss(
+            encoded.gate_logits, config.moe.experts_per_token, global_batch.sum_over_ranks
+        )
         moe_loss = moe_loss / global_batch.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
     return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)

@@ -93,8 +93,7 @@ class Source:
         path = folder / "config.json"
         settings = read_settings(path, "give the folder that `save_pretrained` wrote")
         known = family_of(settings, str(path), family)
-        translated = settings if known is None else known.translated(settings, str(path))
-        fields = _fields(translated, str(path), known)
+        described = _described(settings, str(path), known)
         shapes: dict[str, Shape] = {}
         place: dict[str, tuple[Path, str]] = {}
         for file in _weight_files(folder):
@@ -105,32 +104,29 @@ class Source:
                 if name in shapes:
                     raise ConfigError(f"{theirs} in {file} is stored twice; {AGAIN}")
                 shapes[name], place[name] = shape, (file, theirs)
-        return cls._of(
-            settings, translated, str(path), known, fields, shapes, lambda name: read_tensor(*place[name])
-        )
+        return cls._of(settings, str(path), known, described, shapes, lambda name: read_tensor(*place[name]))
 
     @classmethod
     def in_memory(cls, settings: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Source:
-        """An AR model that `transformers` has read from elsewhere."""
+        """What `transformers` has read from elsewhere."""
         ours = {_our_name(name): tensor for name, tensor in tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-        family_of(settings, place)
-        return cls._of(settings, settings, place, None, _fields(settings, place), shapes, ours.__getitem__)
+        known = family_of(settings, place)
+        return cls._of(settings, place, known, _described(settings, place, known), shapes, ours.__getitem__)
 
     @classmethod
     def _of(
-        cls, given: dict[str, Any], translated: dict[str, Any], place: str, family: Family | None,
-        fields: dict[str, Any], shapes: dict[str, Shape], read: Callable[[str], Tensor],
+        cls, given: dict[str, Any], place: str, family: Family | None, described: tuple[Backbone, dict[str, Any]],
+        shapes: dict[str, Shape], read: Callable[[str], Tensor],
     ) -> Source:  # fmt: skip
         """Without what published models carry for nothing: a head though it is tied, and tables of RoPE."""
+        backbone, fields = described
         spare = fields["tie_embeddings"] and HEAD in shapes
         kept = {
             name: shape for name, shape in shapes.items()
             if not (name.endswith(".rotary_emb.inv_freq") or (spare and name == HEAD))
         }  # fmt: skip
-        vocab_size = fields.pop("vocab_size")
-        backbone = BACKBONES[translated["model_type"]]
-        return cls(place, backbone, family, fields, vocab_size, given, kept, read, spare)
+        return cls(place, backbone, family, fields, fields.pop("vocab_size"), given, kept, read, spare)
 
     def config(self, kind: Kind, *, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
         """The config of an AR model, a BDLM or an MDLM that this one fits into.
@@ -210,8 +206,9 @@ def _rope_type(rope: Any) -> Any:
     return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
 
 
-def _fields(settings: dict[str, Any], place: str, family: Family | None = None) -> dict[str, Any]:
-    """The settings of a config.json under our names, refused where our backbone cannot express them."""
+def _described(settings: dict[str, Any], place: str, family: Family | None) -> tuple[Backbone, dict[str, Any]]:
+    """Architecture and settings of a config.json under our names, refused where our backbone cannot be that."""
+    settings = dict(settings) if family is None else family.translated(settings, place)
     backbone = _backbone(settings, place)
     theta = backbone.theta if family is None else None  # classes of diffusion models have other defaults
 
@@ -221,7 +218,6 @@ def _fields(settings: dict[str, Any], place: str, family: Family | None = None) 
             raise ConfigError(f"{name}={value!r} in {place} must be {what}; restore it, or choose another model")
         return value
 
-    settings = dict(settings)
     if settings.get("num_key_value_heads") is None and ("num_key_value_heads" in settings or theta):
         settings["num_key_value_heads"] = settings.get("num_attention_heads")
     if settings.get("head_dim") is None and backbone.name != "Qwen3":
@@ -242,7 +238,7 @@ def _fields(settings: dict[str, Any], place: str, family: Family | None = None) 
         values = {ours: read(theirs, "a number", rope) for ours, theirs in _SCALING.items()}
         fields["rope_scaling"] = RopeScaling(**values)
     fields["tie_embeddings"] = read("tie_word_embeddings", "true or false", settings)
-    return fields
+    return backbone, fields
 
 
 def _backbone(settings: dict[str, Any], place: str) -> Backbone:
