@@ -60,6 +60,7 @@ def measure_one(corpus: str, tokenizer: str, out: str) -> None:
     prepared = prepare(corpus, Tokenizer.load(tokenizer), out, settings=DataConfig(validation_share=0.005))
     print(json.dumps({
         "seconds": time.perf_counter() - started,
+        "processor_seconds": time.process_time(),
         "documents": prepared.documents("train") + prepared.documents("validation"),
         "tokens": prepared.tokens("train") + prepared.tokens("validation"),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -135,7 +136,7 @@ def main() -> None:
         (folder / "start").mkdir()
         start = start_seconds(folder / "start")
     hours = DOCUMENTS / rows[-1]["documents_per_second"] / 3600 if rows else None
-    columns = ("gigabytes", "documents", "seconds", "documents_per_second", "megabytes_per_second", "peak_mib")
+    columns = ("gigabytes", "documents", "seconds", "processor_seconds", "documents_per_second", "peak_mib")
     Table(columns, [[f"{row[name]:,.4g}" for name in columns] for row in rows]).print()
     print(json.dumps({"sizes": rows, "openwebtext_hours": hours, "cores": os.cpu_count(), "start_seconds": start}))
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -65,7 +66,7 @@ class Shard:
     def __init__(self, stem: Path, dtype: str) -> None:
         self.path, self.dtype = stem.with_suffix(".bin"), np.dtype(dtype).newbyteorder("<")
         self._counts = {"documents": 0, "tokens": 0, "learned": 0, "bytes": 0}
-        self._lengths: list[tuple[int, int]] = []
+        self._lengths = array("I")
         self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         self._file = open(self._aside, "wb")  # noqa: SIM115 (closed by close or discard)
         self._hash = hashlib.sha256()
@@ -76,7 +77,7 @@ class Shard:
         data = b"".join(piece.astype(self.dtype, copy=False).tobytes() for piece in pieces)
         size = len(data) // self.dtype.itemsize
         if prompt is not None:
-            self._lengths.append((size, len(prompt)))
+            self._lengths.extend((size, len(prompt)))
         for name, more in zip(self._counts, (ends, size, len(learned), text_bytes), strict=True):
             self._counts[name] += more
         self._file.write(data)
