@@ -8,7 +8,6 @@ on several at a time, and `tokenizers` on every core.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -210,10 +209,9 @@ def _writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = "free some space" if full else "look at the folder's permissions"
         raise DataError(
-            f"cannot write to {out}: {reason}; {fix} or choose another out folder, and start again"
+            f"cannot write to {out}: {reason}; free some space, look at the folder's permissions or choose another "
+            "out folder, and start again"
         ) from error
 
 
