@@ -51,6 +51,7 @@ INSTEAD = [
     (r"^(dcdm eval ppl .*--length) \d+", r"\1 32", "short ones, too"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
     (r"--(data|corpus) addresses( --tokenizer bpe:\d+)?", r"--\1 train.txt", "a small text is enough"),
+    (r"(--to drafts)$", r"\1 --own-texts 16 --steps 2 --set data.window=256", "few texts, which bytes make long"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
     (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
 ]

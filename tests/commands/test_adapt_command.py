@@ -18,10 +18,13 @@ from dcdm.cli import main
 from dcdm.commands.adapt import adapted, memory
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.data.loader import pack
+from dcdm.data.store import PreparedData
 from dcdm.io.load import load_model
 from dcdm.io.pretrained import import_model
 from dcdm.io.verify import verify_model
+from dcdm.progress import Reporter
 from dcdm.training import settings as run_settings
+from dcdm.training.own_texts import own_texts
 
 TEXT = "The cat sat on the mat, and that was that. Then there were two of them.\n" * 60
 
@@ -136,7 +139,6 @@ def test_wrong_use_is_refused_by_option(adapters, refused):
     lanes = str(adapters["lanes"])
     for words, message in (
         (["base", "none", "--adapter", lanes, "--no-average"], "leave out --no-average"),
-        (["runs/for-lanes", "none", "--adapter-only", "--dtype", "bf16"], "no effect on --adapter-only"),
         (["base", "none", "--adapter-only"], "has no adapter"),
     ):
         assert message in refused("export", *words)
@@ -348,3 +350,94 @@ def test_sampling_and_scoring_take_a_base_with_its_adapter(adapters, capsys):
     assert shown[0] == shown[1] == shown[2]
     main(["eval", "ppl", str(adapters["lanes"]), "--data", "text.txt", "--limit", "2", "--length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)
+
+
+# --- a draft head beside a frozen base ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def head(place: Path) -> Path:
+    """The exported head of a short run on own texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("DCDM_CACHE", str(place / "cache"))
+        (place / "prompts.txt").write_text("The cat…\nWho?\n")
+        drafts = ["--to", "drafts", "--own-texts", "40", "--prompts", "prompts.txt", "--steps", "6"]
+        settings = ["train.warmup_steps=0", "evaluate_first=true"]
+        assert adapt("runs/drafts", *drafts, set=settings, data=[]) == 0
+        main(["export", "runs/drafts", "head", "--adapter-only", "--dtype", "bf16"])
+    return place / "head"
+
+
+def test_a_head_is_trained_on_own_texts_beside_a_base_that_stays_as_it_is(head: Path, place: Path) -> None:
+    trained, tokenizer = dcdm.load("runs/drafts")
+    base, _ = dcdm.load("base")
+    state = trained.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in base.state_dict().items())
+    assert bool(state["drafting.down.weight"].any())
+    tokens = pack([TEXT], tokenizer, 32)[:4]
+    exact = dcdm.score(trained, tokens, "exact", lanes=1).nats
+    torch.testing.assert_close(exact, dcdm.score(base, tokens, "exact").nats, atol=1e-5, rtol=0)
+    torch.testing.assert_close(dcdm.score(trained, tokens, "drafted", samples=1, lanes=1).nats, exact)
+    first, last = (row["evaluation"]["valid_nll"] for row in evaluations("runs/drafts"))
+    assert first == last
+    optimizer = list((place / "runs/drafts/checkpoints").glob("*/optim*")) or [place]
+    assert all(path.stat().st_size < 100_000 for path in optimizer)
+    (own,) = (place / "cache/data").glob("own-texts-*")
+    again = PreparedData.open(own, verify=True)
+    assert (again.documents("train"), again.documents("validation")) == (38, 2)
+
+
+def test_texts_of_base_and_head_are_those_of_the_base(head: Path) -> None:
+    assert not (head / "adapter_config.json").exists()
+    assert [check for check in verify_model(head) if check.problems] == []
+    main(["export", "base", "with-head", "--adapter", str(head)])
+    base, tokenizer = dcdm.load("base")
+    prompts = [tokenizer.encode(text) for text in ("The cat", "Then there", "two", "x")]
+    greedy = {"max_new_tokens": 24, "temperature": 0.0}
+    expected = dcdm.generate(base, prompts, **greedy)
+    for model in (load_model("base", adapter=head)[0], dcdm.load(head)[0], dcdm.load("with-head")[0]):
+        found = dcdm.generate(model, prompts, **greedy)
+        assert found.completions == expected.completions
+        assert int(found.forwards.sum()) < int(expected.forwards.sum())
+
+
+def test_a_head_of_another_base_is_refused_and_so_is_what_has_no_effect(
+    head: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_model(str(pretrained.saved(place / "third-source", initializer_range=0.3)), place / "third")
+    with pytest.raises(ConfigError, match="holds other weights"):
+        load_model("third", adapter=head)
+    for options, data, said in (
+        (["--to", "lanes", "--own-texts", "8"], TEXTS, "no effect on --to lanes"),
+        (["--to", "drafts", "--own-texts", "8"], TEXTS, "on --data or on own texts"),
+        (["--to", "drafts", "--lanes", "2"], [], "no effect on --to drafts"),
+        (["--to", "drafts", "--prompts", "nowhere.txt"], [], "is no file"),
+    ):
+        assert adapt("runs/none", *options, data=data) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_head_learns_from_a_given_text_too() -> None:
+    assert adapt("runs/drafts-of-text", "--to", "drafts", "--steps", "2") == 0
+    model, _ = dcdm.load("runs/drafts-of-text")
+    assert (model.config.lanes, model.config.drafts) == ((1,), 3)
+
+
+def test_own_texts_that_were_interrupted_are_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, tokenizer = dcdm.load("base")
+    monkeypatch.setenv("DCDM_CACHE", str(place / "whole"))
+    whole = own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6)
+    monkeypatch.setenv("DCDM_CACHE", str(place / "stopped"))
+    written: list[int] = []
+
+    class Stopping(Reporter):
+        def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
+            written.append(done)
+            if written == [32]:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6, reporter=Stopping())
+    continued = own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6)
+    assert PreparedData.open(whole).content_fingerprint == PreparedData.open(continued).content_fingerprint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,7 +17,7 @@ from dcdm.io.load import load_init
 from dcdm.io.verify import cache_errors
 from dcdm.keys import Key
 from dcdm.lanes.masks import led_positions
-from dcdm.lanes.model import SHARE
+from dcdm.lanes.model import SHARE, LaneModel
 from dcdm.lanes.objective import DRAFT_WEIGHT, draw_lanes
 from dcdm.model.transformer import Model
 
@@ -109,3 +110,71 @@ def test_weights_without_a_head_start_a_model_that_has_one(tmp_path: Path) -> No
     load_init(without := dcdm.build(start.config, seed=1), str(with_head), tokenizer)
     assert torch.equal(without.embed_tokens.weight, dcdm.load(with_head)[0].embed_tokens.weight)
     assert cache_errors(dcdm.load(with_head)[0]) == []
+
+
+# --- a head on a frozen network ----------------------------------------------------------------------------------
+
+
+def frozen_model(**fields: object) -> LaneModel:
+    made = tiny.model("mdlm", kind="lanes", lanes=(1,), drafts=3, **fields)
+    assert isinstance(made, LaneModel)
+    assert made.drafting is not None
+    with torch.no_grad():
+        made.drafting.down.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name.startswith("drafting."))
+    return made
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 7])
+def test_a_head_alone_learns_the_distributions_of_the_network_as_far_as_drafts_get(draft_vocab: int) -> None:
+    model, clean = frozen_model(draft_vocab=draft_vocab), tiny.tokens(3, 13, padding=(0, 4))
+    prompt = torch.zeros_like(clean, dtype=torch.bool)
+    prompt[1, :4] = True
+    found = loss(model, Batch(clean, prompt), Key(3), ObjectiveConfig(prompt_share=0.0))
+    states, kept = model.encode(clean, prompt=prompt).states.detach(), draft_vocab or tiny.LETTERS
+    free = model.position_masks(clean, prompt).free
+    total = torch.zeros(())
+    for row, start in free.nonzero().tolist():
+        state, reach = states[row, start], 1.0
+        for at in range(start + 1, min(start + 4, clean.shape[1])):
+            if not free[row, at]:
+                break
+            state = model.drafting(state, model.embed_tokens(clean[row, at - 1]))
+            p = model.token_logits(states[row, at]).softmax(dim=-1)
+            q = model.token_logits(state)[:kept].softmax(dim=-1)
+            total = total - reach * (p[:kept] * q.log()).sum()
+            true = int(clean[row, at])
+            reach *= min(1.0, (q[true] / p[true]).item()) if true < kept else 0.0
+    torch.testing.assert_close(found.total, total / free.sum())
+    exact = dcdm.score(model, clean, "exact", prompt=prompt, lanes=1).nats.sum() / free.sum()
+    torch.testing.assert_close(found.nll, exact)
+    found.total.backward()
+    learned = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name in model.state_dict() if name.startswith("drafting.")}
+
+
+def test_windows_that_come_again_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clean = frozen_model(), tiny.tokens(4, 13, padding=(0, 4))
+    settings, whole = ObjectiveConfig(prompt_share=0.0), Batch(clean, index=torch.tensor([5, 2, 8, 3]))
+    first = loss(model, whole, Key(1), settings)
+    monkeypatch.setattr(model, "encode", None)
+    assert torch.equal(loss(model, whole, Key(2), settings).total, first.total)
+    some = Batch(clean[[3, 1]], index=torch.tensor([3, 2]))
+    shared = GlobalBatch(first.tokens, 4)
+    others = Batch(clean[[0, 2]], index=torch.tensor([5, 8]))
+    parts = [loss(model, part, Key(2), settings, shared).total for part in (some, others)]
+    torch.testing.assert_close(sum(parts), first.total)
+
+
+def test_a_head_that_drafts_some_tokens_only_changes_no_text() -> None:
+    model = frozen_model(draft_vocab=7)
+    options = {"max_new_tokens": 10, "index": [4], "temperature": 1.0}
+    for temperature in (0.0, 1.0):
+        options["temperature"] = temperature
+        drafted = dcdm.generate(model, [[1, 2, 3]], lanes=1, drafts=3, **options)
+        assert drafted.forwards[0] <= 10
+        if temperature == 0:
+            plain = dcdm.generate(model, [[1, 2, 3]], lanes=1, drafts=0, **options)
+            assert drafted.completions == plain.completions
+    assert cache_errors(model) == []

@@ -1,4 +1,4 @@
-"""`dcdm adapt`: a pretrained model learns to write in lanes, in blocks or in chunks.
+"""`dcdm adapt`: a pretrained model gets a draft head, or learns to write in lanes, in blocks or in chunks.
 
 A training run with defaults for two cores, and its figures before and after.
 """
@@ -18,17 +18,20 @@ from dcdm.commands.options import (
     ModelArgument,
     assignments,
     at_least_one,
+    compute_on,
     whole_numbers,
 )
 from dcdm.commands.train import start_run
 from dcdm.config import ConfigError, Dtype, ModelConfig, whole_number
 
 if TYPE_CHECKING:
+    from dcdm.io.load import ModelSource
     from dcdm.viewing.tables import Table
 
-Target = Literal["lanes", "ar", "bdlm", "mdlm", "dcdm-causal", "dcdm-paper"]
+Target = Literal["drafts", "lanes", "ar", "bdlm", "mdlm", "dcdm-causal", "dcdm-paper"]
 
 EXAMPLES = (
+    "dcdm adapt base --run runs/drafts --to drafts",
     "dcdm adapt base --run runs/lanes --data train.txt",
     "dcdm adapt base --run runs/lanes --data train.txt --steps 1000 --batch-size 4 --lora 16",
     "dcdm adapt base --run runs/blocks --data train.txt --to bdlm --block-size 4",
@@ -41,10 +44,17 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """What suits a short run from good weights; a checkpoint of 135M parameters takes 1.6 GB."""
 DEFAULTS_OF: dict[str, dict[str, Any]] = {
-    "ar": {}, "lanes": {"lanes": (1, 2, 4, 8), "drafts": 0}, "bdlm": {"block_size": 4}, "mdlm": {},
-    "dcdm": {"num_chunks": 8, "chunk_dim": 64},
+    "ar": {}, "drafts": {"drafts": 3}, "lanes": {"lanes": (1, 2, 4, 8), "drafts": 0}, "bdlm": {"block_size": 4},
+    "mdlm": {}, "dcdm": {"num_chunks": 8, "chunk_dim": 64},
 }  # fmt: skip
 """Kind → what a model of another becomes by it."""
+DRAFTS: dict[str, Any] = {
+    "train.only_drafts": True, "objective.prompt_share": 0.0, "train.weight_decay": 0.0, "evaluate_every": 10_000,
+    "checkpoint_every": 200, "evaluate_first": False,
+}  # fmt: skip
+"""For a head alone. Without random prompts the states of a window are the same in every epoch, and are kept."""
+DRAFT_VOCAB = 16_384
+OWN_TEXTS = 512
 ACTIVATIONS = 2e9  # bytes that backward may keep of one pass
 
 
@@ -55,8 +65,10 @@ def adapt(
     lanes: str | None = None,
     drafts: int | None = None,
     block_size: int | None = None,
-    data: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = ("stdlib",),
+    data: Annotated[tuple[str, ...], arg(metavar="SOURCE...", help_behavior_hint="(default: stdlib)")] = (),
     validation: Annotated[tuple[str, ...], arg(metavar="SOURCE...", help_behavior_hint="(default: none)")] = (),
+    own_texts: int | None = None,
+    prompts: Path | None = None,
     steps: int = 300,
     batch_size: int = 2,
     lora: int | None = None,
@@ -65,7 +77,11 @@ def adapt(
     dtype: Dtype | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train a pretrained model further, so that it writes in lanes, in blocks or in chunks.
+    """Give a pretrained model a draft head, or train it further so that it writes in lanes, in blocks or in chunks.
+
+    With --to drafts the model itself stays as it is, to the bit, and writes the same texts in fewer forward passes:
+    only a small head is trained, on texts that the model writes (or on --data), by the model's own predictions.
+    `dcdm export RUN FOLDER --adapter-only` writes the head alone, which every command takes by --adapter.
 
     A run as `dcdm train` makes it, with the model's weights and tokenizer; the same command resumes it. Last come
     the figures on held-out text before and after. With the defaults, a model of 135M parameters takes about half an
@@ -74,16 +90,20 @@ def adapt(
     Args:
         model: The model to start from: what `dcdm import` wrote, or any AR, BDLM or MDLM.
         run: The run's folder; if there is a run in it, it is resumed.
-        to: What to make of it: lanes, bdlm (blocks that are filled in parallel), mdlm, dcdm-causal or dcdm-paper
-            (chunks by content), or ar (fine-tuning, to compare with). Diffusion models do not become lanes or ar.
+        to: What to make of it: drafts (the same model with a draft head), lanes, bdlm (blocks that are filled in
+            parallel), mdlm, dcdm-causal or dcdm-paper (chunks by content), or ar (fine-tuning, to compare with).
+            Diffusion models do not become lanes or ar.
         lanes: Numbers of lanes to train with; 1 among them keeps what the model can do as AR (default: 1,2,4,8, or
             as a lane model has them).
-        drafts: For lanes: train a head that drafts so many tokens ahead (docs/drafts.md; default: as the model has
-            it, an AR model none).
+        drafts: Train a head that drafts so many tokens ahead (docs/drafts.md; default: 3 with --to drafts; with
+            --to lanes as the model has it, an AR model none).
         block_size: For bdlm: tokens of a block (default: 4).
         data: Text to train on: stdlib, addresses, files, patterns, a hub data set, or a folder that
             `dcdm data prepare` wrote with the model's tokenizer.
         validation: Sources of the validation split; without them a share is held out.
+        own_texts: For drafts: how many texts the model writes first, to train on (default: 512; none with --data).
+        prompts: For drafts: a file with a prompt in each line for these texts; one that ends in … is the beginning
+            of a text, others are messages to answer (default: 90 short ones that come with dcdm).
         steps: Optimizer steps.
         batch_size: Windows of one step.
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
@@ -95,17 +115,26 @@ def adapt(
     from dcdm.io.load import find_model
     from dcdm.shipped import folder_of
 
-    at_least_one(steps=steps, batch_size=batch_size, lora=lora)
+    at_least_one(steps=steps, batch_size=batch_size, lora=lora, own_texts=own_texts)
     place = folder_of(model)
     if not place.is_dir():
         raise ConfigError(f"{model} is not a folder; `dcdm import {model} FOLDER` makes one of a pretrained model")
     found = find_model(place)
     numbers = None if lanes is None else whole_numbers("lanes", lanes)
     config = adapted(found.config, to, numbers, drafts, block_size)
-    changes: dict[str, Any] = DEFAULTS | {
+    if to != "drafts" and (own_texts or prompts):
+        raise ConfigError(f"--own-texts and --prompts have no effect on --to {to}; leave them out")
+    if to == "drafts" and data and (own_texts or prompts or lora):
+        raise ConfigError(
+            "--to drafts trains on --data or on own texts (--own-texts, --prompts), and without --lora"
+        )
+    if to == "drafts" and not data and not dry_run:
+        data = (str(_own_texts(found, own_texts or OWN_TEXTS, prompts, device, dtype)),)
+    rate = 1e-3 if to == "drafts" else 2e-3 if lora else 3e-4
+    changes: dict[str, Any] = DEFAULTS | (DRAFTS if to == "drafts" else {}) | {
         "model": config.to_dict(), "init": str(model), "data.tokenizer": str(found.tokenizer_folder),
-        "data.sources": data, "data.validation": validation, "train.steps": steps, "train.batch_size": batch_size,
-        "train.learning_rate": 2e-3 if lora else 3e-4, "train.lora": lora or 0, **assignments(set),
+        "data.sources": data or ("stdlib",), "data.validation": validation, "train.steps": steps,
+        "train.batch_size": batch_size, "train.learning_rate": rate, "train.lora": lora or 0, **assignments(set),
     }  # fmt: skip
     if dtype is not None:
         changes["train.dtype"] = dtype
@@ -124,18 +153,21 @@ def adapted(
     block_size: int | None = None,
 ) -> ModelConfig:  # fmt: skip
     """The config of what a model is to become; its backbone stays, of one of that kind all that is not given."""
-    kind, _, routing = to.partition("-")
+    kind, _, routing = ("lanes" if to == "drafts" else to).partition("-")
     knows_mask = base.kind in ("bdlm", "mdlm") and kind in ("bdlm", "mdlm", "dcdm")
     if base.kind not in ("ar", kind) and not knows_mask:
         others = ", a BDLM or an MDLM" if kind in ("bdlm", "mdlm", "dcdm") else ""
         raise ConfigError(f"adapting to {to} starts from an AR model{others}, and this is of kind {base.kind!r}")
     asked = {"lanes": lanes, "drafts": drafts, "block_size": block_size}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    if foreign := [name for name in given if name not in DEFAULTS_OF[kind]]:
+    if foreign := [name for name in given if name not in DEFAULTS_OF["drafts" if to == "drafts" else kind]]:
         option = f"--{foreign[0].replace('_', '-')} {given[foreign[0]]}"
         raise ConfigError(f"{option} has no effect on --to {to}; leave it out, or choose what it belongs to")
     if kind == "dcdm":
         given["routing"] = routing
+    if to == "drafts":
+        vocab = {"draft_vocab": DRAFT_VOCAB} if base.vocab_size > 2 * DRAFT_VOCAB else {}
+        given = {**DEFAULTS_OF["drafts"], **vocab, **({"lanes": (1,)} if base.kind == "ar" else {}), **given}
     if base.kind == kind:
         if "lanes" in given:
             given["lane_weights"] = None  # they belong to the old numbers
@@ -152,6 +184,21 @@ def adapted(
             kept |= {"prompts": base.prompts, "shift": base.shift}
     specials = {"hide_specials": base.hide_specials} if kind == "ar" else {}
     return ModelConfig(kind=kind, **{**kept, **specials, **DEFAULTS_OF[kind], **given})  # type: ignore[arg-type]
+
+
+def _own_texts(
+    found: ModelSource, count: int, prompts: Path | None, device: DeviceOption, dtype: Dtype | None
+) -> Path:
+    """Texts by the model itself, as prepared data."""
+    from dcdm.progress import ConsoleProgress
+    from dcdm.training.own_texts import PROMPTS, own_texts
+
+    prompts = PROMPTS if prompts is None else prompts
+    if not prompts.is_file():
+        raise ConfigError(f"--prompts {prompts} is no file; give one with a prompt in each line")
+    model = found.load(*compute_on(device, dtype or "auto"))
+    with ConsoleProgress() as reporter:
+        return own_texts(model, found.tokenizer, found.identity()["sha256"], count, prompts, reporter=reporter)
 
 
 def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:

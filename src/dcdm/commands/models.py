@@ -147,8 +147,8 @@ def export(
 
     Args:
         average: Take the averaged weights where the run kept any.
-        adapter_only: Write what a run of `dcdm adapt --lora` has added to its base, in peft's format; else adapters
-            are merged into the weights.
+        adapter_only: Write what a run of `dcdm adapt` has added to its base by --lora, in peft's format, or by
+            --to drafts; else adapters are merged into the weights.
         format: sdar is what SGLang and LMDeploy serve, of a BDLM that has Qwen3's blocks and was trained without
             BOS (docs/pretrained.md).
     """
@@ -157,14 +157,16 @@ def export(
 
     if adapter_only and adapter is not None:
         raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
-    if adapter_only and (not average or dtype != "fp32"):
-        raise ConfigError("--no-average and --dtype have no effect on --adapter-only: it writes what was trained")
+    if adapter_only and (not average or dtype == "int8"):
+        raise ConfigError(
+            "--no-average and --dtype int8 have no effect on --adapter-only: it writes what was trained"
+        )
     if dtype == "int8" and format != "dcdm":
         raise ConfigError(f"--format {format} has no weights in bytes; choose fp32 or bf16")
     if adapter_only and format != "dcdm":
         raise ConfigError(f"--adapter-only has no effect on --format {format}, a whole model; leave one out")
     if adapter_only:
-        export_adapter(source, folder)
+        export_adapter(source, folder, compute_on("cpu", dtype)[1])
     else:
         write = export_model if format == "dcdm" else export_sdar
         write(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])

@@ -108,7 +108,7 @@ def prepare(
             records = _tokenise(units, work, kept, settings, workers or WORKERS, reporter)
 
             # seal it with a manifest
-            manifest = _manifest(plan, records, kept, work, settings)
+            manifest = manifest_of(plan, records, kept, work, settings)
             manifest["given"] = {"tokenizer": spec, "sources": sources, "validation": validation}
             _check_documents(manifest, work, settings, reporter.say)
             write_manifest(work, manifest)
@@ -319,7 +319,7 @@ def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
     """The records of all units, in order, once their shards are written."""
-    found = (_finished_record(folder, number) for number in range(len(units)))
+    found = (finished_record(folder, number) for number in range(len(units)))
     records = {number: record for number, record in enumerate(found) if record is not None}
     if records:
         reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
@@ -352,7 +352,7 @@ def _tokenise(
 def write_unit(number: int, unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
     bad, maker = BadRows(settings.max_bad), ExampleMaker(settings, tokenizer)
-    stem, dtype = f"{number:05d}", _dtype(tokenizer)
+    stem, dtype = f"{number:05d}", token_type(tokenizer)
     shards = {split: Shard(folder / f"{split}-{stem}", dtype) for split in SPLITS}
     try:
         for batch in _batches(_examples(unit, maker, bad), tokenizer.cuts_between_words):
@@ -402,7 +402,7 @@ def _pieces(example: Example) -> Iterator[Example]:
     yield replace(example, response=example.response[start:]) if start else example
 
 
-def _finished_record(folder: Path, number: int) -> dict[str, Any] | None:
+def finished_record(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a unit that an earlier run finished, if its shards are what it says."""
     try:
         record = read_json_object(folder / RECORDS / f"{number:05d}.json")
@@ -415,7 +415,7 @@ def _finished_record(folder: Path, number: int) -> dict[str, Any] | None:
     return record
 
 
-def _dtype(tokenizer: Tokenizer) -> str:
+def token_type(tokenizer: Tokenizer) -> str:
     """The type of a shard's numbers."""
     return "uint16" if tokenizer.vocab_size <= 65_535 else "uint32"
 
@@ -433,7 +433,7 @@ def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> Bad
 # --- the manifest ------------------------------------------------------------------------------------------------
 
 
-def _manifest(
+def manifest_of(
     plan: dict[str, Any], records: list[dict[str, Any]], tokenizer: Tokenizer, folder: Path, settings: DataConfig
 ) -> dict[str, Any]:
     splits: dict[str, dict[str, Any]] = {}
@@ -452,7 +452,7 @@ def _manifest(
         "source_fingerprint": digest(plan["source"]),
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
-        "dtype": _dtype(tokenizer),
+        "dtype": token_type(tokenizer),
         "fine_tuning": settings.fine_tuning,
         "splits": splits,
         "tokenizer_files": tokenizer_files,

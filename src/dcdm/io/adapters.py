@@ -1,7 +1,8 @@
-"""Adapter folders: what LoRA training added to a base model, in the file format of `peft`.
+"""Adapter folders: what LoRA training added to a base model, in the file format of `peft`; or a draft head alone.
 
 `adapter_config.json` and `adapter_model.safetensors` are those that `peft` reads and writes; `dcdm.json` holds the
-settings of the adapted model and which base it belongs to.
+settings of the adapted model and which base it belongs to. A head alone has nothing for `peft`: rank 0, and no
+`adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -95,15 +97,17 @@ class Adapter:
 
 
 def of_state(
-    state: dict[str, Tensor], config: ModelConfig, rank: int, alpha: float | None, base: str, base_sha256: str
-) -> Adapter:
-    """The adapter in the state dict of a model that was trained with one."""
+    state: dict[str, Tensor], config: ModelConfig, rank: int, alpha: float | None, base: str, base_sha256: str,
+    dtype: torch.dtype = torch.float32,
+) -> Adapter:  # fmt: skip
+    """The adapter in the state dict of a model that was trained with one; rank 0: a draft head alone."""
     tensors = {
         n: v for n, v in state.items() if n.rpartition(".")[2] in (lora.A, lora.B) or n.startswith(OWN_PARTS)
     }
     if (addend := state.get(f"embed_tokens.{lora.ROWS}")) is not None:
         tensors[EMBEDDING] = state[EMBEDDING][-NUM_SPECIALS:] + addend
-    return Adapter(config, base, base_sha256, rank, lora.scale_of(rank, alpha), tensors)
+    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    return Adapter(config, base, base_sha256, rank, lora.scale_of(rank, alpha) if rank else 0.0, tensors)
 
 
 def frozen(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +128,7 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
         "fan_in_fan_out": False, "target_modules": list(lora.TARGETS), "trainable_token_indices": rows,
     }  # fmt: skip
     ours = {"model": adapter.config.to_dict(), "base": adapter.base, "base_sha256": adapter.base_sha256}
-    for name, content in ((PEFT, peft), (SETTINGS, ours)):
+    for name, content in ((PEFT, peft), (SETTINGS, ours)) if adapter.rank else ((SETTINGS, ours),):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tensors = {_theirs(name): value.contiguous() for name, value in adapter.tensors.items()}
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
@@ -132,24 +136,28 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
 
 def is_adapter(folder: Path) -> bool:
     """Whether this is an adapter folder that `write_adapter` made."""
-    return (folder / SETTINGS).is_file() and (folder / PEFT).is_file()
+    return (folder / SETTINGS).is_file() and (folder / WEIGHTS).is_file()
 
 
 def read_adapter(folder: Path) -> Adapter:
     """What `write_adapter` wrote."""
     if not is_adapter(folder):
         raise ConfigError(
-            f"{folder} is not an adapter folder: it lacks {SETTINGS} or {PEFT}; "
+            f"{folder} is not an adapter folder: it lacks {SETTINGS} or {WEIGHTS}; "
             "`dcdm export RUN FOLDER --adapter-only` writes one"
         )
     try:
-        ours, peft = (read_json_object(listed_file(folder, name)) for name in (SETTINGS, PEFT))
+        ours = read_json_object(listed_file(folder, SETTINGS))
+        has_lora = (folder / PEFT).exists()
+        peft = read_json_object(listed_file(folder, PEFT)) if has_lora else {"r": 0, "lora_alpha": 0}
         tensors = load_file(listed_file(folder, WEIGHTS))
         config = ModelConfig.from_dict(_typed(ours, "model", dict))
         base, sha256 = (_typed(ours, name, str) for name in ("base", "base_sha256"))
         rank, alpha = _typed(peft, "r", int), float(_typed(peft, "lora_alpha", (int, float)))
     except (UnreadableFile, SafetensorError, OSError, TypeError) as error:
         raise ConfigError(f"{folder} cannot be read ({error}); export the adapter again") from error
+    if not has_lora:
+        return Adapter(config, base, sha256, 0, 0.0, {_ours(name): value for name, value in tensors.items()})
     others = [name for name in NOT_PLAIN if peft.get(name) not in (None, False, {}, [], "none")]
     if rank < 1 or others or peft.get("peft_type") != "LORA" or not 0 < abs(alpha) / rank <= MOST_SCALE:
         what = f"{others[0]}={peft[others[0]]!r}" if others else f"r={rank}, lora_alpha={alpha:g}"

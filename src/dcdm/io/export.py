@@ -126,13 +126,14 @@ def export_sdar(
         (aside / "README.md").write_text(f"# {source.name}\n\n{says}\n", encoding="utf-8")
 
 
-def export_adapter(source: Path, folder: Path) -> None:
-    """Write the adapter that the run `source`, or the run of this checkpoint, has trained; without its base."""
+def export_adapter(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write what the run `source`, or the run of this checkpoint, has trained beside its base, and not the base:
+    adapters, or a draft head alone."""
     check_free(folder)
     found = find_model(source)
     settings = None if found.run is None else run_settings.read(found.run / SETTINGS)
-    if settings is None or not settings.train.lora or settings.init is None:
-        raise ConfigError(f"{source} has no adapter: it is not a run of `dcdm adapt --lora RANK`")
+    if settings is None or not (settings.train.lora or settings.train.only_drafts) or settings.init is None:
+        raise ConfigError(f"{source} has no adapter: it is no run of `dcdm adapt` with --lora RANK or --to drafts")
     base, train = find_model(settings.init), settings.train
     state = load_weights(found.place) | (load_weights(found.place, "ema") if train.ema_decay else {})
     frozen, given = adapters.frozen(state), adapters.frozen(base.weights())
@@ -142,7 +143,7 @@ def export_adapter(source: Path, folder: Path) -> None:
             "put the old one back, or export the whole model without --adapter-only"
         )
     sha256 = base.identity()["sha256"]
-    adapter = adapters.of_state(state, found.config, train.lora, train.lora_alpha, settings.init, sha256)
+    adapter = adapters.of_state(state, found.config, train.lora, train.lora_alpha, settings.init, sha256, dtype)
     with _appearing(folder) as aside:
         adapters.write_adapter(adapter, aside)
         (aside / "README.md").write_text(_adapter_card(adapter, found.run or source), encoding="utf-8")
@@ -151,6 +152,8 @@ def export_adapter(source: Path, folder: Path) -> None:
 def _adapter_card(adapter: adapters.Adapter, run: Path) -> str:
     kind, base = adapter.config.kind, adapter.base
     text = f"LoRA adapters of rank {adapter.rank} that make a model of kind `{kind}` of `{base}`."
+    if not adapter.rank:
+        text = f"A draft head for `{base}`, which writes the same texts with it in fewer forward passes."
     return card(run.name, text, base_model=base)
 
 

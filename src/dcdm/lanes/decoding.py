@@ -183,7 +183,7 @@ class LaneState(DecodingState):
         drafts = self._reading
         if not len(drafts):
             return super()._choose(view, where, commit, reveal)
-        checked = verify(drafts, view, where, drafts.places(self.z.shape), self.cached.log_p_of, self.drafter)
+        checked = verify(self.model, drafts, view, where, drafts.places(self.z.shape), self.drafter)
         self.cached.keep_accepted(checked.accepted)
         fill = commit(view) & checked.fill
         return fill, torch.where(checked.tokens >= 0, checked.tokens, reveal(view, fill))
@@ -193,7 +193,7 @@ class LaneState(DecodingState):
         again = self.route.active & left & (self.ahead > 0)[:, None]
         self.route = Route(torch.where(again, LATER, self.route.ids), self.route.active & ~again)
         continues = left & (self.lane > 0) & (self.lane == shifted(self.lane))
-        self.drafts = propose(self.model, committed, continues, self.ahead, self.cached.log_p_of, self.drafter)
+        self.drafts = propose(self.model, committed, continues, self.ahead, self.drafter)
 
 
 # --- texts -------------------------------------------------------------------------------------------------------

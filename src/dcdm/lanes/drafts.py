@@ -16,7 +16,6 @@ probability min(1, q / p): so the same loop walks along a given text and counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,10 +27,7 @@ from dcdm.decoding.commits import Sampling, View
 from dcdm.decoding.loop import Committed
 from dcdm.lanes.model import LaneModel
 from dcdm.model.layout import RaggedIndex
-from dcdm.model.products import SLICE_BYTES
-
-LogP = Callable[[Tensor], Tensor]
-"""States (n, d) → log-probabilities (n, V)."""
+from dcdm.model.products import SLICE_BYTES, at_least_fp32, product
 
 
 class Drafter(Protocol):
@@ -94,7 +90,7 @@ class Verified:
 
 
 def verify(
-    drafts: Drafts, view: View, where: RaggedIndex, drafted: Tensor, log_p_of: LogP, by: Drafter
+    model: LaneModel, drafts: Drafts, view: View, where: RaggedIndex, drafted: Tensor, by: Drafter
 ) -> Verified:
     """Accept or reject `drafts`, which stand at the places `drafted` (B, L), by what the forward pass predicts."""
     columns = where.pick(drafted) & where.valid
@@ -105,7 +101,7 @@ def verify(
         nonlocal done
         part = drafts[slice(done, done + len(row))]
         done += len(row)
-        right, instead = by.verify(log_p, log_p_of(part.states), row, part.position, part.token)
+        right, instead = by.verify(log_p, log_q_of(model, part.states), row, part.position, part.token)
         tokens[row, at] = torch.where(right, part.token, instead)
         return right
 
@@ -119,14 +115,19 @@ def verify(
     return Verified(fill, tokens, accepted & drafted)
 
 
+def log_q_of(model: LaneModel, states: Tensor) -> Tensor:
+    """The head's log-probabilities (n, V) from its states (n, d)."""
+    logits = product(states, model.draft_weight())
+    log_q = logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
+    return F.pad(log_q, (0, len(model.head_weight()) - log_q.shape[-1]), value=-torch.inf)
+
+
 def shifted(x: Tensor) -> Tensor:
     """Each column's left neighbour (B, A); 0 (False) in the first."""
     return F.pad(x[:, :-1], (1, 0))
 
 
-def propose(
-    model: LaneModel, committed: Committed, continues: Tensor, ahead: Tensor, log_p_of: LogP, by: Drafter
-) -> Drafts:
+def propose(model: LaneModel, committed: Committed, continues: Tensor, ahead: Tensor, by: Drafter) -> Drafts:
     """Draft tokens behind the last token of every lane, `ahead` (B,) at most, given what was just `committed`.
 
     `continues` (B, L): open positions whose left neighbour belongs to the same lane. A lane's last place is never
@@ -147,7 +148,7 @@ def propose(
         position = position + 1
         size = max(1, SLICE_BYTES // (4 * model.config.vocab_size))  # of the distributions that exist at one time
         parts = zip(states.split(size), row.split(size), position.split(size), strict=True)
-        token = torch.cat([by.draft(log_p_of(part), *where) for part, *where in parts])
+        token = torch.cat([by.draft(log_q_of(model, part), *where) for part, *where in parts])
         made.append(Drafts(row, position, token, states))
     every = Drafts(*(torch.cat([getattr(part, name) for part in made]) for name in Drafts.__dataclass_fields__))
     return every[(every.row * further.shape[1] + every.position).argsort()]

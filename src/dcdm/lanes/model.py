@@ -12,6 +12,8 @@ next forward pass reads the draft tokens beside the last token and accepts or re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,6 +96,15 @@ class LaneModel(Model):
         return Partition(lane_partition(self.config, positions.free, positions.real, lanes)[0], None)
 
     @property
+    def trains_drafts_alone(self) -> bool:
+        """Whether the head learns and all else is frozen."""
+        return self.drafting is not None and not any(part.requires_grad for part in self.layers.parameters())
+
+    def draft_weight(self) -> Tensor:
+        """The head's rows of the tokens that can be drafted."""
+        return self.head_weight()[: self.config.draft_vocab or None]
+
+    @property
     def decoding_mask(self) -> Mask:
         return masks.left_with_drafts if self.config.drafts else masks.left
 
@@ -125,19 +136,17 @@ class DraftHead(nn.Module):
 
 
 def draft_states(
-    head: DraftHead, states: Tensor, embedded: Tensor, tokens: Tensor, ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """What `count` draft tokens in a row are predicted from, and their truths: states (M, d), tokens (M,).
+    head: DraftHead, states: Tensor, embedded: Tensor, ids: Tensor, count: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the n-th of `count` draft tokens in a row is predicted from, n = 1, 2, …: states (B, L − n, d) for the
+    positions from n on, and which of them (B, L − n) are drafted.
 
     `states` (B, L, d) are those that predict each position, `embedded` the true tokens; a token is drafted behind a
     free one for as long as the lane continues.
     """
     continues = masks.led_positions(ids)
-    made, truths = [], []
-    written = ids >= 1  # (B, L − n): whether the drafts that begin behind a position have got as far as n
+    written = ids >= 1
     for number in range(1, count + 1):
         written = written[:, :-1] & continues[:, number:]
         states = head(states[:, :-1], embedded[:, number - 1 : -1])
-        made.append(states[written])
-        truths.append(tokens[:, number:][written])
-    return torch.cat(made), torch.cat(truths)
+        yield states, written

@@ -1,25 +1,29 @@
 """What a model that predicts from the left is trained on: every free token once, given the earlier chunks.
 
 The loss is the exact negative log-likelihood of the decoder that fills a chunk with each forward pass. A draft head
-learns beside it, of which the rest of the network learns nothing.
+learns beside it, of which the rest of the network learns nothing. Where the rest is frozen, the head learns the
+network's own distributions instead of the tokens.
 
-    B batch   L positions
+    B batch   L positions   M drafted places   D the tokens that can be drafted   d hidden size
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part
 from dcdm.keys import Key
 from dcdm.lanes.model import SHARE, LaneModel, draft_states
-from dcdm.model.products import weighted_nll
+from dcdm.model.products import SLICE_BYTES, at_least_fp32, weighted_nll
 from dcdm.model.transformer import Encoded
 
+STATES_BYTES = 2 << 30  # of a frozen network, so that windows which come again are not read again
 DRAFT_WEIGHT = 0.1
 """Of the draft head's loss: its steps hardly depend on it, the norm at which all gradients are clipped does."""
 
@@ -32,6 +36,9 @@ def lane_loss(
     free = model.position_masks(batch.tokens, batch.prompt).free
     lanes = draw_lanes(model.config, key, batch.numbers()[0], free.sum(dim=-1).cpu())
     ids = model.partition(batch.tokens, batch.prompt, batch.index, lanes).ids
+    if model.trains_drafts_alone:
+        fixed = model.config.lanes == (1,) and not settings.prompt_share and not settings.blank_share
+        return drafts_alone_loss(model, batch, ids, global_batch, remember=fixed)
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
     targets = batch.tokens[free]
     summed = weighted_nll(encoded.states[free], model.head_weight(), targets, torch.ones_like(targets))
@@ -66,5 +73,70 @@ def _draft_loss(model: LaneModel, batch: Batch, encoded: Encoded) -> Tensor:
     scale = num_rows / -(-num_rows // SHARE) / model.config.drafts
     tokens, ids, states = batch.tokens[chosen], encoded.chunk_ids[chosen], encoded.states[chosen].detach()
     embedded = model.embed_tokens(tokens).detach()
-    made, truths = draft_states(model.drafting, states, embedded, tokens, ids, model.config.drafts)
-    return scale * weighted_nll(made, model.head_weight().detach(), truths, torch.ones_like(truths))
+    drafted = list(draft_states(model.drafting, states, embedded, ids, model.config.drafts))
+    made = torch.cat([states[written] for states, written in drafted])
+    truths = torch.cat([tokens[:, number:][written] for number, (_, written) in enumerate(drafted, start=1)])
+    weight = model.draft_weight().detach()
+    known = truths < len(weight)
+    return scale * weighted_nll(made[known], weight, truths[known], torch.ones_like(truths[known]))
+
+
+# --- a head on a frozen network ----------------------------------------------------------------------------------
+
+_remembered: WeakKeyDictionary[LaneModel, dict[int, tuple[Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
+"""By the number of a window in the data set."""
+
+
+def drafts_alone_loss(
+    model: LaneModel, batch: Batch, ids: Tensor, global_batch: GlobalBatch, remember: bool = False
+) -> Loss:
+    """The head's distance to the network's own distributions, −Σ p(v) log q(v) over the tokens that it can draft.
+
+    The n-th draft token matters only where those before it are accepted, so its place counts with the probability
+    of that given the text, Π min(1, q / p). `remember` keeps the states of windows for the next epoch.
+    """
+    assert model.drafting is not None
+    tokens, weight = batch.tokens, model.draft_weight()
+    states, log_sum, nll = _frozen_states(model, batch, ids, remember)
+    reached, summed = torch.ones_like(log_sum), log_sum.new_zeros(())
+    drafted = draft_states(model.drafting, states, model.embed_tokens(tokens), ids, model.config.drafts)
+    for number, (made, written) in enumerate(drafted, start=1):
+        with torch.no_grad():
+            log_p = (
+                F.linear(states[:, number:][written], weight).to(log_sum) - log_sum[:, number:][written][:, None]
+            )
+        log_q = F.linear(made[written], weight).to(log_sum).log_softmax(dim=-1)
+        reach = reached[:, :-1][written]
+        summed = summed - (reach[:, None] * log_p.exp() * log_q).sum()
+        truths = tokens[:, number:][written]
+        at = truths.clamp(max=len(weight) - 1)[:, None]
+        accepted = (log_q.detach() - log_p).gather(-1, at).squeeze(-1).exp().clamp(max=1) * (truths < len(weight))
+        reached = torch.zeros_like(reached[:, :-1])
+        reached[written] = reach * accepted
+    scale = global_batch.tokens.clamp(min=1)
+    total = summed / scale
+    return Loss(total, nll.sum() / scale, (ids >= 1).sum(), draft_loss=total.detach())
+
+
+@torch.no_grad()
+def _frozen_states(model: LaneModel, batch: Batch, ids: Tensor, remember: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """States (B, L, d) that predict each position, the logarithm of their softmax's sum, and −log p (B, L)."""
+    held = _remembered.setdefault(model, {})
+    windows = batch.index.tolist() if remember and batch.index is not None else []
+    if windows and all(window in held for window in windows):
+        return tuple(torch.stack(parts) for parts in zip(*(held[window] for window in windows), strict=True))  # type: ignore[return-value]
+    states = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids).states
+    free, size = ids >= 1, max(1, SLICE_BYTES // (4 * model.config.vocab_size))
+    log_sum, nll = torch.zeros(2, *ids.shape, dtype=at_least_fp32(states), device=ids.device)
+    sums, true = [], []
+    for part, tokens in zip(states[free].split(size), batch.tokens[free].split(size), strict=True):
+        logits = model.token_logits(part).to(log_sum)
+        sums.append(logits.logsumexp(dim=-1))
+        true.append(logits.gather(-1, tokens[:, None]).squeeze(-1))
+    log_sum[free] = torch.cat(sums)
+    nll[free] = log_sum[free] - torch.cat(true)
+    used = len(held) * (states[0].numel() * states.element_size())
+    for window, *parts in zip(windows, states, log_sum, nll, strict=bool(windows)):
+        if used < STATES_BYTES:
+            held[window] = tuple(part.clone() for part in parts)
+    return states, log_sum, nll

@@ -242,6 +242,9 @@ def trainer_of(
     load(model)
     if config.train.lora:
         lora.attach(model, config.train.lora, config.train.lora_alpha, config.train.seed)
+    if config.train.only_drafts:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("drafting."))
     batches = Loader(
         windows, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
         micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,

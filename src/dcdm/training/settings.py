@@ -61,6 +61,8 @@ class TrainConfig:
     """Rank of adapters on the blocks, which are trained in place of all weights; 0 means none."""
     lora_alpha: float | None = None
     """What adapters add is scaled by this over their rank; None means twice the rank."""
+    only_drafts: bool = False
+    """Train the draft head alone, on the distributions of the network, which is frozen."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -151,6 +153,11 @@ class RunConfig:
             raise ConfigError(
                 f"train.lora={self.train.lora} trains adapters beside frozen weights, and there are none: name "
                 "them with init, or leave it out"
+            )
+        if self.train.only_drafts and (self.init is None or not self.model.drafts or self.train.lora):
+            raise ConfigError(
+                "train.only_drafts trains the draft head of a frozen network: name that with init, give "
+                "model.drafts, and leave train.lora out"
             )
         if not 2 <= self.window <= self.model.max_position:
             raise ConfigError(
