@@ -179,7 +179,6 @@ def write_texts(folder: Path) -> None:
         (folder / name).write_text(f"{text}{name}\n" if name != "prompt.txt" else "def main(")
     rows = (f'{{"question": "What is {n} and 0?", "answer": "It is {n}."}}\n' for n in range(400))
     (folder / "train.jsonl").write_text("".join(rows))
-    (folder / "prompts.jsonl").write_text('{"prompt": "def main("}\n' * 2)
     for name in ("wikitext2", "data/wikitext2"):
         (folder / name).mkdir(parents=True)
         for split in ("train", "valid", "test"):

@@ -79,7 +79,6 @@ def test_wrong_use_names_the_option_or_the_nearest_command_and_the_help(given, h
     [
         ["bench", "step", "--repeats", "0"],
         ["sample", "nowhere", "--prompt", "x"],
-        ["sample", "nowhere", "--jsonl", "nowhere.jsonl"],
         ["report", "nowhere"],
         ["train", "--preset", "mdlm-debug", "--set", "steps"],
         ["train", "--preset", "mdlm-debug", "--set", "train.betas=[1"],

@@ -75,15 +75,13 @@ def test_the_others_are_refused_by_name(runs, kind, refused):
         assert arguments[1].partition(":")[0] in said
 
 
-def test_prompts_come_from_a_pipe_or_json_lines(runs, tmp_path, capsys, monkeypatch):
+def test_several_prompts_are_completed_several_times_each(runs, capsys, monkeypatch):
     base = ["sample", str(runs["causal"]), "--length", "5", "--json"]
     monkeypatch.setattr("sys.stdin", pipe(b"a = "))
     main(base)
     (piped,) = records(capsys)
     assert piped["prompt"] == "a = "
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "a = "}\n\n{"prompt": "b[[2]] = "}\n')
-    main([*base, "--jsonl", str(lines), "--num", "2"])
+    main([*base, "--prompt", "a = ", "b[[2]] = ", "--num", "2"])
     found = records(capsys)
     assert [r["prompt"] for r in found] == ["a = ", "a = ", "b[[2]] = ", "b[[2]] = "]
     assert found[0]["tokens"] == piped["tokens"] != found[1]["tokens"]
@@ -91,14 +89,13 @@ def test_prompts_come_from_a_pipe_or_json_lines(runs, tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize(("given", "piped", "prompt"), [
     (["--prompt=--num"], b"", "--num"), ([], b"a = \n", "a = "), ([], b"a = \r\n", "a = "), ([], b"a\n\n", "a\n"),
-    (["--prompt", "x\udce9"], b"", "x\ufffd"), (["--jsonl", "a.jsonl"], b"", "x\ufffd"), ([], b"x\xe9", "x\ufffd"),
+    (["--prompt", "x\udce9"], b"", "x\ufffd"), ([], b"x\xe9", "x\ufffd"),
     ([], None, ""),  # standard input was closed by whoever started the command
 ])  # fmt: skip
 def test_a_prompt_is_taken_without_its_line_end_and_bytes_that_are_not_text_are_replaced(
     given, piped, prompt, runs, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x\xe9"}')
     monkeypatch.setattr("sys.stdin", None if piped is None else pipe(piped))
     main(["sample", str(runs["ar"]), "--length", "2", "--json", *given])
     assert [record["prompt"] for record in records(capsys)] == [prompt]
@@ -107,14 +104,11 @@ def test_a_prompt_is_taken_without_its_line_end_and_bytes_that_are_not_text_are_
 @pytest.mark.parametrize(("given", "said"), [
     ("--length 0", "--length 0"), ("--set window=1", "window=1"), ("--temperature -1", "temperature"),
     ("--set top_k=0", "top_k=0"), ("--set delimiters=;", "delimiters has no effect"), ("--set top-k=5", "top-k"),
-    ("--picture out.xyz", "out.xyz"), ("--prompt a[[0]]b", "[[0]]"), ("--jsonl empty", "holds no prompt"),
-    ("--jsonl text", "JSON"), ("--jsonl other", "prompt"),
+    ("--picture out.xyz", "out.xyz"), ("--prompt a[[0]]b", "[[0]]"),
 ])  # fmt: skip
 def test_wrong_settings_and_bad_prompts_are_refused_by_name(given, said, runs, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, content in {"empty": "", "text": "nonsense\n", "other": '{"text": "a"}\n'}.items():
-        (tmp_path / name).write_text(content)
-    prompt = [] if given.startswith(("--prompt", "--jsonl")) else ["--prompt", "x"]
+    prompt = [] if given.startswith("--prompt") else ["--prompt", "x"]
     assert said in refused("sample", str(runs["causal"]), *prompt, *given.split())
 
 

@@ -150,14 +150,6 @@ def argument_text(text: str) -> str:
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def file_text(option: str, path: Path) -> str:
-    """The text of a file; bytes that are not UTF-8 become replacement characters."""
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"--{option} {path}: {error.strerror}") from error
-
-
 def piped_text() -> str:
     """What was piped, without the line end that `echo` and editors put behind it; nothing of a terminal."""
     if sys.stdin is None or sys.stdin.isatty():

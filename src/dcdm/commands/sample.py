@@ -1,8 +1,7 @@
-"""`dcdm sample`: prompts from the command line, a file or a pipe; text, JSON or events out."""
+"""`dcdm sample`: prompts from the command line or a pipe; text, JSON or events out."""
 
 from __future__ import annotations
 
-import json as encoder
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from dcdm.commands.options import (
     at_least_one,
     can_ask,
     decoder_settings,
-    file_text,
     load_for,
     piped_text,
     print_json,
@@ -36,7 +34,7 @@ EXAMPLES = (
     'dcdm sample --prompt "def area(self):" --lanes 8 --stream',
     'dcdm sample runs/first --prompt "def main(" --length 64',
     'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
-    "dcdm sample runs/first --jsonl prompts.jsonl --json --temperature 0.7 --top-p 0.9",
+    'dcdm sample runs/first --prompt "def main(" "class Stack:" --json --temperature 0.7 --top-p 0.9',
 )
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
 """What the default model continues when nothing is asked."""
@@ -52,7 +50,6 @@ def sample(
     model: ModelIfAny = None,
     adapter: AdapterOption = None,
     prompt: tuple[str, ...] = (),
-    jsonl: Path | None = None,
     length: int | None = None,
     num: int = 1,
     decoder: DecoderOptions = NO_FLAGS,
@@ -66,14 +63,13 @@ def sample(
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
-    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt or --jsonl the prompt is read from standard input,
-    without its last line break. `dcdm sample` alone continues an example with the default model, at temperature
+    In a prompt, [[8]] is a blank of 8 tokens. Without --prompt it is read from standard input, without its last
+    line break. `dcdm sample` alone continues an example with the default model, at temperature
     0.5. --set also takes window=N (positions of a canvas, by default the model's context length), blanks=false
     (take [[8]] literally) and stop_at_eos=false.
 
     Args:
         prompt: The text to continue (--prompt=-x if it begins with a dash); several are completed in one batch.
-        jsonl: A file with one JSON object per line, each with a "prompt".
         length: New tokens after each prompt; by default the rest of the window, or none if there are blanks.
         num: Samples of each prompt.
         seed: Seed of the draws.
@@ -85,7 +81,7 @@ def sample(
     from dcdm.decoding.engine import generate
     from dcdm.shipped import folder_of
 
-    prompts = _prompts(prompt, jsonl, has_model=model is not None)
+    prompts = _prompts(prompt, has_model=model is not None)
     settings = ({"temperature": CAREFUL} if model is None else {}) | decoder_settings(decoder, set)
     window, blanks, stop_at_eos = (settings.pop(name, plain) for name, plain in OTHERS.items())
     decoding = DecodingConfig.of(**settings)
@@ -113,34 +109,13 @@ def sample(
         _draw(result, tokenizer, picture, folder_of(model).name)
 
 
-def _prompts(prompt: tuple[str, ...], jsonl: Path | None, has_model: bool) -> list[str]:
-    if prompt and jsonl is not None:
-        raise ConfigError("--prompt and --jsonl exclude each other")
+def _prompts(prompt: tuple[str, ...], has_model: bool) -> list[str]:
     if prompt:
         return [argument_text(text) for text in prompt]
-    if jsonl is not None:
-        return _json_lines(jsonl)
     if can_ask() and has_model:
-        raise ConfigError("give --prompt TEXT or --jsonl FILE, or pipe a text into the command")
+        raise ConfigError("give --prompt TEXT, or pipe a text into the command")
     piped = piped_text()
     return [piped if piped or has_model else EXAMPLE]
-
-
-def _json_lines(path: Path) -> list[str]:
-    prompts = []
-    for number, line in enumerate(file_text("jsonl", path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = encoder.loads(line)["prompt"]
-        except (encoder.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path}:{number} is not a JSON object with a 'prompt'") from None
-        if not isinstance(value, str):
-            raise ConfigError(f"{path}:{number}: 'prompt' is not a text")
-        prompts.append(value)
-    if not prompts:
-        raise ConfigError(f"--jsonl {path} holds no prompt")
-    return prompts
 
 
 def _record(row: int, prompt: str, result: Generation) -> dict[str, Any]:
