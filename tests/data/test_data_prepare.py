@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tracemalloc
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from corpora import Heard, documents, gpt2_style_folder, prose, tree, write_json
 from dcdm.cli import main
 from dcdm.config import DataConfig, DataError
 from dcdm.data import prepare as preparing
+from dcdm.data.chats import ExampleMaker
 from dcdm.data.loader import pack
 from dcdm.data.prepare import _dtype, prepare
 from dcdm.data.store import PreparedData
@@ -280,6 +283,27 @@ def test_damaged_work_of_an_interrupted_preparation_is_done_again(corpus, tmp_pa
     prepare(str(corpus), "bytes", tmp_path / "out", reporter=said)
     assert "resuming: 2 of" in " ".join(said.said)
     assert tree(tmp_path / "out") == whole
+
+
+def test_ctrl_c_does_not_wait_for_the_units_at_work(corpus, tmp_path, monkeypatch):
+    started, batches, real = Event(), [], ExampleMaker.encode
+
+    def slow(maker, examples):
+        batches.append(examples)
+        started.set()
+        time.sleep(0.005)
+        return real(maker, examples)
+
+    def interrupted(work):
+        started.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparing, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(ExampleMaker, "encode", slow)
+    monkeypatch.setattr(preparing, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(corpus), out=tmp_path / "out")
+    assert 1 <= len(batches) < sum(path.stat().st_size for path in corpus.iterdir()) // 200
 
 
 def test_two_processes_preparing_the_same_folder_wait_for_each_other(corpus, tmp_path):

@@ -16,10 +16,11 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from dcdm.config import SPLITS, DataConfig, DataError, Split
@@ -319,17 +320,17 @@ def _tokenise(
     units: list[Unit], folder: Path, tokenizer: Tokenizer, settings: DataConfig, workers: int, reporter: Reporter
 ) -> list[dict[str, Any]]:
     """The records of all units, in order, once their shards are written."""
-    found = (finished_record(folder, number) for number in range(len(units)))
-    records = {number: record for number, record in enumerate(found) if record is not None}
-    if records:
-        reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
     weights = [sum(part.weight for part in unit) for unit in units]
     written, started = Counter[str](), time.monotonic()
-    done = sum(weights[number] for number in records)
-    pool = ThreadPoolExecutor(workers)
+    pool, stop = ThreadPoolExecutor(workers), Event()
     try:
+        found = pool.map(lambda number: finished_record(folder, number), range(len(units)))
+        records = {number: record for number, record in enumerate(found) if record is not None}
+        if records:
+            reporter.say(f"resuming: {len(records)} of {len(units)} units were finished by an earlier run")
+        done = sum(weights[number] for number in records)
         work = {
-            pool.submit(write_unit, number, unit, folder, tokenizer, settings): number
+            pool.submit(write_unit, number, unit, folder, tokenizer, settings, stop): number
             for number, unit in enumerate(units)
             if number not in records
         }
@@ -345,17 +346,22 @@ def _tokenise(
             rate = f"{written['documents'] / seconds:,.0f} documents/s, {written['tokens'] / seconds:,.0f} tokens/s"
             reporter.progress("tokenising", done, sum(weights), "bytes", rate)
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
     return [records[number] for number in range(len(units))]
 
 
-def write_unit(number: int, unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig) -> dict[str, Any]:
+def write_unit(
+    number: int, unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig, stop: Event
+) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
     bad, maker = BadRows(settings.max_bad), ExampleMaker(settings, tokenizer)
     stem, dtype = f"{number:05d}", token_type(tokenizer)
     shards = {split: Shard(folder / f"{split}-{stem}", dtype) for split in SPLITS}
     try:
         for batch in _batches(_examples(unit, maker, bad), tokenizer.cuts_between_words):
+            if stop.is_set():  # after Ctrl-C, or when another unit failed
+                raise CancelledError
             encoded = maker.encode([example for _, example in batch])
             for (split, example), (prompt, learned) in zip(batch, encoded, strict=True):
                 shards[split].add(prompt, learned, maker.text_bytes(example, learned), example.ends)
