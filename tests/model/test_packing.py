@@ -97,9 +97,9 @@ def test_in_bytes_cached_equals_uncached_and_a_batch_its_rows(name):
     assert uncached.completions == together.completions
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_lanes_and_drafts_in_bytes(drafts):
-    packed, _ = pair("ar", kind="lanes", lanes=(1, 4), drafts=drafts)
+@pytest.mark.parametrize(("drafts", "draft_vocab"), [(0, 0), (2, 0), (2, 7)])
+def test_lanes_and_drafts_in_bytes(drafts, draft_vocab):
+    packed, _ = pair("ar", kind="lanes", lanes=(1, 4), drafts=drafts, draft_vocab=draft_vocab)
     assert isinstance(packed, LaneModel)
     assert cache_errors(packed) == []
     for lanes in (1, 4):

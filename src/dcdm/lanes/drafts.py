@@ -27,7 +27,7 @@ from dcdm.decoding.commits import Sampling, View
 from dcdm.decoding.loop import Committed
 from dcdm.lanes.model import LaneModel
 from dcdm.model.layout import RaggedIndex
-from dcdm.model.products import SLICE_BYTES, at_least_fp32, product
+from dcdm.model.products import SLICE_BYTES, at_least_fp32
 
 
 class Drafter(Protocol):
@@ -117,9 +117,9 @@ def verify(
 
 def log_q_of(model: LaneModel, states: Tensor) -> Tensor:
     """The head's log-probabilities (n, V) from its states (n, d)."""
-    logits = product(states, model.draft_weight())
+    logits = model.draft_logits(states)
     log_q = logits.to(at_least_fp32(logits)).log_softmax(dim=-1)
-    return F.pad(log_q, (0, len(model.head_weight()) - log_q.shape[-1]), value=-torch.inf)
+    return F.pad(log_q, (0, model.config.bos_id - log_q.shape[-1]), value=-torch.inf)
 
 
 def shifted(x: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from dcdm.config import ModelConfig
 from dcdm.lanes import masks
 from dcdm.lanes.masks import lane_partition
 from dcdm.model.masks import Mask
-from dcdm.model.products import Linear
+from dcdm.model.packing import Matrix, PackedEmbedding
+from dcdm.model.products import Linear, product
 from dcdm.model.transformer import BlockZero, Encoded, Model, Output, Partition, substitute
 
 SHARE = 4
@@ -35,6 +36,7 @@ class LaneModel(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.drafting = DraftHead(config) if config.drafts else None
+        self._draft_matrix: Matrix | None = None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -103,6 +105,17 @@ class LaneModel(Model):
     def draft_weight(self) -> Tensor:
         """The head's rows of the tokens that can be drafted."""
         return self.head_weight()[: self.config.draft_vocab or None]
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """Logits (…, D) of the tokens that can be drafted, from the draft head's states."""
+        packed, count = self.embed_tokens, self.config.draft_vocab
+        if not isinstance(packed, PackedEmbedding):
+            return product(states, self.draft_weight())
+        if not count or self.lm_head is not None:
+            return self.token_logits(states)[..., : count or None]
+        if self._draft_matrix is None:
+            self._draft_matrix = Matrix(packed.weight[:count], packed.scale[:count])
+        return self._draft_matrix(states)
 
     @property
     def decoding_mask(self) -> Mask:
