@@ -388,7 +388,7 @@ def test_a_head_is_trained_on_own_texts_beside_a_base_that_stays_as_it_is(head: 
     assert (again.documents("train"), again.documents("validation")) == (38, 2)
 
 
-def test_texts_of_base_and_head_are_those_of_the_base(head: Path) -> None:
+def test_texts_of_base_and_head_are_those_of_the_base(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (head / "adapter_config.json").exists()
     assert [check for check in verify_model(head) if check.problems] == []
     main(["export", "base", "with-head", "--adapter", str(head)])
@@ -400,6 +400,10 @@ def test_texts_of_base_and_head_are_those_of_the_base(head: Path) -> None:
         found = dcdm.generate(model, prompts, **greedy)
         assert found.completions == expected.completions
         assert int(found.forwards.sum()) < int(expected.forwards.sum())
+    capsys.readouterr()
+    main(["bench", "transformers", "--models", "base", "--adapter", str(head), "--quick", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["path"] for row in rows] == ["1 lane, 3 drafts", "AR order", "generate of transformers"]
 
 
 def test_a_head_of_another_base_is_refused_and_so_is_what_has_no_effect(

@@ -183,11 +183,11 @@ THEIRS = "generate of transformers"
 TOKENS = 128
 
 
-def beside_transformers(folder: Path | None, tokens: int = TOKENS) -> list[Case]:
-    """Of a model that writes in lanes, or of an AR model."""
+def beside_transformers(folder: Path | None, tokens: int = TOKENS, adapter: Path | None = None) -> list[Case]:
+    """Of a model that writes in lanes, or of an AR model; with an adapter or a draft head."""
     if folder is None:
         raise ConfigError("dcdm bench transformers needs a model: --models runs/smol")
-    model, _ = load_model(folder)
+    model, _ = load_model(folder, adapter=adapter)
     config = model.config
     if config.kind not in ("ar", "lanes") or config.has_chunking or config.moe is not None:
         raise ConfigError(

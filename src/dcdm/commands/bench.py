@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import JsonOption, at_least_one
+from dcdm.commands.options import AdapterOption, JsonOption, at_least_one
+from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from dcdm.bench.paths import Case
@@ -27,6 +28,7 @@ def bench(
     repeats: int = 3,
     json: JsonOption = False,
     models: Annotated[tuple[Path, ...], arg(metavar="MODEL...", help_behavior_hint="")] = (),
+    adapter: AdapterOption = None,
     samples: int = 4,
     windows: int = 16,
     quick: bool = False,
@@ -47,6 +49,8 @@ def bench(
             subject runs, not how fast it is.
     """
     at_least_one(repeats=repeats, samples=samples, windows=windows)
+    if adapter is not None and subject != "transformers":
+        raise ConfigError(f"--adapter has no effect on {subject}; name the adapter's own folder as a model")
     if quick:
         repeats, samples, windows = 1, 2, 2
     if subject == "generate":
@@ -56,7 +60,7 @@ def bench(
     elif subject == "transformers":
         from dcdm.bench.generation import TOKENS, beside_transformers
 
-        cases = beside_transformers(models[0] if models else None, 8 if quick else TOKENS)
+        cases = beside_transformers(models[0] if models else None, 8 if quick else TOKENS, adapter)
         compare_paths(subject, cases, repeats, json)
     else:
         from dcdm.bench import paths

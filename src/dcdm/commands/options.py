@@ -44,7 +44,7 @@ DtypeOption = Annotated[
 AdapterOption = Annotated[
     Path | None,
     arg(
-        metavar="FOLDER", help="LoRA adapters of the model, written by `dcdm export --adapter-only`.",
+        metavar="FOLDER", help="LoRA adapters or a draft head for the model, from `dcdm export --adapter-only`.",
         help_behavior_hint="",
     ),
 ]  # fmt: skip
