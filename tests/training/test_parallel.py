@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,11 @@ from dcdm.keys import Key
 from dcdm.model import products
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
+from dcdm.training.checkpoint import Checkpointer
+from dcdm.training.checkpoint_folder import load_weights
 from dcdm.training.optimizers import adamw, clip_gradients, full
+from dcdm.training.run import trainer_of
+from dcdm.training.settings import RunConfig
 from dcdm.training.trainer import TrainConfig, Trainer
 from ranks import on_ranks
 from toy import InMemory, train_windows
@@ -340,3 +345,40 @@ def test_clipping_in_one_process_scales_to_the_limit_and_reports_the_norm_before
     before = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert clip_gradients(model, 0.5) == pytest.approx(before.item())
     assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() == pytest.approx(0.5, rel=1e-4)
+
+
+# --- start-up, and groups of ranks that hold a model each -----------------------------------------------------
+
+
+def start_of(world: World, kind: str, **train: Any) -> Trainer:
+    settings = RunConfig(tiny.config(kind, chunk_out_init_std=0.02), train=replace(BF16, dtype="fp32", **train))
+    return trainer_of(settings, InMemory(WINDOWS), world)
+
+
+def start_and_steps(world: World, folder: Path) -> dict[str, Any]:
+    """Initial weights of a model made in shards; and what steps make of one, in two groups where there are four."""
+    found: dict[str, Any] = {"mesh": None}
+    for kind in ("paper-moe", "causal"):
+        trainer = start_of(world, kind, seed=3, replicate=world.size // 2 or 1, optimizer="muon")
+        found[kind] = {name: full(value).numpy().copy() for name, value in trainer.model.state_dict().items()}
+        parameter = trainer.model.embed_tokens.weight
+        found["mesh"] = None if world.size == 1 else tuple(parameter.device_mesh.shape)
+        losses = [trainer.take_step().loss for _ in range(2)]
+        found[f"{kind} losses"] = losses
+        with Checkpointer(folder / kind, world) as checkpointer:
+            trainer.save(checkpointer, {}, {}, wait=True)
+    return found
+
+
+def test_four_ranks_in_two_groups_start_as_one_process_train_as_it_does_and_save_what_it_reads(tmp_path):
+    four = on_ranks(4, start_and_steps, tmp_path / "four", timeout=240)
+    alone = start_and_steps(World(), tmp_path / "one")
+    assert four[0]["mesh"] == (2, 2)
+    for kind in ("paper-moe", "causal"):
+        built = dcdm.build(tiny.config(kind, chunk_out_init_std=0.02), seed=3).state_dict()
+        for rank in (alone, *four):
+            assert all(np.array_equal(rank[kind][name], value) for name, value in built.items())
+            np.testing.assert_allclose(rank[f"{kind} losses"], alone[f"{kind} losses"], rtol=1e-5)
+        for name, value in load_weights(tmp_path / "one" / kind / "step-00000002").items():
+            saved = load_weights(tmp_path / "four" / kind / "step-00000002")[name]
+            np.testing.assert_allclose(saved, value, rtol=1e-3, atol=1e-5, err_msg=name)

@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcdm.distributed import World
 from dcdm.model.transformer import Model
@@ -63,24 +64,31 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    replicate: int = 1,
+    seed: int | None = None,
 ) -> Model:
     """Spread the model's parameters over all ranks, one FSDP unit per block and one for the rest; in place.
 
-    Every rank must hold the same full weights. Make the optimizer afterwards: it then holds shards. Weights are
-    gathered and used in `compute_dtype`, gradients summed in `reduce_dtype`, both by default in the weights' own
-    type. Buffers (the balance bias) stay whole on each rank: whoever changes them must do so equally
-    everywhere. In a world of one the model is returned as it is.
+    Every rank must hold the same full weights, or all of them a model on the meta device: that one is cut first and
+    allocated then, and each rank fills its shards with the values that `seed` gives to one process, so that nobody
+    ever holds the whole. With `replicate` groups each group of ranks, one after the other, shards a whole model of
+    its own. Make the optimizer afterwards: it then holds shards. Weights are gathered and used in `compute_dtype`,
+    gradients summed in `reduce_dtype`, both by default in the weights' own type. Buffers (the balance bias) stay
+    whole on each rank: whoever changes them must do so equally everywhere. A model that is sharded already, and any
+    in a world of one, is returned as it is.
 
     From here on, whatever uses weights and is not `model(...)` itself goes through `run_gathered` or `unsharded`.
     """
-    if world.size == 1:
+    if world.size == 1 or isinstance(model, FSDPModule):
         return model
     reduce_dtype = reduce_dtype or next(model.parameters()).dtype
     # Inputs are not cast: the embeddings give blocks the right type already, and casting would copy the Plan, whose
     # mask would then be built anew in every block.
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    place = functools.partial(_placement, ranks=world.size)
+    group = world.size // replicate
+    shape, names = ((group,), ("shard",)) if replicate == 1 else ((replicate, group), ("replicate", "shard"))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    place = functools.partial(_placement, ranks=group)
     causal = model.config.kind == "dcdm" and model.config.routing == "causal"
     blocks = range(len(model.layers))
     sharding = _Sharding([reshard_after_forward and not (causal and n == 0) for n in blocks], first_stays=causal)
@@ -90,6 +98,11 @@ def shard(
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+    if model.embed_tokens.weight.is_meta:
+        model.to_empty(device=world.device)
+        with FromWhole():
+            model.init_weights(None if seed is None else torch.Generator(world.device).manual_seed(seed))
 
     def call(self: Model, function: Callable[[], T]) -> T:
         if sharding.first_stays:
@@ -153,6 +166,21 @@ def sync_gradients(model: Model, enabled: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
+
+
+class FromWhole(TorchDispatchMode):
+    """Inside, a shard that is filled with random numbers or from a whole tensor gets its part of the whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, target = kwargs or {}, args[0] if args else None
+        if isinstance(target, DTensor) and func is torch.ops.aten.normal_.default:
+            mine = own(target)
+            mine.copy_(mine.new_empty(target.shape).normal_(*args[1:], **kwargs)[own_part(target)])
+        elif isinstance(target, DTensor) and func is torch.ops.aten.copy_.default and type(args[1]) is not DTensor:
+            own(target).copy_(args[1][own_part(target)])
+        else:
+            return func(*args, **kwargs)
+        return target
 
 
 def own_part(tensor: torch.Tensor) -> tuple[slice, ...]:

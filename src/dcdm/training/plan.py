@@ -96,6 +96,8 @@ class Simulation:
     def __init__(self, config: RunConfig, ranks: int) -> None:
         if config.train.batch_size % ranks:
             raise ConfigError(f"--batch-size {config.train.batch_size} must be a multiple of --gpus {ranks}")
+        if ranks % config.train.replicate:
+            raise ConfigError(f"train.replicate={config.train.replicate} must divide --gpus {ranks}")
         dtype = "bf16" if config.train.dtype == "auto" else config.train.dtype
         self.ranks, self.share = ranks, config.train.batch_size // ranks
         if (asked := config.train.micro_batch) is not None and asked > self.share:

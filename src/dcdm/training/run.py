@@ -54,6 +54,7 @@ from dcdm.training.checkpoint_folder import (
     recorded_settings,
     tokenizer_problems,
 )
+from dcdm.training.fsdp import FromWhole, shard
 from dcdm.training.metrics import MAIN, Recorder, wandb_package
 from dcdm.training.settings import DataChoice, RunConfig, TrainConfig
 from dcdm.training.trainer import NotFinite, Trainer
@@ -237,20 +238,26 @@ def trainer_of(
     config: RunConfig, windows: WindowSet, world: World, load: Callable[[Model], None] = lambda model: None
 ) -> Trainer:
     """The model, after `load` has given it initial weights if there are any to read, and its batches."""
-    weights = precision(config.train.dtype, world.device).weights
-    model = build(config.model, seed=config.train.seed, device=world.device, dtype=weights)
-    load(model)
-    if config.train.lora:
-        lora.attach(model, config.train.lora, config.train.lora_alpha, config.train.seed)
-    if config.train.only_drafts:
+    train, types = config.train, precision(config.train.dtype, world.device)
+    if world.size == 1 or train.lora or train.only_drafts:
+        model = build(config.model, seed=train.seed, device=world.device, dtype=types.weights)
+        load(model)
+    else:
+        model = build(config.model, device="meta", dtype=types.weights)
+        shard(model, world, compute_dtype=types.compute, replicate=train.replicate, seed=train.seed)
+        with FromWhole():
+            load(model)
+    if train.lora:
+        lora.attach(model, train.lora, train.lora_alpha, train.seed)
+    if train.only_drafts:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("drafting."))
     batches = Loader(
-        windows, seed=config.train.seed, global_batch=config.train.batch_size, rank=world.rank, world=world.size,
-        micro_batch=config.train.micro_batch, num_workers=config.data.loader_workers,
+        windows, seed=train.seed, global_batch=train.batch_size, rank=world.rank, world=world.size,
+        micro_batch=train.micro_batch, num_workers=config.data.loader_workers,
         pin_memory=world.device.type == "cuda",
     )  # fmt: skip
-    return Trainer(model, batches, config.train, config.objective, world)
+    return Trainer(model, batches, train, config.objective, world)
 
 
 def _begin(folder: Path, config: RunConfig, tokenizer: Tokenizer, console: Console) -> None:
@@ -382,6 +389,10 @@ def check_start(config: RunConfig, is_new: bool, world: World) -> None:
     batch, micro = config.train.batch_size, config.train.micro_batch
     if batch % world.size:
         raise ConfigError(f"--batch-size {batch} must be a multiple of the number of processes, {world.size}")
+    if world.size % config.train.replicate:
+        raise ConfigError(
+            f"train.replicate={config.train.replicate} must divide the number of processes, {world.size}"
+        )
     if micro is not None and not 1 <= micro <= batch // world.size:
         raise ConfigError(
             f"--micro-batch {micro} must lie between 1 and {batch // world.size}, a process's share of --batch-size"

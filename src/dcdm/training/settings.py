@@ -21,7 +21,7 @@ Optimizer = Literal["adamw", "muon"]
 FREE_TO_CHANGE = {
     "evaluate_every", "evaluate_sequences", "evaluate_samples", "checkpoint_every", "keep_last", "keep_best",
     "log_every", "tensorboard", "wandb", "data.workers", "data.loader_workers", "train.micro_batch",
-    "data.sources", "data.validation",
+    "train.replicate", "data.sources", "data.validation",
 }  # fmt: skip
 """Settings that may differ when a run is resumed: they do not change what it computes. Prepared data may stand
 elsewhere, since a checkpoint's record names their bytes."""
@@ -55,6 +55,9 @@ class TrainConfig:
     dtype: Dtype = "auto"
     """Type of the computation: bf16 keeps weights and moments in fp32, fp64 has all in 64 bits; auto is bf16 on
     CUDA and fp32 elsewhere."""
+    replicate: int = 1
+    """Groups of devices that each hold a whole model in shards (hybrid sharding). With one for each node, weights
+    are gathered within nodes, and gradients alone summed over all; 1 shards over all devices."""
     compile: bool = False
     activation_checkpointing: bool = False
     lora: int = 0
@@ -66,7 +69,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
+        for name in ("steps", "batch_size", "replicate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:

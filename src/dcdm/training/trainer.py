@@ -76,7 +76,7 @@ class Trainer:
         self.types = precision(settings.dtype, self.world.device)
         self.model = model
         if self.world.size > 1:
-            shard(model, self.world, compute_dtype=self.types.compute)
+            shard(model, self.world, compute_dtype=self.types.compute, replicate=settings.replicate)
         if settings.compile:
             self.model.compile_blocks()
         self.model.activation_checkpointing = settings.activation_checkpointing
