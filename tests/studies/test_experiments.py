@@ -46,7 +46,9 @@ def test_the_paper_scale_spells_out_commands_that_can_be_started(claims, capsys,
     for rate in ("0.00015", "0.0006"):
         assert shown.count(f"train.learning_rate={rate}\n") == 3
     started = sorted(one.partition("-m dcdm ")[2] for one in shown.splitlines() if one.startswith("torchrun"))
-    for line in started[::12]:
+    monkeypatch.setattr("dcdm.training.plan.make_plan", lambda *given: None)  # settings are resolved before it
+    monkeypatch.setattr("dcdm.training.plan.lines_of", lambda plan: [])
+    for line in {*started}:
         with pytest.raises(SystemExit, match="0"):
             main([*line.split(), "--dry-run"])
 

@@ -416,7 +416,7 @@ def paper_commands(name: str, experiment: Experiment) -> str:
         "# once, on one machine (GPT-2's tokenizer, windows of 1,024)",
         "dcdm data prepare openwebtext --tokenizer gpt2 --out DATA/openwebtext",
         "",
-        "# training; --dry-run says what a run costs, --micro-batch how many windows a device takes at a time",
+        "# training; `dcdm plan` with these options says what a run needs, and which --micro-batch fits",
         *training,
         "",
         "# afterwards",
