@@ -327,7 +327,6 @@ def test_a_dcdm_of_english_ships_with_its_twin_and_tells_what_its_chunks_hold(tm
     assert shipped.names() == ["english-dcdm", "english-mdlm"], "the paper's model first"
     assert shipped.default(chunks=True) == "english-dcdm"
     card, other = shipped.cards()
-    assert card.in_english
     assert [one.estimator for one in card.figures] == ["sequential", "surrogate", "trajectory"]
     assert [one.estimator for one in other.figures] == ["bound", "trajectory"]
     assert card.best.estimator != "surrogate", "which is not a bound"

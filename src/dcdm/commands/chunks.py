@@ -19,7 +19,7 @@ from dcdm.commands.options import (
     print_json,
 )
 from dcdm.config import ConfigError
-from dcdm.shipped import card_of, default, folder_of
+from dcdm.shipped import default, folder_of
 
 if TYPE_CHECKING:
     from dcdm.data.tokenizers import Tokenizer
@@ -33,12 +33,11 @@ EXAMPLES = (
     'dcdm chunks runs/first "for i in range(10): print(i)"',
     'dcdm chunks runs/first "def area(self): return self.width * self.height" --html chunks.html',
 )
-EXAMPLE = "def area(self):\n    return self.width * self.height\n\nfor shape in shapes:\n    print(shape.area())\n"
-"""What the default model divides when nothing is given, and one of English instead:"""
-ENGLISH_EXAMPLE = (
+EXAMPLE = (
     "The people of the United States have asked for peace, and for an army of 50,000 men to keep it. I have "
     "therefore to recommend to Congress that the President be given the power to act, and that the Treasury pay.\n"
 )
+"""What the default model divides when nothing is given."""
 
 
 def chunks(
@@ -126,8 +125,7 @@ def _given_text(text: str | None, has_model: bool) -> str:
     piped = piped_text()
     if piped or has_model:
         return piped
-    card = card_of(default(chunks=True))
-    return ENGLISH_EXAMPLE if card is not None and card.in_english else EXAMPLE
+    return EXAMPLE
 
 
 def held_out_windows(sources: tuple[str, ...], windows: int, model: Model, tokenizer: Tokenizer) -> TokenWindows:

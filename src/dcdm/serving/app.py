@@ -179,8 +179,7 @@ def _errors(app: FastAPI) -> None:
 def _pages(app: FastAPI) -> None:
     assets = load_assets()
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
         return await asset(INDEX)
 

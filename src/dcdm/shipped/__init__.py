@@ -105,10 +105,6 @@ class Card:
         return min(valid, key=lambda one: one.nats_per_token)
 
     @property
-    def in_english(self) -> bool:
-        return "python" not in self.trained_on
-
-    @property
     def sentence(self) -> str:
         """What it is, what it was trained on and how good it is, for a page or a terminal."""
         best, text = self.best, self.trained_on
