@@ -19,7 +19,7 @@ from dcdm.config import DataConfig, DataError
 from dcdm.data import prepare as preparing
 from dcdm.data.chats import ExampleMaker
 from dcdm.data.loader import pack
-from dcdm.data.prepare import _dtype, prepare
+from dcdm.data.prepare import prepare, token_type
 from dcdm.data.store import PreparedData
 from dcdm.data.tokenizers import byte_tokenizer, train_bpe
 from dcdm.files import digest, file_digest, replace_folder
@@ -93,8 +93,8 @@ def test_names_counts_and_bytes_of_prepared_folders_are_those_of_format_1(corpus
 
 
 def test_large_vocabularies_take_four_bytes_and_small_ones_two(tmp_path, monkeypatch):
-    assert [_dtype(SimpleNamespace(vocab_size=size)) for size in (65_535, 65_536)] == ["uint16", "uint32"]
-    monkeypatch.setattr("dcdm.data.prepare._dtype", lambda tokenizer: "uint32")
+    assert [token_type(SimpleNamespace(vocab_size=size)) for size in (65_535, 65_536)] == ["uint16", "uint32"]
+    monkeypatch.setattr("dcdm.data.prepare.token_type", lambda tokenizer: "uint32")
     (tmp_path / "a.txt").write_text("abc")
     prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "out", settings=DataConfig(validation_share=0))
     assert (tmp_path / "out" / "train-00000.bin").stat().st_size == 4 * 4
@@ -186,7 +186,7 @@ def test_damage_to_any_file_of_the_result_is_found(corpus, tmp_path, small_units
 KILLED_AT_EVERY_WRITE = """
 import itertools, os, signal, sys
 import dcdm.data.prepare
-from dcdm.data.prepare import _dtype, prepare
+from dcdm.data.prepare import token_type, prepare
 from dcdm.config import DataConfig
 dcdm.data.prepare.UNIT_BYTES = (2000, 2000)
 source, tokenizer, out, stride = sys.argv[1:]
