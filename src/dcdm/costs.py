@@ -1,4 +1,4 @@
-"""What a model costs: operations, bytes and expected step times, from its configuration alone.
+"""What a model costs: operations and activations, from its configuration alone; `dcdm plan` counts on the code.
 
 Counted are matrix products (two operations per multiply-add), on the production path: slots that nobody reads
 are not computed, the head runs at masked positions, attention at live pairs. A backward pass counts twice a
@@ -23,7 +23,6 @@ BF16_PEAKS = {
     "H800 PCIe": 756e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12,
 }  # fmt: skip
 """Dense bf16 operations per second of one device by part of its name: vendors' figures; special ones first."""
-H800_BF16 = BF16_PEAKS["H800"]
 MASKED_SHARE = 0.5  # of the free positions, on average over t ~ U[0, 1]
 
 
@@ -60,13 +59,6 @@ class CostEstimate:
     def training(self) -> float:
         """Forward and backward of one sequence."""
         return 3 * (self.forward - self.rounds) + self.rounds
-
-    @property
-    def training_per_token(self) -> float:
-        return self.training / self.length
-
-    def step_seconds(self, batch: int, devices: int, utilisation: float, peak: float = H800_BF16) -> float:
-        return self.training * batch / (devices * utilisation * peak)
 
 
 def cost_estimate(config: ModelConfig, length: int | None = None) -> CostEstimate:
@@ -123,11 +115,6 @@ def _from_left(config: ModelConfig, length: int) -> tuple[float, float]:
     earlier = sizes.cumsum(0) - sizes
     pairs = (earlier + sizes)[ids[clean]].sum() + (earlier + 1)[ids[seeds]].sum()
     return float(clean.sum() + seeds.sum()), float(pairs)
-
-
-def state_bytes(config: ModelConfig, devices: int = 1) -> float:
-    """Weights, gradients and AdamW's two moments in fp32, sharded over `devices`: 16 bytes a parameter."""
-    return 16 * parameter_counts(config)[0] / devices
 
 
 def activation_bytes(config: ModelConfig, sequences: int, length: int | None = None) -> float:

@@ -11,7 +11,7 @@ from dcdm.bench import paths
 from dcdm.bench.generation import kind_of, network_of_transformers
 from dcdm.bench.paths import Case, measure_case, to_json
 from dcdm.cli import main
-from dcdm.costs import activation_bytes, cost_estimate, state_bytes
+from dcdm.costs import activation_bytes, cost_estimate
 from dcdm.kinds import build
 from dcdm.lanes import masks as lane_masks
 from dcdm.lanes.masks import from_left
@@ -128,11 +128,7 @@ def test_arithmetic_orders_models_as_expected():
     assert costs["dcdm-0.1b-k8-causal"].rounds < 0.08 * costs["dcdm-0.1b-k8-causal"].training
     assert costs["dcdm-moe-0.8b"].active_parameters < costs["dcdm-moe-0.8b"].total_parameters
     big = dcdm.preset("dcdm-1.7b-k8")
-    assert state_bytes(big, devices=8) == pytest.approx(state_bytes(big) / 8)
     assert activation_bytes(big, 2) == pytest.approx(2 * activation_bytes(big, 1))
-    assert costs["mdlm-1.7b"].step_seconds(512, 64, 0.4) == pytest.approx(
-        costs["mdlm-1.7b"].training * 512 / (64 * 0.4 * 989e12)
-    )
 
 
 @pytest.mark.parametrize("kind", ["bdlm", "strided", "random", "positional", "causal-contiguous"])

@@ -6,10 +6,12 @@ import torch
 
 import dcdm
 import tiny
+from dcdm.cli import main
 from dcdm.data.loader import pack
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.kinds import build
 from dcdm.training.optimizers import adamw
+from dcdm.training.settings import resolve
 from dcdm.training.trainer import TrainConfig, learning_rate
 from toy import train_windows
 
@@ -52,3 +54,16 @@ def test_training_repeats_bit_for_bit_from_its_seed():
         train_windows(model, windows, TrainConfig(steps=3, batch_size=4, seed=9))
         results.append(model.state_dict())
     assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
+@pytest.mark.parametrize("name", [name for name in dcdm.presets() if "debug" not in name and "small" not in name])
+def test_presets_of_the_paper_s_sizes_name_its_text_and_tokenizer(name):
+    data = resolve(name).data
+    assert (data.sources, data.tokenizer) == (("openwebtext",), "gpt2")
+
+
+def test_a_preset_of_the_paper_refuses_to_start_where_its_text_cannot_be_had(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--preset", "dcdm-0.5b-k8", "--run", str(tmp_path / "run")])
+    assert "openwebtext" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -414,9 +414,9 @@ def is_prepared(choice: DataChoice) -> bool:
 def check_as_prepared(choice: DataChoice, data: PreparedData) -> None:
     """Refuse settings of the data that have no effect, since it was prepared with others."""
     given = data.manifest.get("given", {})
-    defaults = {DataChoice.tokenizer, run_settings.preset_defaults("lanes-small")["data.tokenizer"]}
+    defaults = {run_settings.preset_defaults(name).get("data.tokenizer") for name in ("debug", "small", "1.7b")}
     ignored = []
-    same = choice.tokenizer in {*defaults, given.get("tokenizer")}
+    same = choice.tokenizer in {*defaults, DataChoice.tokenizer, given.get("tokenizer")}
     if not same and Path(choice.tokenizer).is_dir():  # by another path, or a copy
         same = load_tokenizer(choice.tokenizer).fingerprint == data.tokenizer.fingerprint
     if not same:

@@ -187,7 +187,7 @@ def preset_defaults(name: str) -> dict[str, Any]:
         }  # fmt: skip
     if "debug" not in name:
         batch = 128 if "0.1b" in name else 512
-        return {"train.batch_size": batch}
+        return {"train.batch_size": batch, "data.sources": ("openwebtext",), "data.tokenizer": "gpt2"}
     return {
         "train.steps": 1_000, "train.batch_size": 16, "train.optimizer": "muon", "train.learning_rate": 2e-3,
         "train.muon_rate": 2.5e-3, "train.warmup_steps": 50, "evaluate_every": 200, "evaluate_sequences": 32,

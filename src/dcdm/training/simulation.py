@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcdm.distributed import World
+from dcdm.model import blocks
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty, aten.zeros, aten.ones, aten.empty_strided}
@@ -36,11 +37,12 @@ def simulated_rank(size: int) -> Iterator[World]:
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     cut, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, _only_the_first
+    helps, blocks.grouped_helps = blocks.grouped_helps, lambda x_td: True  # as on a GPU
     try:
         with _WithoutValues():
             yield World(0, size)
     finally:
-        _fsdp_param._chunk_with_empty = cut
+        _fsdp_param._chunk_with_empty, blocks.grouped_helps = cut, helps
         if size > 1:
             dist.destroy_process_group()
 
