@@ -194,6 +194,7 @@ def test_the_table_shows_chance_and_what_did_not_fit(monkeypatch, capsys, folder
     assert "mc1 acc" in said
     assert "33.3" in said
     assert "contexts cut on the left" in said
+    assert max(map(len, said.splitlines())) <= 80
 
     main(["eval", "tasks", "run", "other/run", "--data-dir", str(folder), "--tasks", "winogrande", "--limit", "2"])
     said = capsys.readouterr().out

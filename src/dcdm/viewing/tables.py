@@ -19,7 +19,7 @@ CLASSES = {
     "decoder": ("trajectory", "drafted"),
     "surrogate (no bound)": ("surrogate",),
 }
-TASK_COLUMNS = {"task": 10, "metric": 22, "value": 12, "chance": 6, "questions": 9, "noise": 11}
+TASK_COLUMNS = {"task": 10, "metric": 22, "value": 12, "chance": 6, "asked": 5, "noise": 12}
 TASK_COUNTS = {
     "cut_contexts": "contexts cut on the left",
     "split_continuations": "answers longer than the window, scored in pieces",
