@@ -93,7 +93,7 @@ def figure(url, name) -> float:
 
 @pytest.mark.slow
 def test_32_callers_with_twenty_thousand_requests_leave_memory_flat(tmp_path):
-    """Of 200 shapes, some of them refused: after a quarter of them memory grows by less than 5 %.
+    """Of 200 shapes, some of them refused: after an eighth of them memory changes by less than 5 %.
 
     DCDM_LOAD_REQUESTS sets another number.
     """
