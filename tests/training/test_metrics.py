@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import dcdm
-from dcdm.costs import BF16_PEAKS, bf16_peak, cost_estimate
+from dcdm.costs import BF16_PEAKS, bf16_peak, training_operations
 from dcdm.distributed import World
 from dcdm.training.metrics import Recorder
 from dcdm.training.settings import RunConfig
@@ -61,7 +61,7 @@ def test_the_live_line_keeps_step_loss_speed_and_time_left(width, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_utilisation_is_the_global_rate_over_the_peak_of_all_devices(size, tmp_path, monkeypatch):
-    operations = 8 * cost_estimate(dcdm.preset("bdlm-debug")).training
+    operations = 8 * training_operations(dcdm.preset("bdlm-debug"), 128)
     for row in timings(tmp_path, monkeypatch, "cuda", "NVIDIA A100-SXM4-80GB", size):
         rate = operations / row["seconds_per_step"]
         assert row["utilisation"] == pytest.approx(rate / (size * BF16_PEAKS["A100"]))

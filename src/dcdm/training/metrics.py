@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from dcdm.config import ConfigError, many
-from dcdm.costs import bf16_peak, cost_estimate
+from dcdm.costs import bf16_peak, training_operations
 from dcdm.distributed import World
 from dcdm.files import write_whole
 from dcdm.likelihood.statistics import with_stderr
@@ -241,7 +241,7 @@ def _utilisation_at_one(config: RunConfig, world: World) -> float | None:
     peak = bf16_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     if peak is None:
         return None
-    return cost_estimate(config.model, config.window).training * config.train.batch_size / (peak * world.size)
+    return training_operations(config.model, config.window) * config.train.batch_size / (peak * world.size)
 
 
 def _peak_memory() -> float:
