@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from dcdm.bench.paths import Case, measure_case, to_json
 from dcdm.cli import main
 from dcdm.costs import training_operations
 from dcdm.kinds import build
+from dcdm.model import packing
 
 TINY = replace(dcdm.preset("dcdm-debug"), num_layers=2)
 
@@ -72,7 +74,7 @@ def test_quick_takes_one_small_case_once(measured, capsys):
         ("step --repeats 0", "--repeats 0"),
         ("speed", "'speed'"),
         ("generate", "--models"),
-        ("transformers", "--models"),
+        ("peers", "--models"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_measured(arguments, said, measured, refused):
@@ -126,12 +128,20 @@ def test_the_network_of_transformers_computes_the_same(changes):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # their tables of RoPE are in fp32
 
 
-def test_a_model_is_measured_against_transformers(tmp_path, capsys):
+def test_a_model_is_measured_against_its_peers(tmp_path, capsys, monkeypatch):
     tiny.exported("mdlm", tmp_path / "model", kind="lanes", lanes=(1, 4))
-    main(["bench", "transformers", "--models", str(tmp_path / "model"), "--quick", "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["path"] for row in rows] == ["4 lanes", "AR order", "generate of transformers"]
-    assert [row["ratio"] is None for row in rows] == [False, False, True]
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # not installed
+    main(["bench", "peers", "--models", str(tmp_path / "model"), "--gguf", "none.gguf", "--quick", "--json"])
+    shown = capsys.readouterr()
+    assert "llama.cpp is left out" in shown.err
+    rows = [(row["path"], row["ratio"] is None) for row in json.loads(shown.out)["rows"]]
+    packed = packing.can_pack(torch.device("cpu"))
+    for ours in ("4 lanes", "AR order", "a pass", "one token"):
+        assert (ours, False) in rows
+        assert ((f"{ours}, int8", False) in rows) == packed
+    assert [path for path, is_baseline in rows if is_baseline] == [
+        "generate of transformers", "a pass of transformers", "reading fp32",
+    ]  # fmt: skip
 
 
 def test_models_are_called_by_the_partition_they_follow():

@@ -48,7 +48,8 @@ def test_a_product_with_bytes_is_that_of_what_they_stand_for(rows):
     x[-1] = 0 if rows > 1 else x[-1]
     found, wanted = Matrix(numbers, scale)(x), x @ (numbers * scale[:, None]).T
     assert apart(found / scale, wanted / scale) < 1e-4
-    torch.testing.assert_close(Matrix(numbers, scale)(x[:1]), found[:1], rtol=0, atol=0)
+    some = 1 if rows <= packing.FEW_ROWS else rows // 2
+    torch.testing.assert_close(Matrix(numbers, scale)(x[:some]), found[:some], rtol=0, atol=0)
 
 
 def test_bytes_of_what_bytes_stand_for_are_the_same_bytes():

@@ -4,12 +4,15 @@ Speed is that of unconditional samples; quality the exact trajectory likelihood 
 decoder (or, where it fills in random order, a bound of it). A saving in forward passes is never shown without its
 cost.
 
-`dcdm bench transformers`: one text by a model in AR order, in lanes and with drafts, and by `generate` of
-`transformers`, whose network gets the model's own weights: both compute the same logits for the same tokens.
+`dcdm bench peers`: one text by a model in AR order, in lanes and with drafts, in fp32 and in bytes, and by
+`generate` of `transformers`, whose network gets the model's own weights: both compute the same logits for the same
+tokens. With a GGUF file of the model also by llama.cpp, where `llama_cpp` is installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -33,6 +36,8 @@ from dcdm.keys import Key
 from dcdm.kinds import OWN_PARTS
 from dcdm.likelihood.estimators import scorer_of
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
+from dcdm.model.masks import CLEAN, Slots
+from dcdm.model.packing import can_pack
 from dcdm.model.transformer import Model
 from dcdm.viewing.tables import Table
 
@@ -176,17 +181,20 @@ def measure_generation(
     Table(columns, lines, text).print()
 
 
-# --- beside transformers -----------------------------------------------------------------------------------------
+# --- beside peers ------------------------------------------------------------------------------------------------
 
 
 THEIRS = "generate of transformers"
 TOKENS = 128
 
 
-def beside_transformers(folder: Path | None, tokens: int = TOKENS, adapter: Path | None = None) -> list[Case]:
-    """Of a model that writes in lanes, or of an AR model; with an adapter or a draft head."""
+def beside_peers(
+    folder: Path | None, adapter: Path | None, gguf: Path | None, tokens: int, say: Callable[[str], None]
+) -> list[Case]:
+    """Of a model that writes in lanes, or of an AR model, with an adapter or a draft head: one text of `tokens`, one
+    pass over a prompt, and one over a token."""
     if folder is None:
-        raise ConfigError("dcdm bench transformers needs a model: --models runs/smol")
+        raise ConfigError("dcdm bench peers needs a model: --models runs/smol")
     model, _ = load_model(folder, adapter=adapter)
     config = model.config
     if config.kind not in ("ar", "lanes") or config.has_chunking or config.moe is not None:
@@ -195,10 +203,13 @@ def beside_transformers(folder: Path | None, tokens: int = TOKENS, adapter: Path
         )
     theirs: Any = network_of_transformers(model)
     start = torch.tensor([[config.bos_id]])
+    models = {"": model}
+    if can_pack(torch.device("cpu")):
+        models[", int8"] = load_model(folder, dtype=torch.int8, adapter=adapter)[0]
 
-    def ours(lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
+    def ours(suffix: str, lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
         def run() -> None:
-            generate(model, [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts)
+            generate(models[suffix], [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts)
 
         return lambda: run
 
@@ -209,16 +220,79 @@ def beside_transformers(folder: Path | None, tokens: int = TOKENS, adapter: Path
             min_new_tokens=tokens,
         )  # fmt: skip
 
-    paths = {"AR order": ours(None)}
-    if config.lanes is not None:
-        numbers = sorted({1, *config.lanes}, reverse=True)
-        several = {many(number, "lane"): ours(number) for number in numbers if number > 1}
-        if config.drafts:
-            drafts = many(config.drafts, "draft")
-            several |= {f"{many(number, 'lane')}, {drafts}": ours(number, config.drafts) for number in numbers}
-        paths = {**several, "AR order": ours(1)}
+    paths: dict[str, Callable[[], Run]] = {}
+    for suffix in models:
+        for lanes in sorted(config.lanes or (), reverse=True):
+            name = many(lanes, "lane")
+            if lanes > 1:
+                paths[name + suffix] = ours(suffix, lanes)
+            if config.drafts:
+                paths[f"{name}, {many(config.drafts, 'draft')}{suffix}"] = ours(suffix, lanes, config.drafts)
+        paths[f"AR order{suffix}"] = ours(suffix, None if config.lanes is None else 1)
     paths[THEIRS] = lambda: generate_of_transformers
-    return [Case(f"one text of {tokens} tokens", paths, (THEIRS,))]
+    if gguf is not None:
+        paths |= _llama_cpp(gguf, tokens, say)
+    prompt = torch.randint(config.bos_id, (1, min(1000, config.max_position)))
+    prompt[:, 0] = config.bos_id
+
+    def passing(network: Callable[[Tensor], object]) -> Callable[[], Run]:
+        @torch.no_grad()
+        def run() -> None:
+            network(prompt)
+
+        return lambda: run
+
+    prefill = {f"a pass{suffix}": passing(one.encode) for suffix, one in models.items()}
+    prefill["a pass of transformers"] = passing(theirs.model)
+    words = torch.ones(sum(p.numel() for p in model.parameters()))
+
+    def reading() -> None:
+        words.sum()
+
+    step = {f"one token{suffix}": _one_token(one) for suffix, one in models.items()}
+    return [
+        Case(f"one text of {tokens} tokens", paths, (THEIRS,)),
+        Case(f"a prompt of {prompt.shape[1]} tokens", prefill, ("a pass of transformers",)),
+        Case("a pass over one token behind 64", {**step, "reading fp32": lambda: reading}, ("reading fp32",)),
+    ]
+
+
+def _one_token(model: Model) -> Callable[[], Run]:
+    """A pass through all blocks and the head, as decoding makes it, behind 64 tokens."""
+
+    @torch.no_grad()
+    def make() -> Run:
+        cache = model.new_cache(1, 80)
+        place = torch.arange(65)[None]
+        slots = Slots.of(place, stream=CLEAN)
+        prompt = place[:, :64].clamp(max=model.config.bos_id)
+        model.extend(prompt, slots[:, :64], prompt >= 0, cache, 1)
+
+        @torch.no_grad()
+        def run() -> None:
+            model.token_logits(model.extend(place[:, :1], slots[:, 64:], place[:, :1] < 0, cache, 1))
+
+        return run
+
+    return make
+
+
+def _llama_cpp(gguf: Path, tokens: int, say: Callable[[str], None]) -> dict[str, Callable[[], Run]]:
+    """One text by llama.cpp on as many threads; nothing where it is not installed."""
+    try:
+        llama_cpp: Any = importlib.import_module("llama_cpp")
+    except ImportError:
+        say("llama.cpp is left out: it is not installed (pip install llama-cpp-python compiles it)")
+        return {}
+    threads = torch.get_num_threads()
+    theirs = llama_cpp.Llama(str(gguf), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def run() -> None:
+        theirs.reset()
+        for _ in itertools.islice(theirs.generate([theirs.token_bos()], temp=0.0), tokens):
+            pass
+
+    return {f"llama.cpp, {gguf.name}": lambda: run}
 
 
 def network_of_transformers(model: Model) -> PreTrainedModel:

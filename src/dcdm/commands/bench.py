@@ -20,7 +20,7 @@ EXAMPLES = (
     "dcdm bench step --quick",
     "dcdm bench generate --models runs/first runs/second",
 )
-Subject = Literal["attention", "step", "generate", "transformers"]
+Subject = Literal["attention", "step", "generate", "peers"]
 
 
 def bench(
@@ -29,6 +29,7 @@ def bench(
     json: JsonOption = False,
     models: Annotated[tuple[Path, ...], arg(metavar="MODEL...", help_behavior_hint="")] = (),
     adapter: AdapterOption = None,
+    gguf: Path | None = None,
     samples: int = 4,
     windows: int = 16,
     quick: bool = False,
@@ -39,10 +40,11 @@ def bench(
 
     Args:
         subject: attention (stage 2, against SDPA with a dense mask and an explicit softmax), step (a
-            training step), generate (decoders of trained models, speed beside quality), or transformers (one text
-            by an AR or lane model, against transformers' generate with the same weights).
+            training step), generate (decoders of trained models, speed beside quality), or peers (one text by an
+            AR or lane model in fp32 and int8, against transformers' generate and llama.cpp).
         repeats: Timed repetitions of each path, taking turns.
-        models: For generate: the models to compare; for transformers: one.
+        models: For generate: the models to compare; for peers: one.
+        gguf: For peers: the model's GGUF file, for llama.cpp, where that is installed.
         samples: For generate: texts that are sampled together.
         windows: For generate: windows of held-out text that are scored.
         quick: One repetition of a small case, and two samples and windows: shows that the
@@ -57,10 +59,10 @@ def bench(
         from dcdm.bench.generation import measure_generation
 
         measure_generation(models, samples, windows, json, _say)
-    elif subject == "transformers":
-        from dcdm.bench.generation import TOKENS, beside_transformers
+    elif subject == "peers":
+        from dcdm.bench.generation import TOKENS, beside_peers
 
-        cases = beside_transformers(models[0] if models else None, 8 if quick else TOKENS, adapter)
+        cases = beside_peers(models[0] if models else None, adapter, gguf, 8 if quick else TOKENS, _say)
         compare_paths(subject, cases, repeats, json)
     else:
         from dcdm.bench import paths

@@ -288,15 +288,15 @@ tiled_attention.register_autograd(_attention_gradients, setup_context=_save_for_
 
 
 def rotary_tables(position: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE for positions (B, S): two tensors (B, S, 1, D)."""
+    """Cosines and sines of RoPE for positions (B, S): two tensors (B, S, 1, D), the first half of sines negated."""
     precision = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, config.head_dim, 2, device=position.device, dtype=precision) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
     if config.rope_scaling is not None:
         frequency = _slowed(frequency, config.rope_scaling)
     angle = position[:, :, None, None].to(precision) * frequency
-    angle = torch.cat([angle, angle], dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def _slowed(frequency: Tensor, scaling: RopeScaling) -> Tensor:
@@ -311,4 +311,4 @@ def rotate(x_bshd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Apply RoPE in the half-split convention of Qwen and Llama."""
     cos, sin = tables
     first, second = x_bshd.chunk(2, dim=-1)
-    return x_bshd * cos + torch.cat([-second, first], dim=-1) * sin
+    return x_bshd * cos + torch.cat([second, first], dim=-1) * sin

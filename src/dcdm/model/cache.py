@@ -127,6 +127,9 @@ class KVCache:
         place.set_rows(rows)
         place.index = torch.where(real, length[:, None] + order, self._slots.chunk.shape[1] - 1)
         place.num_keys = max(1, int((length + new).max()))
+        first = int(place.index[0, 0])
+        run = torch.arange(first, first + place.index.shape[1], device=self.device)
+        place.run = slice(first, int(run[-1]) + 1) if bool((place.index == run).all()) else None
         for field in fields(Slots):
             held = getattr(self._slots, field.name)
             held[place.rows[:, None], place.index] = getattr(slots, field.name).to(held.dtype)
@@ -232,11 +235,20 @@ class Place:
         self.rows = self.index = torch.zeros(0, dtype=torch.long)
         self.together: slice | None = slice(0)
         """The rows as a range, if they are neighbours: those are read without a copy."""
+        self.run: slice | None = None
+        """Where the new slots of every row go, if that is one range in their order."""
         self.num_keys = 0
 
     def set_rows(self, rows: Tensor) -> None:
         first, last = int(rows[0]), int(rows[-1])
         self.rows, self.together = rows, slice(first, last + 1) if last - first == len(rows) - 1 else None
+
+    def write(self, held: Tensor, new: Tensor) -> None:
+        """Put (B, Q, …) into (R, C+1, …)."""
+        if self.together is not None and self.run is not None:
+            held[self.together, self.run] = new
+        else:
+            held[self.rows[:, None], self.index] = new.to(held.dtype)
 
     def read(self, held: Tensor) -> Tensor:
         """(R, C+1, …) to (B, keys, …)."""
@@ -254,8 +266,8 @@ class LayerCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write those of the new slots (B, Q, …); all that there are, (B, keys, …)."""
         place = self.place
-        self.keys[place.rows[:, None], place.index] = keys.to(self.keys.dtype)
-        self.values[place.rows[:, None], place.index] = values.to(self.values.dtype)
+        place.write(self.keys, keys)
+        place.write(self.values, values)
         return place.read(self.keys), place.read(self.values)
 
     def inputs(self, allowed: Allowed | None, num_queries: int) -> AttentionInputs:
