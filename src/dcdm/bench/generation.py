@@ -191,8 +191,8 @@ TOKENS = 128
 def beside_peers(
     folder: Path | None, adapter: Path | None, gguf: Path | None, tokens: int, say: Callable[[str], None]
 ) -> list[Case]:
-    """Of a model that writes in lanes, or of an AR model, with an adapter or a draft head: one text of `tokens`, one
-    pass over a prompt, and one over a token."""
+    """One text of `tokens`, one pass over a prompt and one over a token, of a model that writes in lanes or in AR
+    order, with an adapter or a draft head."""
     if folder is None:
         raise ConfigError("dcdm bench peers needs a model: --models runs/smol")
     model, _ = load_model(folder, adapter=adapter)

@@ -51,7 +51,7 @@ def bench(
             subject runs, not how fast it is.
     """
     at_least_one(repeats=repeats, samples=samples, windows=windows)
-    if adapter is not None and subject != "transformers":
+    if adapter is not None and subject != "peers":
         raise ConfigError(f"--adapter has no effect on {subject}; name the adapter's own folder as a model")
     if quick:
         repeats, samples, windows = 1, 2, 2

@@ -1,10 +1,10 @@
 """Weights in 8 bits, for decoding and scoring on a CPU: one row's scale and whole numbers from −127 to 127.
 
 Two kernels make the products. Up to 16 rows, as in decoding, fbgemm's with the whole numbers as fp16, which holds
-them exactly: a pass is bound by reading them and by calling kernels, and this is one call. Beyond, as in prompts and
-scoring, oneDNN's of unsigned by signed bytes, which sums in whole numbers. Activations enter it as two bytes each, a
-coarse one and one for what that leaves, and keep 15 bits. The result is that of the same weights in fp32, up to 1e-6
-and 1e-4, and a row's result does not depend on the rows beside it in the same kernel.
+them exactly: a pass is bound by reading them and by calling kernels, and this is one call. Beyond, as in prompts
+and scoring, oneDNN's of unsigned by signed bytes, which sums in whole numbers. Activations enter it as two bytes
+each, a coarse one and one for what that leaves, and keep 15 bits. The result is that of the same weights in fp32,
+up to 1e-6 and 1e-4, and a row's result does not depend on the rows beside it in the same kernel.
 
     N rows of a weight matrix   K its columns   M positions
 """
