@@ -1,41 +1,37 @@
-"""`dcdm report`: curves and figures of training runs as one page."""
+"""`dcdm report`: figures of training runs side by side, and the settings in which they differ."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from dcdm.commands.options import JsonOption, print_json
 
-EXAMPLES = ("dcdm report runs/first", "dcdm report runs/first runs/second --out compared.html")
+EXAMPLES = ("dcdm report runs/first", "dcdm report runs/first runs/second")
 
 
-def report(
-    runs: Annotated[list[str], Positional, arg(metavar="RUN...")],
-    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Show training runs side by side: their figures as a table, and curves and settings as one page.
+def report(runs: Annotated[list[str], Positional, arg(metavar="RUN...")], json: JsonOption = False) -> None:
+    """Show training runs side by side: their figures, and the settings in which they differ.
 
-    It reads what the runs have written and takes seconds; runs under way may be read, too.
+    It reads what the runs have written and takes seconds; runs under way may be read, too. Their curves are for
+    TensorBoard, for which every run writes.
 
     Args:
         runs: Run folders.
-        out: The page to write; by default report.html in the run's folder, for several runs in the current one.
     """
-    from dcdm.files import write_whole
-    from dcdm.viewing.report import figures_table, read_runs, run_figures, runs_page
+    from dcdm.viewing.report import LEGEND, differing, figures_table, read_runs, run_figures, settings_table
 
     logs = read_runs(runs)
-    place = out or (Path(runs[0]) if len(runs) == 1 else Path()) / "report.html"
-    page = runs_page(logs)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(place, page.encode())
     if json:
-        print_json([run_figures(log) for log in logs])
-    else:
-        figures_table(logs).print()
-    print(f"{place}: written; open it in a browser", file=sys.stderr)
+        print_json({"runs": [run_figures(log) for log in logs], "differing": differing(logs)})
+        return
+    figures_table(logs).print(caption=LEGEND)
+    print()
+    if len(logs) > 1 and differing(logs):
+        settings_table(logs).print()
+    elif len(logs) > 1:
+        print("the runs have the same settings")
+    print(f"curves: tensorboard --logdir_spec {shlex.quote(','.join(runs))}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Self-contained pages: one file, nothing from outside, to be opened from a disk or sent by mail.
 
 First the skeleton, its pieces and charts, last the pages about a text: its chunks, and how it is filled in.
-`report` has the page of runs, `dcdm demo` its own.
+`dcdm demo` has its own.
 
 Every page is `assets/page.html` around a body, NAME.html, its data as JSON, and pieces of style and script from
 `assets/`. Scripts there are modules, which the server's page loads as such; here all that a page needs become
@@ -99,17 +99,9 @@ def section(title: str, inner: str, wide: bool = False) -> str:
     return f'<section class="panel{" wide" if wide else ""}">\n<h2>{escape(title)}</h2>\n{inner}\n</section>\n'
 
 
-def paragraph(text: str) -> str:
-    return f'<p class="small quiet">{escape(text)}</p>'
-
-
 def items(texts: Sequence[str]) -> str:
     """The lines of a list."""
     return "".join(f"<li>{escape(text)}</li>" for text in texts)
-
-
-def details(title: str, inner: str) -> str:
-    return f'<details class="small"><summary>{escape(title)}</summary>{inner}</details>'
 
 
 def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str] = ()) -> str:
@@ -143,13 +135,10 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart, and marks in its colour; without points only its place in the row of colours is taken."""
+    """A line of a chart; without points only its place in the row of colours is taken."""
 
     name: str
     points: Points
-    marks: Points = ()
-    errors: Sequence[float] = ()
-    """± of each mark."""
 
 
 def averaged(values: Points, points: int = SMOOTHED) -> list[tuple[float, float]]:
@@ -159,11 +148,8 @@ def averaged(values: Points, points: int = SMOOTHED) -> list[tuple[float, float]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
 
 
-def chart(curves: Sequence[Curve], across: str, up: str, marks: str = "") -> str:
-    """The curves as an SVG element that asks for nothing from outside; "" where none has a point.
-
-    `marks` is what the legend calls them.
-    """
+def chart(curves: Sequence[Curve], across: str, up: str) -> str:
+    """The curves as an SVG element that asks for nothing from outside; "" where none has a point."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -173,14 +159,12 @@ def chart(curves: Sequence[Curve], across: str, up: str, marks: str = "") -> str
         return ""
     text = io.StringIO()
     with matplotlib.rc_context(SETTINGS):
-        legend_rows = math.ceil((len(drawn) + bool(marks)) / 3)
+        legend_rows = math.ceil(len(drawn) / 3)
         figure = Figure(figsize=(5.4, 3.2 + 0.22 * legend_rows), layout="constrained")
         axis = figure.subplots()
         for number, curve in enumerate(curves):
             if curve in drawn:
                 _draw_curve(axis, curve, palette.colour(number + 1), DASHES[number % len(DASHES)])
-        if marks:
-            axis.plot([], [], color=GREY, marker="o", linestyle="", label=marks)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set(xlabel=across, ylabel=up)
         axis.grid(axis="y", color=GREY, alpha=0.3)
@@ -194,9 +178,6 @@ def chart(curves: Sequence[Curve], across: str, up: str, marks: str = "") -> str
 def _draw_curve(axis: Axes, curve: Curve, shade: str, dash: str) -> None:
     alone = "." if len(curve.points) == 1 else ""  # a line of one point would not be seen
     axis.plot(*zip(*curve.points, strict=True), color=shade, linestyle=dash, marker=alone, lw=2, label=curve.name)
-    if curve.marks:
-        x, y = zip(*curve.marks, strict=True)
-        axis.errorbar(x, y, curve.errors, color=shade, fmt="o", markersize=6, elinewidth=1.5)
 
 
 def _for_a_page(svg: str, spoken: str) -> str:
