@@ -6,8 +6,9 @@ Without torchrun a run is a world of one process, and every function here is the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -148,6 +149,21 @@ def gather_objects(value: T, world: World) -> list[T]:
     values: list[Any] = [None] * world.size
     dist.all_gather_object(values, value, group=world.control)
     return values
+
+
+@contextmanager
+def missing_ranks_named(world: World, patience: timedelta = timedelta(seconds=30)) -> Iterator[None]:
+    """If a message in here is waited for in vain, the error says which ranks are not there any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.size == 1 or not re.search("timed? ?out|connection (closed|reset)", str(error), re.IGNORECASE):
+            raise
+        try:
+            dist.monitored_barrier(world.control, patience, wait_all_ranks=True)
+        except RuntimeError as found:  # rank 0 hears from all others
+            raise ParallelError(f"a rank died or hangs: {found}; the same command resumes the run") from error
+        raise
 
 
 # --- the types that a device computes in --------------------------------------------------------------------------

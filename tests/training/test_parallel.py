@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dcdm
@@ -306,6 +309,26 @@ def test_ranks_agree_on_sums_flags_objects_and_failures(two_ranks):
         "sum": [3, 30], "any": [True, True, False],
         "main": {"from": 0}, "gather": ["rank 0", "rank 1"], "failure": "device=mps",
     }  # fmt: skip
+
+
+def hang(world: World) -> str:
+    """Rank 1 hangs where rank 0 waits for it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    if world.rank == 1:
+        time.sleep(15)
+        return ""
+    try:
+        with distributed.missing_ranks_named(world, timedelta(seconds=1)):
+            dist.all_reduce(torch.zeros(1), group=group)
+    except ParallelError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_hangs_is_named_when_time_is_up():
+    said = on_ranks(2, hang)[0]
+    assert "a rank died or hangs" in said
+    assert "1" in said.split("monitoredBarrier")[0]
 
 
 # --- one process --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from dcdm.distributed import (
     from_main,
     gather_objects,
     init_distributed,
+    missing_ranks_named,
     precision,
     shutdown,
 )
@@ -183,7 +184,8 @@ def _train(
     if config.evaluate_first and trainer.step == 0:
         assess()
     while trainer.step < config.train.steps:
-        report = trainer.take_step()
+        with missing_ranks_named(world):
+            report = trainer.take_step()
         if recorder is not None:
             recorder.on_step(report)
 
