@@ -84,6 +84,8 @@ def test_every_preset_of_the_paper_divides_shards_steps_and_saves_on_64_ranks(pr
     assert step.memory["weights"] == pytest.approx(weights / 64, rel=0.02)
     moments = step.checkpoint - weights
     assert step.memory["optimizer"] == pytest.approx(moments / 64, rel=0.02)
+    assert step.start <= 1.2 * step.peak
+    assert step.start < 3 * 4 * config.model.vocab_size * config.model.hidden_size  # a parameter at a time
     assert {message.kind for message in step.sent} == {"allgather", "reduce_scatter", "allreduce"}
 
 

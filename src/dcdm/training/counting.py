@@ -109,7 +109,7 @@ class Counter(TorchDispatchMode):
             self._turn(backward)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type != "meta"]
         for tensor in made:
             self._number(tensor)
         if func.namespace == "c10d":
