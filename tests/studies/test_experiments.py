@@ -35,24 +35,6 @@ def test_the_study_of_the_claims_is_whole_and_fair(claims):
         assert exact or {"objective.t_shape", "objective.t_min"} & variant.settings.keys(), name
 
 
-def test_the_paper_scale_spells_out_commands_that_can_be_started(claims, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    main(["reproduce", "all", "--scale", "paper"])
-    shown = capsys.readouterr().out
-    assert shown.count("# afterwards") == len(claims.experiments)
-    assert "torchrun --standalone --nproc-per-node 8 -m dcdm train --preset dcdm-0.1b-k8 " in shown
-    assert "dcdm eval ppl runs/ar-0.1b runs/mdlm-0.1b " in shown
-    assert "--init runs/bdlm-1.7b " in shown
-    for rate in ("0.00015", "0.0006"):
-        assert shown.count(f"train.learning_rate={rate}\n") == 3
-    started = sorted(one.partition("-m dcdm ")[2] for one in shown.splitlines() if one.startswith("torchrun"))
-    monkeypatch.setattr("dcdm.training.plan.make_plan", lambda *given: None)  # settings are resolved before it
-    monkeypatch.setattr("dcdm.training.plan.lines_of", lambda plan: [])
-    for line in {*started}:
-        with pytest.raises(SystemExit, match="0"):
-            main([*line.split(), "--dry-run"])
-
-
 def test_the_list_and_the_help_name_every_experiment(claims, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     main(["reproduce", "--list"])

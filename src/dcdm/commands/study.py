@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -24,7 +24,6 @@ REPRODUCE_EXAMPLES = (
     "dcdm reproduce --list",
     "dcdm reproduce loss-curves --quick",
     "dcdm reproduce loss-curves",
-    "dcdm reproduce scaling --scale paper",
 )
 
 
@@ -145,7 +144,6 @@ def end(complete: bool) -> None:
 
 def reproduce(
     names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")] = (),
-    scale: Literal["cpu", "paper"] = "cpu",
     quick: bool = False,
     study: Annotated[Path | None, arg(help_behavior_hint="(default: studies/claims.yaml)")] = None,
     work: Annotated[Path | None, arg(help_behavior_hint="(default: runs/claims)")] = None,
@@ -167,7 +165,6 @@ def reproduce(
 
     Args:
         names: Experiments.
-        scale: cpu runs here; paper writes commands without starting.
         quick: At most ten minutes on two cores for an experiment; runs, figures and pictures go to runs/quick.
         study: The study with the runs, the claims and the experiments (docs/reproduction.md says which texts it
             needs).
@@ -180,7 +177,7 @@ def reproduce(
     from dcdm.studies.plots import draw_curves
     from dcdm.studies.results import compare, judge
     from dcdm.studies.runner import stored_figures
-    from dcdm.studies.study import paper_commands, read_study
+    from dcdm.studies.study import read_study
 
     if not names and not list:
         raise ConfigError("name an experiment, or all; `dcdm reproduce --list` shows their names")
@@ -194,12 +191,9 @@ def reproduce(
     if list:
         _show_list(asked, chosen, stored_figures(asked, out))
         return
-    if scale == "paper":
-        print("\n\n".join(paper_commands(name, one) for name, one in chosen.items()))
-        return
     only = asked.variants_in(chosen)
     if not only:
-        raise ConfigError(f"{', '.join(names)}: nothing of it runs at CPU scale; --scale paper has its commands")
+        raise ConfigError(f"{', '.join(names)}: nothing of it runs at CPU scale; docs/scaling.md has the paper's")
     if quick:
         work.mkdir(parents=True, exist_ok=True)
     folders_exist(out=out)

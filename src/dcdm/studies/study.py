@@ -83,13 +83,6 @@ class Experiment:
     """Those of the study that it decides."""
     variants: tuple[str, ...] = ()
     """Of the study, beside those that the claims compare."""
-    presets: tuple[str, ...] = ()
-    """What the paper's scale trains."""
-    steps: int = 500_000
-    rates: tuple[float, ...] = (1.0,)
-    """Multiples of the learning rate to train each preset with, at the paper's scale."""
-    commands: tuple[str, ...] = ()
-    """What follows training there: `{run}` is said once for each run, `{runs}` names all of their folders."""
 
 
 @dataclass(frozen=True)
@@ -383,43 +376,3 @@ def _check_figure(study: Study, text: str, variant: str, figure: str) -> None:
     names += [BALANCE] if config.model.kind == "dcdm" else []
     if figure not in names:
         raise ConfigError(f"{text!r}: {variant} has no figure {figure!r}; it has {', '.join(names)}")
-
-
-# --- an experiment at the paper's scale -----------------------------------------------------------------------
-
-
-def paper_commands(name: str, experiment: Experiment) -> str:
-    """Everything to start the experiment at the paper's scale."""
-    from dcdm.training.settings import TrainConfig
-
-    runs, training = [], []
-    for preset, rate in itertools.product(experiment.presets, experiment.rates):
-        run, chosen = preset, ""
-        if rate != 1:
-            run, chosen = f"{preset}-rate{rate:g}", f" train.learning_rate={rate * TrainConfig().learning_rate:g}"
-        nodes = "--nnodes 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-        runs.append(run)
-        training.append(
-            f"torchrun {'--standalone' if '0.1b' in preset else nodes} --nproc-per-node 8 -m dcdm train "
-            f"--preset {preset} --run-folder runs/{run} --data DATA/openwebtext --steps {experiment.steps} "
-            f"--set train.compile=true{chosen}"
-        )
-    folders = " ".join(f"runs/{run}" for run in runs)
-    afterwards = [
-        command.replace("{runs}", folders).replace("{run}", run)
-        for command in experiment.commands
-        for run in (runs if "{run}" in command else [""])
-    ]
-    lines = [
-        f"{name}: {experiment.shows} ({experiment.paper})",
-        "",
-        "# once, on one machine (GPT-2's tokenizer, windows of 1,024)",
-        "dcdm data prepare openwebtext --tokenizer gpt2 --out DATA/openwebtext",
-        "",
-        "# training; `dcdm plan` with these options says what a run needs, and which --micro-batch fits",
-        *training,
-        "",
-        "# afterwards",
-        *afterwards,
-    ]
-    return "\n".join(lines)
