@@ -104,7 +104,7 @@ def test_a_prompt_is_taken_without_its_line_end_and_bytes_that_are_not_text_are_
 @pytest.mark.parametrize(("given", "said"), [
     ("--length 0", "--length 0"), ("--set window=1", "window=1"), ("--temperature -1", "temperature"),
     ("--set top_k=0", "top_k=0"), ("--set delimiters=;", "delimiters has no effect"), ("--set top-k=5", "top-k"),
-    ("--picture out.xyz", "out.xyz"), ("--prompt a[[0]]b", "[[0]]"),
+    ("--prompt a[[0]]b", "[[0]]"),
 ])  # fmt: skip
 def test_wrong_settings_and_bad_prompts_are_refused_by_name(given, said, runs, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)

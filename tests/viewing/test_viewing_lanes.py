@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from dcdm.commands.sample import _Stream
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.viewing.chunks import view, window_of
 from dcdm.viewing.filling import Filling, filling_of
-from dcdm.viewing.pages import chunks_page, replay_page
+from dcdm.viewing.pages import chunks_page, page
 
 
 def model():
@@ -68,50 +69,48 @@ def test_a_filling_knows_its_lanes_and_others_have_none():
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 def test_pages_and_a_replay_of_lanes_fit_a_phone_in_the_dark(tmp_path):
     found = filling("def f(", 60, 4)
-    (tmp_path / "replay.html").write_text(replay_page(found, "A text", "<b>four</b> lanes"), encoding="utf-8")
+    place = '<section class="panel wide"><div id="replay"></div></section>'
+    replay = page("report", "A text", {"fillings": {"replay": [asdict(found)]}}, summary="", sections=place)
+    (tmp_path / "replay.html").write_text(replay, encoding="utf-8")
     window, _ = window_of("def f(x):\n    return x\n" + "y" * 80, byte_tokenizer(), 128)
     many_scores = view(tiny.model("paper", 257, num_chunks=12), window)
     (tmp_path / "chunks-of-paper.html").write_text(chunks_page(many_scores), encoding="utf-8")
     with chromium(tmp_path / "profile") as driver:
-        page = Page(driver, artefacts(tmp_path / "pictures"))
-        page.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-        page.size(390, 844)
+        opened = Page(driver, artefacts(tmp_path / "pictures"))
+        opened.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        opened.size(390, 844)
         driver.get((tmp_path / "chunks-of-paper.html").as_uri())
-        assert page.overflow() == 0
-        page.shot("chunks-of-paper-390-dark")
+        assert opened.overflow() == 0
+        opened.shot("chunks-of-paper-390-dark")
         driver.get((tmp_path / "replay.html").as_uri())
-        assert page.overflow() == 0
+        assert opened.overflow() == 0
         driver.execute_script(
             "const s = document.querySelector('[type=range]'); s.value = 5; s.dispatchEvent(new Event('input'))"
         )
-        page.shot("replay-of-lanes-390-dark")
-        heads = page.js(
+        opened.shot("replay-of-lanes-390-dark")
+        heads = opened.js(
             "[...document.querySelectorAll('.token')].map((cell) => cell.classList.contains('lane-head'))"
         )
         assert [at for at, head in enumerate(heads) if head] == found.steps[4]
-        colours = page.js(
+        colours = opened.js(
             "[...document.querySelectorAll('.token')].map((c) => [...c.classList].find((n) => /^chunk/.test(n)))"
         )
         assert colours == [f"chunk-{lane}" for lane in found.lanes]
-        assert page.complaints() == []
+        assert opened.complaints() == []
 
 
 # --- the commands ------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_show_lanes_and_write_pictures_and_replays(tmp_path, capsys, monkeypatch):
+def test_the_commands_show_lanes(tmp_path, capsys, monkeypatch):
     folder = tiny.exported("mdlm", tmp_path / "model", kind="lanes", lanes=(1, 2, 4))
-    page, sample = tmp_path / "deep" / "replay.html", ["sample", str(folder), "--prompt", "ab", "--length", "8"]
-    sample += ["--lanes", "2"]
-    main([*sample, "--picture", str(page)])
-    assert '"lanes":[0,0,0,1' in page.read_text(encoding="utf-8")
+    sample = ["sample", str(folder), "--prompt", "ab", "--length", "8", "--lanes", "2"]
     main([*sample, "--stream", "--set", "stop_at_eos=false"])
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [event["lanes"] for event in told] == [[1, 2]] * 4
     other = tiny.exported("causal", tmp_path / "other")
-    main(["sample", str(other), "--prompt", "a[[3]]", "--stream", "--picture", str(page)])
+    main(["sample", str(other), "--prompt", "a[[3]]", "--stream"])
     assert "lanes" not in capsys.readouterr().out
-    assert "other: 3 tokens in" in page.read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit):
         main(["chunks", str(folder), "x = 1"])

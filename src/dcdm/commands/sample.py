@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import (
@@ -56,7 +55,6 @@ def sample(
     set: SetOption = (),
     seed: int = 0,
     stream: bool = False,
-    picture: Path | None = None,
     json: bool = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
@@ -74,20 +72,16 @@ def sample(
         num: Samples of each prompt.
         seed: Seed of the draws.
         stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
-        picture: Write an HTML page that replays how the first text was filled, chunk by chunk or in lanes.
         json: Print one JSON object per sample, statistics included.
     """
     from dcdm.decoding.config import DecodingConfig
     from dcdm.decoding.engine import generate
-    from dcdm.shipped import folder_of
 
     prompts = _prompts(prompt, has_model=model is not None)
     settings = ({"temperature": CAREFUL} if model is None else {}) | decoder_settings(decoder, set)
     window, blanks, stop_at_eos = (settings.pop(name, plain) for name, plain in OTHERS.items())
     decoding = DecodingConfig.of(**settings)
     at_least_one(num=num, length=length)
-    if picture is not None and picture.suffix != ".html":
-        raise ConfigError(f"--picture {picture}: it is a page, whose name ends in .html")
     prompts = [text for text in prompts for _ in range(num)]
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
@@ -105,8 +99,6 @@ def sample(
     elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
         _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
-    if picture is not None:
-        _draw(result, tokenizer, picture, folder_of(model).name)
 
 
 def _prompts(prompt: tuple[str, ...], has_model: bool) -> list[str]:
@@ -137,21 +129,6 @@ def _print(prompts: list[str], result: Generation, blanks: bool) -> None:
             print(f"--- {row + 1} of {len(prompts)} ({result.finished[row]})")
         shown = whole_text(prompt, text, blanks)
         print(harmless(shown) if sys.stdout.isatty() else shown)
-
-
-def _draw(result: Generation, tokenizer: Tokenizer, picture: Path, model: str) -> None:
-    """The page on which the first text is filled again."""
-    from dcdm.files import write_whole
-    from dcdm.viewing.filling import filling_of
-    from dcdm.viewing.pages import replay_page
-
-    filling = filling_of(result, tokenizer)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    tokens, forwards = int(result.statistics.new_tokens[0]), int(result.forwards[0])
-    sentence = f"{model}: {many(tokens, 'token')} in {many(forwards, 'forward pass', 'forward passes')}."
-    what = "Colours are lanes, numbers forward passes" if filling.lanes else "Colours and numbers are chunks"
-    page = replay_page(filling, "A text being written", f"{sentence} {what}; grey text was given.")
-    write_whole(picture, page.encode())
 
 
 def _costs(result: Generation) -> str:

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from statistics import fmean
 from string import Template
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dcdm.viewing.chunks import ChunkView
-    from dcdm.viewing.filling import Filling
 
 ASSETS = files("dcdm.viewing") / "assets"
 
@@ -215,13 +214,3 @@ def page_data(view: ChunkView) -> dict[str, Any]:
 
 def _short(values: list[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
-
-
-# --- a text being filled in --------------------------------------------------------------------------------------
-
-
-def replay_page(filling: Filling, title: str, sentence: str) -> str:
-    """A text being filled in, forward pass by forward pass, as one self-contained HTML file."""
-    place = '<section class="panel wide"><div id="replay"></div></section>'
-    data = {"fillings": {"replay": [asdict(filling)]}}
-    return page("report", title, data, summary=escape(sentence), sections=place)
