@@ -401,9 +401,11 @@ def test_texts_of_base_and_head_are_those_of_the_base(head: Path, capsys: pytest
         assert found.completions == expected.completions
         assert int(found.forwards.sum()) < int(expected.forwards.sum())
     capsys.readouterr()
-    main(["bench", "transformers", "--models", "base", "--adapter", str(head), "--quick", "--json"])
+    main(["bench", "peers", "--models", "base", "--adapter", str(head), "--quick", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["path"] for row in rows] == ["1 lane, 3 drafts", "AR order", "generate of transformers"]
+    ways = [row["path"] for row in rows]
+    assert ways[0] == "1 lane, 3 drafts"
+    assert {"1 lane, 3 drafts, int8", "generate of transformers"} <= {*ways}
 
 
 def test_a_head_of_another_base_is_refused_and_so_is_what_has_no_effect(

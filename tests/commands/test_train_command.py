@@ -261,7 +261,11 @@ def test_settings_that_have_no_effect_or_no_meaning_leave_no_folder(corpus, tmp_
         ("ar-debug", {"data__sources": []}, "names nothing"),
         ("ar-debug", {"data__sources": [3]}, "sources.0.=3"),
         ("ar-debug", {"data__loader_workers": -2}, "loader_workers=-2"),
-        ("ar-debug", {"data__sources": [str(prepared)], "data__tokenizer": "gpt2"}, "tokenizer=gpt2: no effect"),
+        (
+            "ar-debug",
+            {"data__sources": [str(prepared)], "data__tokenizer": "bpe:300"},
+            "bpe:300: no effect",
+        ),
         ("ar-debug", {"data__sources": [str(prepared)], "data__validation": ["x.txt"]}, "validation=.*no effect"),
         ("ar-debug", {"data__sources": [str(prepared)], "data__reading__field": "f"}, "reading.field=f: no effect"),
     ):
