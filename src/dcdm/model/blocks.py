@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from dcdm.config import ModelConfig, MoEConfig
 from dcdm.model.attention import AttentionInputs, attend, rotate
-from dcdm.model.packing import products_of
-from dcdm.model.products import Linear, at_least_fp32, product_type
+from dcdm.model.products import Linear, at_least_fp32, product_type, products_of
 
 Rotary = tuple[Tensor, Tensor]
 

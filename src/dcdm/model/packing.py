@@ -110,14 +110,6 @@ class PackedLinear(nn.Module):
             destination[f"{prefix}bias"] = self.bias.detach()
 
 
-def products_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """What each of the layers makes of the same states: by one product where their rows are those of one matrix."""
-    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    if len({id(layer.matrix) for layer in packed}) != 1 or len(packed) < len(layers):
-        return [layer(x) for layer in layers]
-    return [layer.of_product(y) for y in [packed[0].matrix(x)] for layer in packed]
-
-
 class PackedEmbedding(nn.Module):
     """Rows in bytes by their numbers; where the embedding is the head as well, with the matrix of both."""
 

@@ -58,6 +58,15 @@ class Linear(nn.Linear):
         return product(x, self.weight, self.bias)
 
 
+def products_of(x: Tensor, *layers: Any) -> list[Tensor]:
+    """What each of the layers makes of the same states: by one product where they are parts of one matrix."""
+    matrix = getattr(layers[0], "matrix", None)
+    if matrix is None or any(getattr(layer, "matrix", None) is not matrix for layer in layers):
+        return [layer(x) for layer in layers]
+    whole = matrix(x)
+    return [layer.of_product(whole) for layer in layers]
+
+
 # --- cross-entropy at chosen positions, a slice of the logits at a time -------------------------------------------
 
 
