@@ -1,3 +1,4 @@
+import runpy
 from pathlib import Path
 
 import torch
@@ -66,3 +67,9 @@ def test_every_mask_draws_itself(tmp_path):
     paths = draw_masks(str(tmp_path))
     assert len(paths) == 6
     assert all(Path(path).read_bytes()[:4] == b"\x89PNG" for path in paths)
+
+
+def test_run_as_a_module_it_prints_the_three_masks_of_the_paper(capsys):
+    runpy.run_module("dcdm.model.masks", run_name="__main__")
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("noise_mask", "chunk_causal_mask", "dual_stream_mask"))

@@ -28,7 +28,7 @@ from dcdm.viewing.chunks import (
 )
 from dcdm.viewing.filling import as_filling
 from dcdm.viewing.pages import chunks_page, page_data
-from dcdm.viewing.terminal import coloured_text, numbered_lines, show
+from dcdm.viewing.terminal import coloured_text, headline, numbered_lines, show
 
 LENGTH = 14
 NASTY = "</script><script>alert('&')</script> <b>x</b> \u2028"
@@ -375,3 +375,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "empty" in refused([folder], capsys)
     main(["chunks", folder, "x" * 200])
     assert "Window 1 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "says"), [("mdlm", ", 1 chunk, "), ("paper", ", 2 chunks, ")])
+def test_the_headline_counts_in_words(kind, says):
+    assert says in headline(view(byte_model(kind), byte_window("if x:\n")))
