@@ -418,7 +418,7 @@ def test_a_head_of_another_base_is_refused_and_so_is_what_has_no_effect(
         (["--to", "lanes", "--own-texts", "8"], TEXTS, "no effect on --to lanes"),
         (["--to", "drafts", "--own-texts", "8"], TEXTS, "on --data or on own texts"),
         (["--to", "drafts", "--lanes", "2"], [], "no effect on --to drafts"),
-        (["--to", "drafts", "--prompts", "nowhere.txt"], [], "is no file"),
+        (["--to", "drafts", "--prompts", "nowhere.txt"], [], "is not a file"),
     ):
         assert adapt("runs/none", *options, data=data) == 2
         assert said in capsys.readouterr().err

@@ -195,7 +195,7 @@ def _own_texts(
 
     prompts = PROMPTS if prompts is None else prompts
     if not prompts.is_file():
-        raise ConfigError(f"--prompts {prompts} is no file; give one with a prompt in each line")
+        raise ConfigError(f"--prompts {prompts} is not a file; give one with a prompt in each line")
     model = found.load(*compute_on(device, dtype or "auto"))
     with ConsoleProgress() as reporter:
         return own_texts(model, found.tokenizer, found.identity()["sha256"], count, prompts, reporter=reporter)

@@ -70,12 +70,9 @@ def plan(
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be above 0")
     options: dict[str, Any] = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "micro_batch": micro_batch,
-        "optimizer": optimizer,
-    }
-    options |= {"dtype": dtype}
+        "steps": steps, "batch_size": batch_size, "micro_batch": micro_batch, "optimizer": optimizer,
+        "dtype": dtype,
+    }  # fmt: skip
     changes = {f"train.{name}": value for name, value in options.items() if value is not None} | assignments(set)
     device = GPUS[gpu.lower()]
     if memory is not None:

@@ -133,7 +133,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataChoice = field(default_factory=DataChoice)
     init: str | None = None
-    """Initial weights: a run, an exported folder, or a local folder of `transformers` (Llama, Qwen2, Qwen3)."""
+    """Initial weights: a run, a checkpoint, an exported folder, or a name that `dcdm models` lists."""
     evaluate_every: int = 1_000
     evaluate_first: bool = False
     """Evaluate before the first step, too: what initial weights are worth."""
