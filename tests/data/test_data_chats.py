@@ -1,14 +1,10 @@
-"""Chat templates: rendered as `transformers` does, within limits of time, memory and size."""
+"""Chat templates: rendered as `transformers` does, in its sandbox."""
 
 from __future__ import annotations
-
-import resource
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dcdm.config import DataConfig
-from dcdm.data import chats
 from dcdm.data.chats import ChatError, ChatTemplate, ExampleMaker
 from dcdm.data.sources import BadRow
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
@@ -48,45 +44,17 @@ def test_templates_give_what_transformers_gives(name):
         assert made.render(CHAT, answering=answering) == expected
 
 
-FAR = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-GREEDY = {
-    "a long product": ("{{ 'x' * 20000000000 }}", "more than 512 MiB"),
-    "a doubled list": (
-        "{% set n = namespace(l=[1]) %}{% for i in range(60) %}{% set n.l = n.l + n.l %}{% endfor %}", "512|longer"
-    ),
-    "endless loops": (FAR + "{% endfor %}" * 3, "took longer than"),
-    "endless text": ("{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 4,194,304 characters"),
-    "a deep macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
-    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply|died"),
-}  # fmt: skip
-
-
-def largest_child() -> int:
-    """KiB of memory that the largest process started from here ever had; other tests start larger ones."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-
-
-@pytest.mark.parametrize("name", GREEDY)
-def test_a_greedy_template_is_ended_and_the_next_chat_is_rendered(name, monkeypatch):
-    monkeypatch.setattr(chats, "SECONDS", 1)
-    text, said = GREEDY[name]
-    greedy = template("{% if messages | length > 1 %}" + text + "{% endif %}done")
-    largest_before = largest_child()
-    with pytest.raises(ChatError, match=said):
-        greedy.render(CHAT, answering=True)
-    assert largest_child() <= max(700 << 10, largest_before)
-    if name != "deep brackets":  # they cannot even be compiled
-        assert greedy.render(CHAT[:1], answering=True) == "done"
-
-
-def test_a_template_with_a_syntax_error_is_refused_with_it():
-    with pytest.raises(ChatError, match="refuses it: Expected an expression"):
-        template("{% if %}").render(CHAT, answering=True)
-
-
-def test_a_template_that_writes_half_a_surrogate_pair_is_refused():
-    with pytest.raises(ChatError, match="writes half a surrogate pair"):
-        template("a \ud800 {{ 'b' }}").render(CHAT, answering=True)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% if %}", "Expected an expression"),
+        ("a \ud800 {{ 'b' }}", "surrogates not allowed"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ],
+)
+def test_a_template_that_fails_is_refused_with_the_reason(text, said):
+    with pytest.raises(ChatError, match=f"refuses it: .*{said}"):
+        template(text).render(CHAT, answering=True)
 
 
 @pytest.mark.parametrize(
@@ -104,34 +72,7 @@ def test_a_template_stays_in_its_sandbox(text):
         template(text).render(CHAT, answering=True)
 
 
-def test_the_renderer_sees_no_keys(monkeypatch):
-    monkeypatch.setenv("DCDM_API_KEY", "a-key")
-    made = template("x")
-    made.render(CHAT, answering=True)
-    with open(f"/proc/{made._process.pid}/environ", "rb") as file:
-        assert b"a-key" not in file.read()
-
-
-def test_one_template_serves_many_threads_and_outlives_its_process():
-    made = template("{{ messages[0].content }}")
-    with ThreadPoolExecutor(8) as pool:
-        texts = [f"chat {number} " + "x" * 100_000 for number in range(40)]
-        asked = [[{"role": "user", "content": text}] for text in texts]
-        assert list(pool.map(lambda chat: made.render(chat, answering=True), asked)) == texts
-    made._process.kill()
-    made._process.wait()
-    assert made.render(CHAT, answering=True) == CHAT[0]["content"]
-
-
-def test_nothing_is_left_running_behind_a_template():
-    made = template("x")
-    made.render(CHAT, answering=True)
-    process = made._process
-    del made
-    assert process.returncode is not None
-
-
-def test_a_row_on_which_the_template_takes_too_much_is_a_bad_row():
-    tokenizer = Tokenizer(BYTES.backend, BYTES.eos_id, "{{ 'x' * 20000000000 }}")
-    with pytest.raises(BadRow, match="512 MiB"):
+def test_a_row_that_the_template_refuses_is_a_bad_row():
+    tokenizer = Tokenizer(BYTES.backend, BYTES.eos_id, "{{ raise_exception('no users') }}")
+    with pytest.raises(BadRow, match="refuses it: no users"):
         ExampleMaker(DataConfig(messages_field="m"), tokenizer).examples_of({"m": CHAT})

@@ -205,7 +205,7 @@ def test_a_chat_goes_through_the_tokenizer_s_template():
             client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "x"}])
 
 
-def test_a_template_sees_names_and_while_it_is_busy_callers_are_told_when_to_come_again(monkeypatch):
+def test_a_template_sees_names():
     network, plain = tiny_model()
     template = "{% for m in messages %}{{ m.name|default('nobody') }}: {{ m.content }}{% endfor %}"
     with live(model=(network, Tokenizer(plain.backend, plain.eos_id, template))) as server:
@@ -216,12 +216,6 @@ def test_a_template_sees_names_and_while_it_is_busy_callers_are_told_when_to_com
             expected = alone(server, [prompt], max_new_tokens=4, seed=6).texts[0]
             assert answer["choices"][0]["message"]["content"] == expected
             assert answer["usage"]["prompt_tokens"] == len(prompt)
-        monkeypatch.setattr("dcdm.data.chats.SECONDS", 0.05)
-        with server.app.state.served.template._lock:
-            answer = server.post("/v1/chat/completions", body)
-        assert answer.status_code == 429
-        assert answer.json()["error"]["code"] == "queue_full"
-        assert answer.headers["retry-after"] == "1"
 
 
 def test_messages_cannot_forge_roles(monkeypatch):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 import dcdm
 from dcdm.cli import main
 from dcdm.config import ConfigError
-from dcdm.data.chats import ChatTemplate
-from dcdm.data.tokenizers import Tokenizer
 from dcdm.serving.app import create_app_for
 from dcdm.serving.served import ServedModel
 from dcdm.serving.settings import Settings
-from live import Live, live, tiny_model, until
+from live import Live, live, tiny_model
 
 BODY = {"prompt": "a", "max_tokens": 12, "seed": 3}
 
@@ -72,39 +68,6 @@ def test_two_models_of_one_name_and_models_without_one_are_refused(capsys):
     for names in (["a", "a"], [""]):
         with pytest.raises(ConfigError, match="a name of its own"):
             create_app_for([ServedModel(*tiny_model(), name, Settings()) for name in names])
-
-
-def test_a_slow_chat_template_delays_its_own_model_alone_and_is_not_asked_for_callers_who_are_gone(monkeypatch):
-    chat, rendered, go_on = "/v1/chat/completions", [], threading.Event()
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "seed": 0}
-    made = []
-    for name in ("slow", "quick"):
-        network, plain = tiny_model()
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        made.append(ServedModel(network, Tokenizer(plain.backend, plain.eos_id, template), name, Settings()))
-    render = ChatTemplate.render
-
-    def waits(template, messages, **more):
-        if template is made[0].template:
-            rendered.append(messages[0]["content"])
-            go_on.wait(60)
-        return render(template, messages, **more)
-
-    monkeypatch.setattr(ChatTemplate, "render", waits)
-    server = Live(create_app_for(made))
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(server.post, chat, {**body, "model": "slow"})
-        until(lambda: rendered == ["hi"])
-        gone = [{"role": "user", "content": "gone"}]
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + chat, json={**body, "messages": gone}, timeout=httpx.Timeout(30, read=0.3))
-        assert server.post(chat, {**body, "model": "quick"}).status_code == 200
-        assert not first.done()
-        go_on.set()
-        assert first.result().status_code == 200
-        assert server.post(chat, {**body, "model": "slow"}).status_code == 200
-    assert rendered == ["hi", "hi"]
-    server.stop()
 
 
 @pytest.mark.parametrize("kind", ["ar", "causal"])

@@ -1,21 +1,14 @@
 """What a source holds to examples: plain texts, and rows of prompts and responses, chats among them.
 
-A chat becomes text by the chat template of the tokenizer, in a process that limits what a template may take.
+A chat becomes text by the chat template of the tokenizer, which is a program: trust it as you trust the folder that
+it came in.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,94 +18,33 @@ from dcdm.data.sources import BadRow, BadRows, Part, read_rows, read_texts, text
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 
-SECONDS = 5
-"""How long one chat may take."""
-MEMORY = 512 << 20
-"""Bytes of address space of the process that renders."""
-CHARACTERS = 4 << 20
-"""How much text one chat may give."""
-RENDERER = Path(__file__).with_name("chat_renderer.py")
-KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG")
-"""What the process sees of the environment: no keys."""
-
 
 class ChatError(Exception):
-    """The chat template refuses a chat, or takes too much; the message says which."""
-
-
-class ChatBusy(ChatError):
-    """Nothing is wrong with the chat: its turn did not come in time."""
+    """The chat template refuses a chat; the message says why."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer that has one. Its text is encoded with `templated=True`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._settings = {
-            "template": tokenizer.chat_template,
-            "names": {  # every window begins with BOS anyway
-                "bos_token": "", "eos_token": tokenizer.eos_token, "tools": None, "documents": None
-            },
-            "seconds": SECONDS, "memory": MEMORY, "characters": CHARACTERS,
-        }  # fmt: skip
-        self._as_text = tokenizer.as_text
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._tokenizer = tokenizer
 
     def render(self, messages: list[dict[str, str]], *, answering: bool) -> str:
         """The chat as text; `answering` ends it where an answer begins. Special tokens are the template's alone."""
-        guarded = [{name: self._as_text(text) for name, text in message.items()} for message in messages]
-        if not self._lock.acquire(timeout=SECONDS):
-            raise ChatBusy(f"the chat template is busy with other chats for {SECONDS} seconds; try again")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        as_text = self._tokenizer.as_text
+        guarded = [{name: as_text(text) for name, text in message.items()} for message in messages]
         try:
-            answer = self._ask({"messages": guarded, "add_generation_prompt": answering})
-            if answer is None or answer.get("over"):
-                self._end()
-        finally:
-            self._lock.release()
-        if answer is None:
-            raise ChatError(f"the chat template took longer than {SECONDS} seconds, or its process died")
-        if "error" in answer:
-            raise ChatError(f"the chat template {answer['error']}")
-        return str(answer["text"])
-
-    def _ask(self, request: dict[str, Any]) -> Any:
-        """The answer of the process, or None if it ends, as it does itself when its time is over."""
-        process = self._running()
-        assert process.stdout is not None
-        with suppress(OSError):
-            _send(process, request)
-            if (line := process.stdout.readline()).endswith(b"\n"):
-                return json.loads(line)
-        return None
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._end()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-B", str(RENDERER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={name: os.environ[name] for name in KEPT if name in os.environ},
-        )  # fmt: skip
-        self._process, self._finalizer = process, weakref.finalize(self, _stop, process)
-        _send(process, self._settings)
-        return process
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._finalizer()
-            self._process = None
-
-
-def _send(process: subprocess.Popen[bytes], value: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(value).encode() + b"\n")
-    process.stdin.flush()
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+            made: Any = render_jinja_template(  # texts and more, whatever its annotation says
+                [guarded], chat_template=self._tokenizer.chat_template, add_generation_prompt=answering,
+                bos_token="", eos_token=self._tokenizer.eos_token,  # every window begins with BOS anyway
+            )  # fmt: skip
+            text = str(made[0][0])
+            text.encode()  # before the tokenizer does: half a surrogate pair cannot be
+        except Exception as error:  # templates raise what they like about roles they do not know
+            raise ChatError(f"the chat template refuses it: {str(error).partition(chr(10))[0]}") from error
+        return text
 
 
 # --- documents and rows to examples ----------------------------------------------------------------------------

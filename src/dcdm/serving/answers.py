@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from dcdm.data.chats import ChatBusy, ChatError
+from dcdm.data.chats import ChatError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import blank_tokens, whole_text
 from dcdm.decoding.text import Ended, Event
@@ -29,7 +29,6 @@ from dcdm.serving.schemas import (
     OpenAIRequest,
     bad_request,
     encode,
-    queue_full,
 )
 from dcdm.serving.served import ServedModel
 
@@ -58,8 +57,6 @@ def prepare_chat(served: ServedModel, request: ChatRequest) -> Answer:
         )
     try:
         text = template.render([message.plain() for message in request.messages], answering=True)
-    except ChatBusy:
-        raise queue_full() from None
     except ChatError as error:
         raise bad_request(str(error), "messages") from error
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
@@ -34,7 +33,6 @@ from dcdm.serving.schemas import (
     Json,
     OpenAIRequest,
     invalid_body,
-    queue_full,
 )
 from dcdm.serving.served import ServedModel
 from dcdm.serving.server import Gate
@@ -60,8 +58,6 @@ ANSWER: Responses = {
 }
 GRACE_SECONDS = 10.0
 """How long after its deadline a stream may still be read."""
-TURN_SECONDS = 20.0
-"""How long a chat may wait for its template."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -235,21 +231,9 @@ def _models(app: FastAPI) -> None:
 
 def _generation(app: FastAPI) -> None:
     models: Models = app.state.models
-    rendering = {name: ThreadPoolExecutor(1, "chats") for name in models.schedulers}
-
-    async def prepared(request: Request, body: Generating, prepare: Callable[..., T]) -> T:
-        """What is asked for, checked; chats, whose templates may take seconds, have a thread of their model's."""
-        served = models.get(body.model).served
-        if not isinstance(body, ChatRequest):
-            return await run_in_threadpool(prepare, served, body)
-        try:
-            work = asyncio.get_running_loop().run_in_executor(rendering[served.name], prepare, served, body)
-            return await while_connected(request, asyncio.wait_for(work, TURN_SECONDS))
-        except TimeoutError:
-            raise queue_full() from None
 
     async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:
-        answer = await prepared(request, body, prepare)
+        answer = await run_in_threadpool(prepare, models.get(body.model).served, body)
         queued = models.get(body.model).submit(answer.completions, caller_of(request, body))
         if body.stream:
             return EventStream(answer.stream(queued, request.state.notes), queued)
@@ -266,7 +250,7 @@ def _generation(app: FastAPI) -> None:
     @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
-        completion = await prepared(request, body, answers.prepare_denoising)
+        completion = await run_in_threadpool(answers.prepare_denoising, scheduler.served, body)
         queued = scheduler.submit([completion], caller_of(request, body))
         return EventStream(answers.stream_denoising(scheduler.served, queued, request.state.notes), queued)
 
