@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -29,7 +28,6 @@ from dcdm.serving.schemas import (
     CompletionRequest,
     DenoiseRequest,
     ErrorBody,
-    Generating,
     Json,
     OpenAIRequest,
     invalid_body,
@@ -56,8 +54,6 @@ ANSWER: Responses = {
     **ERRORS,
     200: {"description": "OpenAI's object; with `stream`, events of its chunks.", "content": {**OBJECT, **EVENTS}},
 }
-GRACE_SECONDS = 10.0
-"""How long after its deadline a stream may still be read."""
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -71,10 +67,7 @@ TYPES = {
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a queued request, which is given up as soon as the caller is gone.
-
-    A caller who stays and does not read holds up the sending, and with it whatever would look at the deadline.
-    """
+    """Server-sent events of a queued request, which is given up as soon as the caller is gone."""
 
     def __init__(self, source: AsyncIterator[str], queued: QueuedRequest) -> None:
         super().__init__(source, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -82,12 +75,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.queued:
-            try:
-                async with asyncio.timeout(self.queued.deadline - time.monotonic() + GRACE_SECONDS):
-                    await super().__call__(scope, receive, send)
-            except TimeoutError:
-                if abort := scope["state"].get("abort"):  # of our own server; closing would wait until all is read
-                    abort()
+            await super().__call__(scope, receive, send)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -234,7 +222,7 @@ def _generation(app: FastAPI) -> None:
 
     async def respond(request: Request, body: OpenAIRequest, prepare: Callable[..., answers.Answer]) -> Response:
         answer = await run_in_threadpool(prepare, models.get(body.model).served, body)
-        queued = models.get(body.model).submit(answer.completions, caller_of(request, body))
+        queued = models.get(body.model).submit(answer.completions)
         if body.stream:
             return EventStream(answer.stream(queued, request.state.notes), queued)
         return Json(await while_connected(request, answer.whole(queued, request.state.notes)))
@@ -251,10 +239,5 @@ def _generation(app: FastAPI) -> None:
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
         completion = await run_in_threadpool(answers.prepare_denoising, scheduler.served, body)
-        queued = scheduler.submit([completion], caller_of(request, body))
+        queued = scheduler.submit([completion])
         return EventStream(answers.stream_denoising(scheduler.served, queued, request.state.notes), queued)
-
-
-def caller_of(request: Request, body: Generating) -> str:
-    """Fair-queue key: the caller's address, and the user that it names."""
-    return f"{request.client.host if request.client else ''} {getattr(body, 'user', None) or ''}"

@@ -12,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dcdm.decoding.batch import batch_of
 from dcdm.decoding.caching import PrefixCache
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.text import BatchRow, Ended, Event
 from dcdm.serving.monitoring import Metrics, ModelMetrics, logger
-from dcdm.serving.schemas import APIError, closing, queue_full, too_long, too_many_forwards
+from dcdm.serving.schemas import APIError, closing, queue_full, too_long
 from dcdm.serving.served import ServedModel
 
 T = TypeVar("T")
@@ -111,74 +112,6 @@ class QueuedRequest:
             self.given_up = True
 
 
-class _Item(NamedTuple, Generic[T]):
-    tag: float
-    item: T
-    caller: str
-    cost: float
-
-
-class FairQueue(Generic[T]):
-    """Whose text is next: callers share the model by tokens, whoever asks for more at once.
-
-    Weighted fair queueing with equal weights. Every text has a tag: when its caller's earlier texts would have been
-    served if all callers were served at the same rate, token by token. Texts are taken in the order of their tags.
-    The clock of the tags advances with the tokens that are taken, the slower the more callers wait; a caller who
-    comes back after a pause starts from now and has saved up nothing. So nobody waits for ever, and one who sends a
-    hundred texts delays another's single one by no more than what is being computed.
-    """
-
-    def __init__(self) -> None:
-        self._items: list[_Item[T]] = []
-        self._now = 0.0
-        self._served_until: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[T]:
-        return (entry.item for entry in self._items)
-
-    def add(self, item: T, caller: str, cost: float) -> None:
-        """An item that costs so many tokens."""
-        tag = max(self._now, self._served_until.get(caller, 0.0))
-        self._served_until[caller] = tag + cost
-        self._items.append(_Item(tag, item, caller, cost))
-        self._items.sort(key=lambda entry: entry.tag)  # equal tags stay in the order in which they came
-
-    def take(self, wanted: Callable[[T], bool]) -> list[T]:
-        """Remove the items that are `wanted`, asked in turn, up to the first that is not."""
-        taken: list[T] = []
-        rest: list[_Item[T]] = []
-        callers = len({entry.caller for entry in self._items})
-        for at, entry in enumerate(self._items):
-            if wanted(entry.item):
-                taken.append(entry.item)
-                self._now = max(self._now, entry.tag) + entry.cost / callers
-            else:
-                rest = self._items[at:]
-                break
-        self._items = rest
-        # those who are not ahead, or all if nobody waits, start from now when they come again
-        ahead = {caller: until for caller, until in self._served_until.items() if until > self._now}
-        self._served_until = ahead if rest else {}
-        return taken
-
-    def drop(self, unwanted: Callable[[T], bool]) -> int:
-        """Remove what nobody waits for any more; how many there were."""
-        kept: list[_Item[T]] = []
-        dropped = 0
-        for entry in self._items:
-            if not unwanted(entry.item):
-                kept.append(entry)
-                continue
-            dropped += 1
-            if entry.caller in self._served_until:  # what is not done costs its caller nothing
-                self._served_until[entry.caller] -= entry.cost
-        self._items = kept
-        return dropped
-
-
 class Scheduler:
     """The queue before a model, and the thread that empties it.
 
@@ -189,7 +122,7 @@ class Scheduler:
     def __init__(self, served: ServedModel, metrics: ModelMetrics) -> None:
         self.served, self.settings, self.metrics = served, served.settings, metrics
         self.draining = False
-        self._waiting: FairQueue[Completion] = FairQueue()
+        self._waiting: deque[Completion] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._running: list[Completion] = []
@@ -207,7 +140,7 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, completions: Sequence[Completion], caller: str = "") -> QueuedRequest:
+    def submit(self, completions: Sequence[Completion]) -> QueuedRequest:
         """Completions into the queue; refused if it is full or the server is closing. Called in the event loop."""
         queued = QueuedRequest(completions, self.settings.timeout_seconds)
         with self._changed:
@@ -217,9 +150,8 @@ class Scheduler:
             if len(self._waiting) + len(completions) > self.settings.max_queued:
                 raise queue_full()
             for one in completions:
-                length = 1 + len(one.prompt) + one.new_tokens
-                one.size = min(self.served.window_length, length)
-                self._waiting.add(one, caller, length)
+                one.size = min(self.served.window_length, 1 + len(one.prompt) + one.new_tokens)
+                self._waiting.append(one)
             self._changed.notify_all()
         self.metrics.prompt_tokens.inc(sum(len(one.prompt) for one in completions))
         return queued
@@ -231,7 +163,7 @@ class Scheduler:
             for request in {one.request for one in (*self._waiting, *self._running)}:
                 request.tell(request.completions[0], closing())
                 request.given_up = True
-            self._waiting.drop(lambda _: True)
+            self._waiting.clear()
 
     def close(self, seconds: float = 10.0) -> None:
         """Stop what is being computed between two forward passes, and the thread."""
@@ -259,26 +191,23 @@ class Scheduler:
             while not self._closed:
                 self._forget_given_up()
                 if self._waiting:
-                    self._join(self._waiting.take(self._fitting()))
+                    self._join(self._fitting())
                 if self._running:
                     return True
                 self._changed.wait_for(lambda: self._closed or self._waiting)
         return False
 
-    def _fitting(self) -> Callable[[Completion], bool]:
-        """Whether a completion still fits beside those that run and those that were taken before it."""
-        settings = self.settings
+    def _fitting(self) -> list[Completion]:
+        """Take those that wait, in their order, as far as they fit beside those that run."""
+        settings, taken = self.settings, list[Completion]()
         count, longest = len(self._running), max((one.size for one in self._running), default=0)
-
-        def fits(one: Completion) -> bool:
-            nonlocal count, longest
-            size = max(longest, one.size)
-            if count and (count >= settings.max_batch or size * (count + 1) > settings.max_batch_tokens):
-                return False
-            count, longest = count + 1, size
-            return True
-
-        return fits
+        while self._waiting:
+            longest = max(longest, self._waiting[0].size)
+            if count and (count >= settings.max_batch or longest * (count + 1) > settings.max_batch_tokens):
+                break
+            taken.append(self._waiting.popleft())
+            count += 1
+        return taken
 
     def _join(self, completions: list[Completion]) -> None:
         now = time.monotonic()
@@ -295,10 +224,7 @@ class Scheduler:
         request, window = one.request, self.served.window_length
 
         def over() -> bool:
-            return (
-                request.given_up or one.reader.satisfied or one.row.forwards >= self.settings.max_forwards
-                or time.monotonic() > request.deadline
-            )  # fmt: skip
+            return request.given_up or one.reader.satisfied or time.monotonic() > request.deadline
 
         def event(event: Event) -> None:
             if request.given_up:
@@ -340,8 +266,6 @@ class Scheduler:
             read = self._read(one, one.reader.end, ended)
             message = read if isinstance(read, APIError) else Last(read, ended)
             self._heard(one)
-        elif one.row.forwards >= self.settings.max_forwards:
-            message = too_many_forwards(self.settings.max_forwards, self.served.model.config.kind)
         else:
             message = too_long(self.settings.timeout_seconds)
         self._running = [other for other in self._running if other is not one]
@@ -351,8 +275,10 @@ class Scheduler:
         one.request.tell(one, message)  # last: whoever has an answer finds it counted
 
     def _forget_given_up(self) -> None:
-        if dropped := self._waiting.drop(lambda one: one.request.given_up):
+        kept = deque(one for one in self._waiting if not one.request.given_up)
+        if dropped := len(self._waiting) - len(kept):
             self.metrics.ended("given up", dropped)
+            self._waiting = kept
 
 
 class Models:

@@ -93,7 +93,7 @@ class OpenAIRequest(Generating):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop_at_eos: bool | None = Field(None, description="False continues after an EOS. Default true.")
-    user: Utf8Text | None = Field(None, description="Whose request it is: the model is shared fairly among users.")
+    user: Utf8Text | None = Field(None, description="Accepted; it changes nothing.")
     presence_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     frequency_penalty: Zero | None = Field(None, description="Only 0, which does nothing.")
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
@@ -257,13 +257,4 @@ def too_long(seconds: float) -> APIError:
         "busy",
         code="timeout",
         headers={"x-should-retry": "false"},
-    )
-
-
-def too_many_forwards(most: int, kind: str) -> APIError:
-    """With what a caller of a model of this kind can do about it."""
-    ways = {"ar": ("max_tokens", ""), "lanes": ("lanes", ", or for more lanes")}
-    param, more = ways.get(kind, ("commit", ", or for a commit that fills more at once"))
-    return bad_request(
-        f"the text needs more than {most} forward passes; ask for fewer tokens{more}", param, "too_many_forwards"
     )

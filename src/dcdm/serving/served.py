@@ -190,7 +190,6 @@ class ServedModel:
                 "limits": {
                     "max_tokens": settings.max_tokens,
                     "max_prompt_tokens": self.max_prompt_tokens,
-                    "max_forwards": settings.max_forwards,
                     "max_texts": settings.max_texts,
                     "timeout_seconds": settings.timeout_seconds,
                 },

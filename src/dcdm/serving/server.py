@@ -11,20 +11,17 @@ import gc
 import hmac
 import ipaddress
 import re
-import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dcdm.config import ConfigError
 from dcdm.files import stops_handled_by
@@ -57,78 +54,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-OTHER_FILES = 128
-"""Open files of the process that are no connections: the model, the log, libraries."""
-
-
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, with a limit on connections on which nothing is being answered.
-
-    They cost a caller nothing, so they must not keep others out: each is closed when the headers of a request are
-    not complete in time, and where they become too many the one that has been silent longest makes room.
-    """
-
-    def __init__(self, *args: Any, silent: dict[TimedProtocol, asyncio.TimerHandle], most: int, seconds: float,
-                 **more: Any) -> None:  # fmt: skip
-        """`silent` are such connections of all of the server, the longest silent first, with what will end them."""
-        super().__init__(*args, **more)
-        self.silent, self.most, self.seconds = silent, most, seconds
-        self.app_state = {**self.app_state, "abort": self.abort}  # what requests find in their state
-
-    def abort(self) -> None:
-        """End the connection, whatever has not been sent."""
-        self.transport.abort()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._forget()
-
-    def _watch(self) -> None:
-        """Begin to wait for a request; a connection that is waited for keeps its timer, whatever it has sent."""
-        if self.transport.is_closing():
-            return
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
-        elif self not in self.silent:
-            self.silent[self] = self.loop.call_later(self.seconds, self._close)
-            if len(self.silent) > self.most:
-                next(iter(self.silent))._close()
-
-    def _forget(self) -> None:
-        if (timer := self.silent.pop(self, None)) is not None:
-            timer.cancel()
-
-    def _close(self) -> None:
-        self._forget()
-        self.transport.close()
-
-
-def connections_possible(wanted: int) -> int:
-    """How many silent connections, and as many busy ones, the process may hold.
-
-    Its own limit of open files is raised to what they need, as far as the system allows.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * wanted + OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
-    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    return max(1, min(wanted, (raised - OTHER_FILES) // 2))
-
-
 # --- who is answered ---------------------------------------------------------------------------------------------
 
 OPEN = ("/healthz", "/readyz")
@@ -156,7 +81,6 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
-        self.open_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -175,7 +99,6 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
-        self.open_requests += 1
         try:
             self._admit(scope)
             body = await self._body(scope, receive) if scope["method"] == "POST" else receive
@@ -193,7 +116,6 @@ class Gate:
             defect = APIError(500, "the server has a defect; its log says where", code="failed")
             await defect.response()(scope, receive, sending)
         finally:
-            self.open_requests -= 1
             route = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - started
             self.metrics.requests.labels(route, str(status or "gone")).inc()
@@ -212,8 +134,6 @@ class Gate:
             )  # fmt: skip
         if scope["path"] in OPEN and scope["method"] != "POST":
             return
-        if self.open_requests > self.settings.max_connections:
-            raise APIError(503, "too many requests are open", code="busy", headers={"Retry-After": "1"})
         if self.settings.api_key is None:
             if not OWN_NAME.fullmatch(headers.get("host", "")):
                 raise APIError(
@@ -233,20 +153,14 @@ class Gate:
         if int(headers.get("content-length", "0")) > most:  # h11 lets only digits through
             raise too_large
         body, more = bytearray(), True
-        try:
-            async with asyncio.timeout(self.settings.body_seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        break
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError:
-            raise APIError(
-                408, f"the body took longer than {self.settings.body_seconds:g} seconds", code="body_timeout"
-            ) from None
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > most:
+                raise too_large
         # only now: a connection that is closed over an unread body is reset, and the caller may lose the answer
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise APIError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
@@ -282,12 +196,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         settings = app.state.settings
-        limits = {"most": connections_possible(settings.max_connections), "seconds": settings.head_seconds}
         super().__init__(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, lifespan="on",
                 timeout_graceful_shutdown=int(settings.drain_seconds) + 5, h11_max_incomplete_event_size=1 << 16,
-                http=cast(Any, partial(TimedProtocol, silent={}, **limits)),
+                http="h11",
             )
         )  # fmt: skip
         self.models, self.drain_seconds = app.state.models, settings.drain_seconds

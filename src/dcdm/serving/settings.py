@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from tyro.conf import Suppress, arg
+from tyro.conf import arg
 
 from dcdm.config import ConfigError
 
@@ -26,8 +26,6 @@ class Settings:
     """New tokens of one text."""
     max_prompt_tokens: Annotated[int | None, arg(help_behavior_hint="")] = None
     """Tokens of one prompt, blanks counted; by default what the context has room for."""
-    max_forwards: int = 4096
-    """Forward passes of one text."""
     max_texts: int = 16
     """Texts of one request."""
     max_queued: int = 64
@@ -43,14 +41,8 @@ class Settings:
     """From a request's arrival to its last token."""
     drain_seconds: float = 30.0
     """How long running requests may take once the server is asked to stop."""
-    max_connections: Suppress[int] = 1024
-    """Open connections; beyond them those that ask for nothing are closed, the longest silent first."""
-    head_seconds: Suppress[float] = 10.0
-    """How long a connection may take until the headers of a request are complete."""
     max_body_bytes: int = 1 << 20
     """Size of a request."""
-    body_seconds: Suppress[float] = 10.0
-    """How long a request's body may take to arrive."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
