@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from dcdm.commands.demo import in_orders
 from dcdm.config import many
+from dcdm.data.tokenizers import Tokenizer
+from dcdm.decoding.engine import generate
 from dcdm.io.load import load_model
-from dcdm.viewing.filling import Written, exercises_for
+from dcdm.model.transformer import Model
+from dcdm.serving.exercises import Exercise, exercises_for
+from dcdm.viewing.chunks import window_from
 from dcdm.viewing.palette import colour, ink
 
 WIDE, HIGH = 8.4, 20.0
@@ -35,6 +38,35 @@ text { font: 14px ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", 
 .blank { fill: #2a2c2d; stroke: #505355; } .head { stroke: #ffffff; }
 }
 """
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text as a decoder filled it."""
+
+    label: str
+    tokens: list[str]
+    """What each position shows, BOS first."""
+    groups: list[int]
+    """What colours stand for: the lane of each position, 0 where the text was given."""
+    came: list[int]
+    """The forward pass that each position came with, 0 where the text was given."""
+
+    @property
+    def forwards(self) -> int:
+        return max(self.came)
+
+
+def written(model: Model, tokenizer: Tokenizer, exercise: Exercise, lanes: int) -> Written:
+    prompt = exercise.prompt(tokenizer)
+    done = generate(model, prompt, tokenizer=tokenizer, eos_id=-1, temperature=0.5, lanes=lanes, drafts=0)
+    ids = done.tokens[0].tolist()
+    groups, came = [0] * len(ids), [0] * len(ids)
+    for number, event in enumerate(done.history, start=1):
+        for position, lane in zip(event.positions, event.lanes, strict=True):
+            groups[position], came[position] = lane, number
+    label = "AR’s order (1 lane)" if lanes == 1 else f"{lanes} lanes"
+    return Written(label, window_from(ids, tokenizer).labels, groups, came)
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ def moving_picture(texts: Sequence[Written], title: str = "A text being filled i
     forwards = max(text.forwards for text in texts)
     second = max(4.0, forwards / MOST_SECONDS)  # forward passes in a second
     total = forwards / second + HOLD
-    layouts = [list(cells(text.filling.tokens, text.filling.came)) for text in texts]
+    layouts = [list(cells(text.tokens, text.came)) for text in texts]
     columns = max(max(cell.column + len(cell.text) for cell in layout) for layout in layouts)
     columns = max(columns, *(len(text.label) + 20 for text in texts), 34)
     lines = max(max(cell.line for cell in layout) for layout in layouts) + 1
@@ -103,7 +135,6 @@ def _keyframes(forward: int, second: float, total: float) -> str:
 
 
 def _panel(text: Written, layout: list[Cell], left: float, width: float, high: float) -> str:
-    filling, came = text.filling, text.filling.came
     parts = [
         f'<rect class="ground" x="{left + 0.5:g}" y="0.5" width="{width - 1:g}" height="{high - 1:g}" rx="8"/>',
         f'<text class="title" x="{left + MARGIN:g}" y="24">{escape(text.label)}</text>',
@@ -112,14 +143,14 @@ def _panel(text: Written, layout: list[Cell], left: float, width: float, high: f
     ]
     for cell in layout:
         x, y = left + MARGIN + cell.column * WIDE, HEAD + cell.line * HIGH
-        long, forward = len(cell.text) * WIDE, came[cell.position]
+        long, forward = len(cell.text) * WIDE, text.came[cell.position]
         letters = escape(cell.text.translate(UNSEEN))
         fitted = f'textLength="{long:.1f}" lengthAdjust="spacingAndGlyphs"'
         if not forward:
             if cell.text.strip():
                 parts.append(f'<text class="given" x="{x:.1f}" y="{y:g}" {fitted}>{letters}</text>')
             continue
-        ground = colour(filling.groups[cell.position])
+        ground = colour(text.groups[cell.position])
         box = f'x="{x + 0.5:.1f}" y="{y - 14:g}" width="{long - 1:.1f}" height="{HIGH - 2:g}" rx="2"'
         parts.append(
             f'<rect class="blank" {box}/><g class="f{forward}"><rect {box} fill="{ground}"/>'
@@ -132,7 +163,8 @@ def _panel(text: Written, layout: list[Cell], left: float, width: float, high: f
 def draw_filling(place: str) -> None:
     """The first exercise of the default model, in its lanes and in AR's order."""
     model, tokenizer = load_model()
-    texts = in_orders(model, tokenizer, exercises_for(tokenizer, model.config.context_length)[0], drafts=False)
+    exercise = exercises_for(tokenizer, model.config.context_length)[0]
+    texts = [written(model, tokenizer, exercise, lanes) for lanes in (model.config.default_lanes, 1)]
     Path(place).write_text(moving_picture(texts, "A small model fills blanks in code"), encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ import dcdm
 from browser import CHROMIUM, dumped
 from dcdm.cli import main
 from dcdm.commands import demo
-from dcdm.commands.demo import MODELS, TEXT, chunks_of, forming, in_orders, what_chunks_hold
+from dcdm.commands.demo import MODELS, TEXT, chunks_of, forming, replay_of, what_chunks_hold
 from dcdm.data.prepare import prepare
 from dcdm.kinds import parameter_counts
 from dcdm.training.settings import resolve
-from dcdm.viewing.filling import EXERCISES, exercises_for
+from dcdm.viewing.chunks import ChunkView, Frame, Held, Token
 
 STEPS = 2
 
@@ -41,7 +41,7 @@ def place(tmp_path_factory):
     letters = random.Random(0)
     words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(2, 9))) for _ in range(1500)]
     lines = (" ".join(letters.choices(words, k=30)) for _ in range(400))
-    text = "\n".join([TEXT, *(one.text for one, _ in EXERCISES["english"]), *lines])
+    text = "\n".join([TEXT, *lines])
     (folder / "corpus.txt.xz").write_bytes(lzma.compress(text.encode()))  # each line a document
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCDM_CACHE", str(folder / "cache"))
@@ -84,21 +84,18 @@ def test_bounds_of_all_three_and_the_surrogate_apart_stand_in_terminal_and_page(
         assert "≤" not in row[2]
 
 
-def test_all_fill_the_same_blanks_a_token_with_each_pass(finished):
-    data = json.loads(re.search(r'id="data">(.*?)</script>', finished[2])[1])["fillings"]
-    fillings = data["filled-1"]
-    assert [one["label"] for one in fillings] == ["DCDM", "BDLM", "MDLM"]
-    given = [[token for token, chunk in zip(f["tokens"], f["chunks"], strict=True) if not chunk] for f in fillings]
-    assert given[0] == given[1] == given[2]
-    assert all(len(step) == 1 for filling in fillings for step in filling["steps"])
-    assert len({len(filling["steps"]) for filling in fillings}) == 1
-    assert [one["label"] for one in data["filled-2"]][1:] == ["AR’s order (1 lane)", "1 lane with drafts"]
+def test_a_replay_has_a_forward_for_each_chunk_with_something_to_fill():
+    ids = [1, 3, 3, 2, 3]
+    frame = Frame(0.5, ids, [False] * 5, [[0.0] * 4] * 5, [0, 1, 3, 0])
+    tokens = [Token(at, letter, free=at > 0) for at, letter in enumerate("^abcd")]
+    view = ChunkView("m", "dcdm", "paper", "", "noise", 4, tokens, [frame], 0, [0.0] * 4, Held("", 1, 0, []))
+    replay = replay_of(view)
+    assert replay["steps"] == [[3], [1, 2, 4]], "BOS alone is in chunk 1, and chunk 4 is empty"
+    assert replay["chunks"] == [0, *ids[1:]]
 
 
-def test_run_again_nothing_is_trained_and_other_settings_are_refused_with_a_way_out(finished, place, monkeypatch):
+def test_run_again_nothing_is_trained_and_other_settings_are_refused_with_a_way_out(finished, place):
     folder = finished[0]
-    monkeypatch.setattr("dcdm.viewing.filling.exercises_for", lambda *given: [])  # writing is not what takes part
-    monkeypatch.setattr(demo, "beyond", lambda *given: {})
     before = (folder / "dcdm" / "metrics.jsonl").read_bytes()
     assert run(folder, place / "corpus.txt.xz")[0] == 0
     assert (folder / "dcdm" / "metrics.jsonl").read_bytes() == before
@@ -130,33 +127,18 @@ def test_a_router_that_knows_the_token_only_sends_each_to_one_chunk(finished, pl
     assert held.constant_by_chance < 0.9
 
 
-def test_lanes_and_ars_order_fill_the_same_blanks():
-    model, tokenizer = dcdm.load()
-    exercise = exercises_for(tokenizer, model.config.context_length)[0]
-    lanes, ar = in_orders(model, tokenizer, exercise, drafts=False)
-    blank = exercise.original(tokenizer)[1]
-    assert ar.forwards == sum(blank)
-    assert lanes.forwards == -(-sum(blank) // max(lanes.filling.lanes))
-    for text in (lanes, ar):
-        assert [group > 0 for group in text.filling.groups] == [False, *blank]
-
-
 PRESS = """
 <pre id="answers"></pre><script>
-const seen = {};
-for (const [name, fillings] of Object.entries(data.fillings)) {
-  const slider = byId(name).querySelector("input");
-  const last = Math.max(...fillings.map((each) => each.steps.length));
-  const boxes = [...byId(name).querySelectorAll(".filling")];
-  seen[name] = boxes.map(() => []);
-  for (let number = 0; number <= last; number++) {
-    slider.value = number;
-    slider.dispatchEvent(new Event("input"));
-    boxes.forEach((box, at) => seen[name][at].push(box.querySelectorAll(".token.masked").length));
-  }
-  boxes[boxes.length - 1].querySelectorAll(".token")[3].click();
-  if (name === "viewer") seen.bars = byId(name).querySelectorAll(".scores .track").length;
+const seen = { blanks: [] };
+const viewer = byId("viewer");
+const slider = viewer.querySelector("input");
+for (let number = 0; number <= data.filling.steps.length; number++) {
+  slider.value = number;
+  slider.dispatchEvent(new Event("input"));
+  seen.blanks.push(viewer.querySelectorAll(".token.masked").length);
 }
+viewer.querySelectorAll(".token")[3].click();
+seen.bars = viewer.querySelectorAll(".scores .track").length;
 seen.wide = document.documentElement.scrollWidth > innerWidth;
 byId("answers").textContent = JSON.stringify(seen);
 </script></body>
@@ -169,11 +151,7 @@ def test_a_browser_shows_fewer_blanks_with_every_forward_and_scores_of_a_token(f
     (tmp_path / "page.html").write_text(finished[2].replace("</body>", PRESS))
     shown = dumped(tmp_path / "page.html", tmp_path / "profile", f"--window-size={width},900")
     seen = json.loads(re.search(r'<pre id="answers">(.*?)</pre>', shown, re.DOTALL)[1])
-    for name, count in (("viewer", 1), ("filled-1", 3), ("filled-2", 3)):
-        assert len(seen[name]) == count
-        for blanks in seen[name]:
-            left = [number for number in blanks if number]
-            assert left == sorted(set(left), reverse=True)
-            assert blanks[-1] == 0
+    assert seen["blanks"] == sorted({*seen["blanks"]}, reverse=True)
+    assert seen["blanks"][-1] == 0
     assert seen["bars"] == 8
     assert not seen["wide"]

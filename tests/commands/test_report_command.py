@@ -7,8 +7,6 @@ import pytest
 
 from dcdm.cli import main
 from dcdm.training.run import run_training
-from dcdm.viewing import palette
-from dcdm.viewing.pages import Curve, chart
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n * n}\n\n" for n in range(200))
 SMALL = {
@@ -61,15 +59,3 @@ def test_torn_lines_of_metrics_are_skipped_and_a_file_without_others_is_named(ru
     with pytest.raises(SystemExit):
         main(["report", str(folder)])
     assert f"{folder / 'metrics.jsonl'} is missing, empty or damaged" in capsys.readouterr().err
-
-
-# --- charts ------------------------------------------------------------------------------------------------------
-
-
-def test_charts_are_drawn_of_any_numbers_and_escape_names():
-    assert chart([Curve("a", [])], "x", "y") == ""
-    for points in ([(1.0, 2.0)], [(0.0, 0.0), (1e6, 5.0)]):
-        drawn = chart([Curve("empty", []), Curve("a<b $1", points)], "x", "y")
-        assert drawn.count("a&lt;b $1") == 2  # in the legend, and for those who cannot see it
-        assert palette.colour(2) in drawn
-        assert palette.colour(1) not in drawn, "a run has its colour in every chart"

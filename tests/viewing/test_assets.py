@@ -8,11 +8,14 @@ import pytest
 
 from dcdm.viewing.pages import ASSETS, page
 
-ROOTS = ("chunks", "report")  # what pages name; everything else comes with it
+ROOTS = {"chunks": "chunks", "demo": "report"}  # pages and their scripts; everything else comes with them
+PARTS = ("forming", "held", "share", "summary", "models", "figures", "legend", "caution", "commands")
 
 
 def made(root: str) -> str:
-    return page(root, "<b>a page</b>", {"evil": "</script><img src=x>"}, script=root, summary="", sections="")
+    return page(
+        root, "<b>a page</b>", {"evil": "</script><img src=x>"}, script=ROOTS[root], **dict.fromkeys(PARTS, "")
+    )
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcdm.viewing.contents import CODE, LEAST, PROSE, contents, kinds_for, kinds_of
+from dcdm.viewing.contents import LEAST, contents
 
 WINDOWS, LENGTH, CHUNKS, TYPES = 40, 65, 4, 30
 GENERATOR = torch.Generator().manual_seed(0)
@@ -21,7 +21,7 @@ ROUTERS = {
 def measured(ids, tokens=TOKENS):
     counted = POSITION > 0
     names = {token: f"t{token}" for token in range(TYPES)}
-    return contents(ids + 1, tokens, tokens, tokens % 2, counted, CHUNKS, 2, names)
+    return contents(ids + 1, tokens, tokens, counted, CHUNKS, names)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -60,44 +60,4 @@ def test_typical_tokens_are_frequent_and_go_to_their_chunk():
         assert all(int(word.text[1:]) % CHUNKS == k and word.share == 1 and word.count >= LEAST for word in words)
         counts = [word.count for word in words]
         assert counts == sorted(counts, reverse=True), "of tokens that are always here, the frequent ones first"
-    assert sum(map(sum, found.kinds)) == found.tokens == WINDOWS * (LENGTH - 1)
-    assert [row[1] > 0 for row in found.kinds] == [False, True] * 2, "chunks of even tokens hold no odd ones"
-
-
-# --- kinds of tokens ---------------------------------------------------------------------------------------------
-
-
-def by_byte(text: str) -> list[str]:
-    return kinds_of([bytes([byte]) for byte in text.encode()])
-
-
-def test_every_byte_of_a_word_of_code_has_the_kind_of_the_word():
-    words = {
-        "def": "keyword", "None": "keyword", "define": "name", "_x1": "name", "été": "name", "中文": "name",
-        "42": "digits", "0x1F": "digits", "3.14": "digits", "1_000": "digits", " \t\n": "whitespace",
-        "):": "punctuation", "—„": "punctuation", "→": "other", "🙂": "other",
-    }  # fmt: skip
-    for text, kind in words.items():
-        assert by_byte(text) == [kind] * len(text.encode()), text
-    line = {"if": "keyword", " ": "whitespace", "x1": "name", ">=": "punctuation", "2.5": "digits"}
-    assert by_byte("".join(line)) == [kind for part, kind in line.items() for _ in part]
-
-
-def test_a_token_has_the_kind_of_its_word_without_leading_space_and_broken_letters_are_other():
-    assert kinds_of([b"ret", b"urn", b" in", b"put", b":\n", b"  "]) == [
-        "keyword", "keyword", "name", "name", "punctuation", "whitespace",
-    ]  # fmt: skip
-    assert kinds_of([b"", b"\xa9", b"a", "é".encode()[:1]]) == ["other", "other", "name", "other"]
-
-
-def test_in_prose_a_token_within_a_word_is_a_piece_and_a_capital_within_a_sentence_a_name():
-    line = [
-        ("The", "function"), (" citiz", "word"), ("ens", "piece"), (" of", "function"), (" Texas", "name"),
-        (",", "punctuation"), (" Pres", "name"), ("ident", "piece"), (".", "punctuation"), (" Trade", "word"),
-        (" was", "function"), (" $", "punctuation"), ("1,000", "digits"), ("\n", "whitespace"),
-        ("People", "word"), ("'s", "piece"),
-    ]  # fmt: skip
-    pieces = [text.encode() for text, _ in line]
-    assert kinds_of(pieces, PROSE) == [kind for _, kind in line]
-    assert kinds_for(pieces) == PROSE
-    assert kinds_for([b"for i in range(3):\n    x[i] = i\n"]) == CODE
+    assert sum(found.sizes) == found.tokens == WINDOWS * (LENGTH - 1)

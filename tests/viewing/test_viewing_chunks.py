@@ -26,7 +26,6 @@ from dcdm.viewing.chunks import (
     view,
     window_of,
 )
-from dcdm.viewing.filling import as_filling
 from dcdm.viewing.pages import chunks_page, page_data
 from dcdm.viewing.terminal import coloured_text, headline, numbered_lines, show
 
@@ -46,18 +45,6 @@ def byte_window(text: str) -> TextWindow:
 
 def byte_model(name: str, **changes):
     return tiny.model(name, symbols=257, **changes)
-
-
-def test_a_replay_has_a_forward_for_each_chunk_with_something_to_fill():
-    ids = [1, 3, 3, 2, 3]
-    frame = Frame(0.5, ids, [False] * 5, [[0.0] * 4] * 5, [0, 1, 3, 0])
-    tokens = [Token(at, letter, "word", free=at > 0) for at, letter in enumerate("^abcd")]
-    held = Held("", 1, (), 0, [])
-    noisy = ChunkView("m", "dcdm", "paper", "", "noise", 4, tokens, [frame], 0, [0.0] * 4, held)
-    filling = as_filling(noisy)
-    assert filling.steps == [[3], [1, 2, 4]], "BOS alone is in chunk 1, and chunk 4 is empty"
-    assert filling.came == [0, 2, 2, 1, 2]
-    assert filling.chunks[0] == 0
 
 
 # --- the data ----------------------------------------------------------------------------------------------------
@@ -154,7 +141,7 @@ def test_contents_over_a_corpus_are_those_of_the_models_own_chunks(name):
     else:
         ids = model.partition(tokens, index=index).ids
     sizes = [int((ids[:, 1:] == k).sum()) for k in range(1, found.num_chunks + 1)]
-    assert [[sum(row) for row in one[0].kinds] for one in held.frames] == [sizes]
+    assert [one[0].sizes for one in held.frames] == [sizes]
 
 
 # --- tokens as text ----------------------------------------------------------------------------------------------
@@ -218,9 +205,9 @@ def test_inks_are_readable_on_every_colour():
 
 
 def test_a_line_end_with_its_indentation_begins_a_line():
-    tokens = [Token(0, text, "name", True) for text in ("if", " x", ":", "\n    ", " y", "\n")]
+    tokens = [Token(0, text, True) for text in ("if", " x", ":", "\n    ", " y", "\n")]
     frame = Frame(1, [1, 1, 2, 2, 1, 1], [False] * 6, [[]] * 6, [4, 2])
-    found = ChunkView("m", "bdlm", "", "", "round", 2, tokens, [frame], 0, [], Held("", 1, (), 0, []))
+    found = ChunkView("m", "bdlm", "", "", "round", 2, tokens, [frame], 0, [], Held("", 1, 0, []))
     assert coloured_text(found).plain == "if x:\n↵     y↵\n"
     rows = [line for line in numbered_lines(found, 80) if line.startswith("text")]
     assert rows == ["text   if x:", "text   ↵     y↵"]

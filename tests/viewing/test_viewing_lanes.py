@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,7 @@ from dcdm.cli import main
 from dcdm.commands.sample import _Stream
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.viewing.chunks import view, window_of
-from dcdm.viewing.filling import Filling, filling_of
-from dcdm.viewing.pages import chunks_page, page
+from dcdm.viewing.pages import chunks_page
 
 
 def model():
@@ -46,32 +44,8 @@ def test_a_live_stream_colours_lanes_and_marks_their_heads(monkeypatch):
     assert len(grounds) == 2
 
 
-# --- pictures and replays ----------------------------------------------------------------------------------------
-
-
-def filling(prompt="ab", new=9, lanes=3, **more) -> Filling:
-    tokenizer = byte_tokenizer()
-    done = dcdm.generate(model(), [prompt], tokenizer=tokenizer, max_new_tokens=new, lanes=lanes, eos_id=-1, **more)
-    return filling_of(done, tokenizer)
-
-
-def test_a_filling_knows_its_lanes_and_others_have_none():
-    found = filling("a[[3]]b", 3)
-    assert found.lanes == [0, 0, 1, 1, 2, 0, 2, 3, 3]
-    done = dcdm.generate(tiny.model("bdlm", 257), ["a[[3]]"], tokenizer=byte_tokenizer())
-    assert filling_of(done, byte_tokenizer()).lanes == []
-    drafting = tiny.model("mdlm", 257, kind="lanes", lanes=(1, 2), drafts=3)
-    done = dcdm.generate(drafting, ["ab"], tokenizer=byte_tokenizer(), max_new_tokens=12, lanes=1, eos_id=-1)
-    alone = filling_of(done, byte_tokenizer())
-    assert (alone.lanes, alone.groups) == ([], alone.came), "one lane with drafts: coloured by forward passes"
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_pages_and_a_replay_of_lanes_fit_a_phone_in_the_dark(tmp_path):
-    found = filling("def f(", 60, 4)
-    place = '<section class="panel wide"><div id="replay"></div></section>'
-    replay = page("report", "A text", {"fillings": {"replay": [asdict(found)]}}, summary="", sections=place)
-    (tmp_path / "replay.html").write_text(replay, encoding="utf-8")
+def test_the_page_of_many_chunks_fits_a_phone_in_the_dark(tmp_path):
     window, _ = window_of("def f(x):\n    return x\n" + "y" * 80, byte_tokenizer(), 128)
     many_scores = view(tiny.model("paper", 257, num_chunks=12), window)
     (tmp_path / "chunks-of-paper.html").write_text(chunks_page(many_scores), encoding="utf-8")
@@ -82,20 +56,6 @@ def test_pages_and_a_replay_of_lanes_fit_a_phone_in_the_dark(tmp_path):
         driver.get((tmp_path / "chunks-of-paper.html").as_uri())
         assert opened.overflow() == 0
         opened.shot("chunks-of-paper-390-dark")
-        driver.get((tmp_path / "replay.html").as_uri())
-        assert opened.overflow() == 0
-        driver.execute_script(
-            "const s = document.querySelector('[type=range]'); s.value = 5; s.dispatchEvent(new Event('input'))"
-        )
-        opened.shot("replay-of-lanes-390-dark")
-        heads = opened.js(
-            "[...document.querySelectorAll('.token')].map((cell) => cell.classList.contains('lane-head'))"
-        )
-        assert [at for at, head in enumerate(heads) if head] == found.steps[4]
-        colours = opened.js(
-            "[...document.querySelectorAll('.token')].map((c) => [...c.classList].find((n) => /^chunk/.test(n)))"
-        )
-        assert colours == [f"chunk-{lane}" for lane in found.lanes]
         assert opened.complaints() == []
 
 

@@ -61,7 +61,7 @@ def chunks(
 
     Args:
         text: The text; without it, standard input.
-        html: Write a self-contained page: scores of every token, sliders, mask, sizes, kinds of tokens.
+        html: Write a self-contained page: scores of every token, sliders, mask, sizes.
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
         round: The round to show, for every other model (default the last).

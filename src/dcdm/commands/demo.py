@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.chunks import held_out_windows
 from dcdm.commands.options import at_least_one
 from dcdm.config import ConfigError
-from dcdm.shipped import card_of, default
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from dcdm.model.transformer import Model
     from dcdm.viewing.chunks import ChunkView
     from dcdm.viewing.contents import Contents
-    from dcdm.viewing.filling import Exercise, Written
     from dcdm.viewing.tables import Table
 
 EXAMPLES = ("dcdm demo", "dcdm demo --steps 600 --folder runs/longer")
@@ -39,7 +35,7 @@ TEXT = (
     "the Army and the Navy of the Union were maintained at a cost of 39 millions."
 )
 """What is shown again and again while chunks form."""
-TOKENIZER, VIEWS, WINDOWS, TEMPERATURE = "bpe:1024", 5, 32, 0.5
+TOKENIZER, VIEWS, WINDOWS = "bpe:1024", 5, 32
 LEGEND_OF_FIGURES = (
     "perplexity per token; ≤: upper bound; ±: standard error over documents; in brackets: of Monte-Carlo"
 )
@@ -68,8 +64,6 @@ def demo(
     from dcdm.files import write_whole
     from dcdm.io.load import load_model
     from dcdm.progress import ConsoleProgress
-    from dcdm.viewing.filling import exercises_for
-    from dcdm.viewing.terminal import show_written
 
     at_least_one(steps=steps)
     console = Console(highlight=False)
@@ -78,10 +72,9 @@ def demo(
     for name, says in MODELS.items():
         console.print(f"\n[bold]{says}[/bold]")
         train(name, steps, seed, folder, data, prepared.tokenizer, console)
-    models = {name: load_model(folder / name)[0] for name in MODELS}
 
     console.print("\n[bold]What DCDM's chunks hold[/bold], by the tokens of held-out text that are typical of each")
-    held = what_chunks_hold(models["dcdm"], prepared)
+    held = what_chunks_hold(load_model(folder / "dcdm")[0], prepared)
     before = what_chunks_hold(untrained(folder / "dcdm", seed), prepared)
     share = (
         f"A frequent token goes to its usual chunk {held.constant or 0:.0%} of the time, where chance gives "
@@ -97,19 +90,8 @@ def demo(
     figures.print(caption=LEGEND_OF_FIGURES)
     console.print(CAUTION, style="dim")
 
-    tokenizer = prepared.tokenizer
-    fills = {}
-    for exercise in exercises_for(tokenizer, models["dcdm"].config.context_length, "english")[:1]:
-        console.print(f"\n[bold]{exercise.about}[/bold]: what each is surest of in its chunk, a token a pass")
-        fills[exercise.about] = [
-            write(model, tokenizer, exercise, name.upper(), commit="position", temperature=TEMPERATURE, seed=seed)
-            for name, model in models.items()
-        ]
-        show_written(fills[exercise.about], console)
-    fills |= beyond(console, seed)
-
     place = folder / "report.html"
-    write_whole(place, demo_page(folder, prepared, (table, share), figures, fills, steps, seed).encode())
+    write_whole(place, demo_page(folder, prepared, (table, share), figures, steps, seed).encode())
     console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try")
     for command, _ in next_commands(folder):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -182,8 +164,8 @@ def typical_tokens(held: Contents) -> Table:
     from dcdm.viewing.tables import Table
 
     rows = [
-        (k, f"{sum(kinds) / held.tokens:.0%}", "  ".join(repr(one.text)[1:-1].replace(" ", "·") for one in words))
-        for k, (kinds, words) in enumerate(zip(held.kinds, held.words, strict=True), start=1)
+        (k, f"{size / held.tokens:.0%}", "  ".join(repr(one.text)[1:-1].replace(" ", "·") for one in words))
+        for k, (size, words) in enumerate(zip(held.sizes, held.words, strict=True), start=1)
     ]
     return Table(("chunk", "of all tokens", "typical tokens"), rows, ("typical tokens",))
 
@@ -201,49 +183,6 @@ def compare(folder: Path, prepared: PreparedData) -> Table:
     )
     whole = perplexity_table(measured)
     return Table(whole.columns[1:6], [row[1:6] for row in whole.rows], ("model",))
-
-
-def write(model: Model, tokenizer: Tokenizer, exercise: Exercise, label: str, **decoder: Any) -> Written:
-    """The exercise as a decoder fills it in."""
-    from dcdm.decoding.engine import generate
-    from dcdm.viewing.filling import Written, filling_of
-
-    done = generate(model, exercise.prompt(tokenizer), tokenizer=tokenizer, eos_id=-1, **decoder)
-    return Written(label, filling_of(done, tokenizer), done.statistics.seconds)
-
-
-# --- lanes and drafts --------------------------------------------------------------------------------------------
-
-
-def in_orders(
-    model: Model, tokenizer: Tokenizer, exercise: Exercise, drafts: bool = True, seed: int = 0
-) -> list[Written]:
-    """The exercise by a lane model: in its lanes, in AR's order and, if asked for, in that order with drafts."""
-    lanes = model.config.default_lanes
-    orders: dict[str, tuple[int, int | None]] = {f"{lanes} lanes": (lanes, 0), "AR’s order (1 lane)": (1, 0)}
-    orders |= {"1 lane with drafts": (1, None)} if drafts else {}
-    return [
-        write(model, tokenizer, exercise, label, lanes=number, drafts=ahead, temperature=TEMPERATURE, seed=seed)
-        for label, (number, ahead) in orders.items()
-    ]
-
-
-def beyond(console: Console, seed: int) -> dict[str, list[Written]]:
-    """One screen on what was found beyond the paper: the default model at work."""
-    from dcdm.decoding.engine import generate
-    from dcdm.io.load import load_model
-    from dcdm.viewing.filling import SHORT_FUNCTION
-    from dcdm.viewing.terminal import show_written
-
-    model, tokenizer = load_model(default())
-    generate(model, "x", tokenizer=tokenizer, max_new_tokens=4)  # the first forward pass of a process is slow
-    texts = in_orders(model, tokenizer, SHORT_FUNCTION, seed=seed)
-    card = card_of(default())
-    assert card is not None
-    console.print(f"\n[bold]Beyond the paper: lanes and drafts.[/bold] {card.name}: {card.sentence}")
-    console.print("Lanes are written at once, from left to right; drafts are guessed ahead, then verified:")
-    show_written(texts, console)
-    return {"Beyond the paper: a model that writes in lanes, and guesses ahead": texts}
 
 
 # --- the page ----------------------------------------------------------------------------------------------------
@@ -268,43 +207,38 @@ def forming(folder: Path, tokenizer: Tokenizer, seed: int) -> list[tuple[int, Ch
     return [(step, chunks_of(model, tokenizer)) for step, model in steps]
 
 
+def replay_of(view: ChunkView) -> dict[str, Any]:
+    """The text as its model would fill it, a forward pass for each chunk with free positions, and why so."""
+    from dcdm.viewing.pages import page_data
+
+    free = (token.free for token in view.tokens)  # the paper's routing puts BOS into a chunk, too
+    ids = [chunk if counts else 0 for chunk, counts in zip(view.frame.ids, free, strict=True)]
+    steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
+    return {
+        "tokens": [token.text for token in view.tokens], "chunks": ids, "steps": [step for step in steps if step],
+        "rule": view.rule, "scores": page_data(view)["frames"][view.shown]["scores"], "bias": view.bias,
+    }  # fmt: skip
+
+
 def demo_page(
-    folder: Path, prepared: PreparedData, held: tuple[Table, str], figures: Table,
-    fills: Mapping[str, Sequence[Written]], steps: int, seed: int,
-) -> str:  # fmt: skip
+    folder: Path, prepared: PreparedData, held: tuple[Table, str], figures: Table, steps: int, seed: int
+) -> str:
     """All of the demo as one self-contained HTML file."""
-    from dcdm.training.metrics import read_rows
-    from dcdm.viewing.filling import as_filling
-    from dcdm.viewing.pages import Curve, averaged, chart, escape, items, page, page_data, section
+    from dcdm.viewing.pages import escape, items, page
 
     views = forming(folder / "dcdm", prepared.tokenizer, seed)
     last = views[-1][1]
-    router = {"rule": last.rule, "scores": page_data(last)["frames"][last.shown]["scores"], "bias": last.bias}
-    replays: dict[str, Any] = {"viewer": [asdict(as_filling(last)) | router]}
-    sections = []
-    for number, (about, texts) in enumerate(fills.items(), start=1):
-        replays[f"filled-{number}"] = [asdict(text.filling) | {"label": text.label} for text in texts]
-        told = items([f"{text.label}: {text.sentence}." for text in texts])
-        inner = f'<div id="filled-{number}"></div><ul class="small">{told}</ul>'
-        sections.append(section(about, inner, wide=True))
-    losses = {
-        name: [(row["step"], row["nll"]) for row in read_rows(folder / name / "metrics.jsonl") if "nll" in row]
-        for name in MODELS
-    }
-    curves = [Curve(name.upper(), averaged(points)) for name, points in losses.items()]
     shown = (
         f"<div><h3>{f'after step {step:,}' if step else 'before the first step'}</h3>{view.coloured}</div>\n"
         for step, view in views
     )
     return page(
-        "demo", "DCDM: chunks that form from content", {"fillings": replays},
+        "demo", "DCDM: chunks that form from content", {"filling": replay_of(last)},
         forming="".join(shown),
         held=held[0].to_html(), share=escape(held[1]),
         summary=escape(f"{steps} steps each on {', '.join(prepared.manifest['given']['sources'])}."),
         models=items([f"{says}." for says in MODELS.values()]),
         figures=figures.to_html(), legend=escape(f"{LEGEND_OF_FIGURES}."), caution=escape(CAUTION),
-        curves=chart(curves, across="step", up="nats per token"),
-        filled="".join(sections),
         commands="".join(
             f"<dt><code>{escape(one)}</code></dt><dd>{escape(gives)}</dd>" for one, gives in next_commands(folder)
         ),

@@ -23,9 +23,9 @@ from dcdm.decoding.config import (
 )
 from dcdm.decoding.engine import blank_tokens, read_prompts, with_blanks
 from dcdm.model.transformer import Model
+from dcdm.serving.exercises import exercises_for
 from dcdm.serving.schemas import Generating, bad_request, invalid_setting
 from dcdm.serving.settings import Settings
-from dcdm.viewing.filling import exercises_for
 
 KINDS: dict[Any, str] = {
     str: "choice", float: "number", float | None: "number", int: "integer", int | None: "integer",

@@ -23,7 +23,7 @@ from dcdm.config import ConfigError, ModelConfig, many
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.keys import Key
 from dcdm.model.transformer import Model, Partition
-from dcdm.viewing.contents import Contents, contents, kinds_for, kinds_of
+from dcdm.viewing.contents import Contents, contents
 from dcdm.viewing.palette import colour, ink
 
 LEVELS = tuple(number / 10 for number in range(11))
@@ -38,8 +38,6 @@ class Token:
     id: int
     text: str
     """What it stands for: letters, a byte as \\xNN, or the name of a special token."""
-    kind: str
-    """One of `CODE`, or of `PROSE`."""
     free: bool
     """Whether it may be masked and is counted; BOS is not."""
 
@@ -66,8 +64,6 @@ class Held:
 
     source: str
     windows: int
-    """Of a single one, kinds of tokens are counted; bits need several."""
-    kinds: tuple[str, ...]
     tokens: int
     frames: list[list[Contents]]
     """For each noise level those of all tokens, of visible and of masked ones; one of all where noise decides
@@ -218,7 +214,6 @@ def view(
     if corpus is None:
         here = torch.zeros_like(tokens, dtype=torch.bool)
         corpus = TokenWindows("this text", tokens, here, torch.zeros(1, dtype=torch.long), [window.pieces])
-    kinds = kinds_of(window.pieces, kinds_for(window.pieces))
     return ChunkView(
         model=name,
         kind=config.kind,
@@ -226,7 +221,7 @@ def view(
         rule=rule(config),
         axis="noise" if levels else "round",
         num_chunks=num_chunks,
-        tokens=[Token(*row) for row in zip(tokens[0].tolist(), window.labels, kinds, free, strict=True)],
+        tokens=[Token(*row) for row in zip(tokens[0].tolist(), window.labels, free, strict=True)],
         frames=frames,
         shown=_shown(frames, levels, noise, round),
         bias=model.chunking.balance_bias.tolist() if levels and model.chunking else [],
@@ -347,8 +342,6 @@ def held_over(
     free = model.position_masks(corpus.tokens, corpus.prompt).free
     # windows of a corpus may be longer than the text, and have more chunks
     num_groups = max(num_groups, model.config.num_groups(int(free.sum(dim=1).max())))
-    kinds = kinds_for([piece for row in corpus.pieces for piece in row])
-    kinds_nl = torch.tensor([list(map(kinds.index, kinds_of(row, kinds))) for row in corpus.pieces])
     masks_fnl = nested_masks(corpus.index, free, levels, seed) if levels else torch.zeros_like(free)[None]
     ids_fnl = torch.zeros(masks_fnl.shape, dtype=torch.long)
     for at in range(0, len(corpus.tokens), 8):
@@ -367,7 +360,7 @@ def held_over(
         seen = corpus.tokens.masked_fill(masked, model.config.mask_id)
         parts = {"all": free} | ({"visible": free & ~masked, "masked": masked} if levels else {})
         frames.append([
-            contents(ids, corpus.tokens, seen, kinds_nl, counted, num_groups, len(kinds), names, which, seed)
+            contents(ids, corpus.tokens, seen, counted, num_groups, names, which, seed)
             for which, counted in parts.items() if bool(counted.any())
         ])  # fmt: skip
-    return Held(corpus.source, len(free), kinds, int(free.sum()), frames)
+    return Held(corpus.source, len(free), int(free.sum()), frames)

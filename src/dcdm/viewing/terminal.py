@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from dcdm.config import harmless, many
 from dcdm.viewing.chunks import UNROUTED, ChunkView
-from dcdm.viewing.filling import Filling, Written
 from dcdm.viewing.palette import colour, on_colour
 
 BAR = 10
-LEAST_BESIDE = 96
-"""Columns of a terminal from which on two texts stand side by side."""
 MOST_ROWS = 32
 TOLD = (0, 0.3, 0.6, 0.9, 1)
 """Noise levels of the table of bits, beside the one that is shown."""
@@ -29,16 +22,15 @@ BITS = (
     "noise, and several together; neighbour: what the token before tells; same chunk: tokens that go where most of "
     "their type go (so many by chance)"
 )
-BLANK = "░"
 
 
 def show(view: ChunkView, console: Console) -> None:
-    """Print the view's frame: tokens, sizes and kinds of tokens; over a corpus, what chunks hold and why."""
+    """Print the view's frame: tokens and sizes; over a corpus, what chunks hold and why."""
     show_text(view, console)
     console.print()
-    console.print(_legend(view, _in_colour(console), console.width))
-    _line(f"sizes: this text; kinds: {view.held.source}", console, "dim")
+    console.print(_sizes(view, _in_colour(console)))
     if view.held.windows > 1:
+        _line(f"over {view.held.source}:", console, "dim")
         for table in (_typical(view, _in_colour(console)), _bits(view)):
             console.print()
             console.print(table)
@@ -133,59 +125,6 @@ def numbered_lines(view: ChunkView, width: int) -> Iterator[str]:
         yield from finished()
 
 
-def show_written(texts: Sequence[Written], console: Console, seconds: float = 4.0) -> None:
-    """Texts that decoders filled, side by side, with what they took; in a terminal pass by pass.
-
-    All of them move at the same number of forward passes per second, so that the longest takes about `seconds`.
-    """
-    last = max(text.forwards for text in texts)
-    if console.is_terminal:
-        with Live(_side_by_side(texts, 0, console), console=console, auto_refresh=False) as live:
-            for at in range(1, last + 1):
-                time.sleep(seconds / last)
-                live.update(_side_by_side(texts, at, console), refresh=True)
-    else:
-        console.print(_side_by_side(texts, last, console))
-
-
-def _side_by_side(texts: Sequence[Written], at: int, console: Console) -> Table:
-    """The texts after `at` forward passes: in columns where there is room, else one below the other."""
-    coloured = _in_colour(console)
-    panels = []
-    for text in texts:
-        done = min(at, text.forwards)
-        head = f"{text.label}: forward {done} of {text.forwards}"
-        below = text.sentence if done == text.forwards else ""
-        inner = Text("\n").join([filling_text(text.filling, done, coloured), Text(below, "dim")])
-        panels.append(Panel(inner, title=head, title_align="left"))
-    widest = max(len(line) for text in texts for line in "".join(text.filling.tokens[1:]).splitlines())
-    beside = console.width >= max(LEAST_BESIDE, len(texts) * (widest + 5))
-    table = Table.grid(expand=True, padding=(0, 1))
-    for _ in panels if beside else panels[:1]:
-        table.add_column(ratio=1)
-    for row in [panels] if beside else [[panel] for panel in panels]:
-        table.add_row(*row)
-    return table
-
-
-def filling_text(filling: Filling, at: int, coloured: bool) -> Text:
-    """A text after `at` forward passes as it reads: what was written on its colour, what is missing as blanks."""
-    text = Text()
-    for position, came in enumerate(filling.came):
-        if not position:
-            continue  # BOS
-        token = filling.tokens[position]
-        if came > at:
-            text.append(BLANK, colour(filling.groups[position]) if coloured else "")
-        elif came:
-            style = on_colour(filling.groups[position]) if coloured else ""
-            shown = token.replace("\n", "↵\n") if coloured else token
-            text.append(harmless(shown), f"bold {style}" if came == at and coloured else style)
-        else:
-            text.append(harmless(token))
-    return text
-
-
 def _key(view: ChunkView, coloured: bool) -> str:
     masked, unrouted = ("underlined", "dim") if coloured else ("#", ".")
     who = "router" if any(view.frame.scores) else "model"
@@ -194,39 +133,22 @@ def _key(view: ChunkView, coloured: bool) -> str:
     return "; ".join(parts)
 
 
-def _legend(view: ChunkView, coloured: bool, width: int) -> Table:
-    """Sizes of the chunks and what kinds of tokens they hold; kinds that hardly occur, or have no room, are left
-    out, the rarest first."""
-    counts = view.contents[0].kinds
-    sums = [sum(column) for column in zip(*counts, strict=True)]
-    room, kinds = width - len("chunk  size  ") - BAR, []
-    for number in sorted(range(len(sums)), key=lambda kind: -sums[kind]):
-        room -= 2 + max(len("100%"), len(view.held.kinds[number]))
-        if room >= 0 and 200 * sums[number] >= sum(sums):
-            kinds.append(number)
-    kinds.sort()
+def _sizes(view: ChunkView, coloured: bool) -> Table:
+    """Sizes of the chunks."""
     table = Table(box=None, pad_edge=False)
     table.add_column("chunk", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("", width=BAR, no_wrap=True)
-    for kind in kinds:
-        table.add_column(view.held.kinds[kind], justify="right", no_wrap=True)
     most = max(1, *view.frame.sizes)
-    for k, size, row in islice(
-        zip(range(1, len(view.frame.sizes) + 1), view.frame.sizes, counts, strict=False), MOST_ROWS
-    ):
+    for k, size in enumerate(view.frame.sizes[:MOST_ROWS], start=1):
         length = round(BAR * size / most)
         bar = Text("█" * length, style=colour(k)) if coloured else Text("#" * length)
-        table.add_row(_number(k, coloured), str(size), bar, *(_share(row[kind], sum(row)) for kind in kinds))
+        table.add_row(_number(k, coloured), str(size), bar)
     return table
 
 
 def _number(chunk: int, coloured: bool) -> Text:
     return Text(f" {chunk} ", style=on_colour(chunk) if coloured else "")
-
-
-def _share(count: float, total: float) -> str:
-    return f"{count / total:.0%}" if total else "–"
 
 
 # --- over a corpus -----------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ function showToken() {
   const name = [make("code", {}, JSON.stringify(token.text)), ` at ${position}, ${where}`];
   if (chunk > 0) name.push(swatch(chunk));
   const state = frame.hidden[position] ? ", MASK" : "";
-  name.push(`${state} · ${token.free ? token.kind : "not counted"}`);
+  name.push(`${state}${token.free ? "" : " · not counted"}`);
   byId("token-name").replaceChildren(...name);
   const scores = frame.scores ? frame.scores[position] : [];
   byId("token-scores").replaceChildren(...(scores.length ? [scoreBars(scores, chunk, data.bias)] : []));
@@ -188,26 +188,19 @@ function pointAtMask(event) {
 
 const held = data.held;
 
+/** The typical tokens of each chunk; of a single window there are too few. */
 function showHeld() {
+  if (held.windows === 1) return;
   const parts = held.frames.length > 1 ? held.frames[frames.indexOf(frame)] : held.frames[0];
-  const rows = parts[0].kinds;
   const typical = parts[Math.min(1, parts.length - 1)];
-  const sum = (row) => row.reduce((a, b) => a + b, 0);
-  const cells = (row) => row.map((count) => {
-    const cell = make("td", { className: count ? "share" : "share none", title: `${count} tokens` }, percent(count, sum(row)));
-    cell.style.setProperty("--share", sum(row) ? count / sum(row) : 0);
-    return cell;
-  });
-  const words = (k) => held.windows > 1 ? [make("td", { className: "words" }, ...typical.words[k].map((word) => make("code", { title: `${percent(word.count * word.share, word.count)} of its ${word.count.toLocaleString("en")} occurrences are here` }, word.text.replaceAll(" ", "·"))))] : [];
-  const typicalName = held.windows > 1 ? [make("th", { className: "words" }, `typical${typical.which === "all" ? "" : `, ${typical.which}`}`)] : [];
-  const head = make("tr", {}, make("th", {}, "chunk"), ...held.kinds.map((kind) => make("th", {}, kind)), make("th", {}, "tokens"), ...typicalName);
-  const body = rows.map((row, k) => make("tr", {}, make("th", {}, swatch(k + 1)), ...cells(row), make("td", {}, sum(row).toLocaleString("en")), ...words(k)));
-  const all = held.kinds.map((_, kind) => sum(rows.map((row) => row[kind])));
-  body.push(make("tr", { className: "all" }, make("th", {}, "all"), ...cells(all), make("td", {}, sum(all).toLocaleString("en"))));
-  byId("kinds").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
+  const share = (word) => `${percent(word.count * word.share, word.count)} of its ${word.count.toLocaleString("en")} occurrences are here`;
+  const codes = (words) => words.map((word) => make("code", { title: share(word) }, word.text.replaceAll(" ", "·")));
+  const body = parts[0].sizes.map((size, k) => make("tr", {}, make("th", {}, swatch(k + 1)), make("td", {}, `${size.toLocaleString("en")} (${percent(size, held.tokens)})`), make("td", { className: "words" }, ...codes(typical.words[k]))));
+  const name = `typical${typical.which === "all" ? "" : `, ${typical.which}`}`;
+  const head = make("tr", {}, make("th", {}, "chunk"), make("th", {}, "tokens"), make("th", { className: "words" }, name));
+  byId("held").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
   const level = held.frames.length > 1 ? ` at noise level ${frame.at}` : "";
-  const source = held.kinds.includes("keyword") ? "A token counts as the word that it lies in; keywords are Python’s." : "A token that does not begin its word is a piece.";
-  byId("kinds-source").textContent = `Shares of each chunk over ${held.source}${level}: ${held.tokens.toLocaleString("en")} tokens. ${source}`;
+  byId("held-source").textContent = `Over ${held.source}${level}: ${held.tokens.toLocaleString("en")} tokens. Typical are tokens that a chunk holds more often than others do.`;
 }
 
 /** What position, token and window alone explain, a row for each noise level and what the router saw. */
@@ -238,7 +231,7 @@ byId("slider").max = frames.length - 1;
 byId("slider").disabled = frames.length === 1;
 byId("blind").textContent = routed ? "router" : "model";
 byId("noise-choice").hidden = !routed;
-byId("bits-panel").hidden = held.windows === 1;
+for (const panel of ["held-panel", "bits-panel"]) byId(panel).hidden = held.windows === 1;
 showBits();
 byId("slider").addEventListener("input", (event) => show(Number(event.target.value)));
 for (const name of ["numbers", "patterns", "covered"]) {

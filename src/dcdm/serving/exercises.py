@@ -1,102 +1,12 @@
-"""Texts with blanks, and how decoders fill them: what is blanked out, and what came with which forward pass.
-
-Exercises are what newcomers see a model do, in the demo and in the playground.
-"""
+"""Exercises: texts with blanks, which newcomers see a model fill in the playground."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from itertools import groupby, zip_longest
+from dataclasses import dataclass
+from itertools import groupby
 
-from dcdm.config import many
 from dcdm.data.tokenizers import Tokenizer
-from dcdm.decoding.engine import Generation
-from dcdm.viewing.chunks import ChunkView, window_from
-
-# --- what was filled when ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Filling:
-    """One row of a generation that fits into one window."""
-
-    tokens: list[str]
-    """What each position shows, BOS first."""
-    chunks: list[int]
-    """The chunk of each position, numbered in the order of filling; 0 where the text was given."""
-    steps: list[list[int]]
-    """Positions that each forward pass filled."""
-    lanes: list[int] = field(default_factory=list)
-    """The lane of each position, from 1, and 0 where the text was given; [] for models without lanes."""
-
-    @property
-    def came(self) -> list[int]:
-        """The forward that each position came with, 0 where the text was given."""
-        forwards = [0] * len(self.tokens)
-        for number, positions in enumerate(self.steps, start=1):
-            for position in positions:
-                forwards[position] = number
-        return forwards
-
-    @property
-    def groups(self) -> list[int]:
-        """What colours stand for: the lane of each position, or its chunk."""
-        return self.lanes or self.chunks
-
-    @property
-    def by_forward(self) -> Filling:
-        """One lane that takes several tokens in a pass is coloured by passes: its lane would be one colour."""
-        if max(self.lanes, default=0) != 1 or max(map(len, self.steps)) == 1:
-            return self
-        return replace(self, chunks=self.came, lanes=[])
-
-
-@dataclass(frozen=True)
-class Written:
-    """A text as one decoder filled it, and what that took."""
-
-    label: str
-    """Which decoder, such as "4 lanes"."""
-    filling: Filling
-    seconds: float
-
-    @property
-    def forwards(self) -> int:
-        return len(self.filling.steps)
-
-    @property
-    def sentence(self) -> str:
-        """What it took, in figures."""
-        tokens = sum(map(len, self.filling.steps))
-        passes = many(self.forwards, "forward pass", "forward passes")
-        return f"{tokens} tokens in {passes}, {self.seconds:.2f} s"
-
-
-def filling_of(generation: Generation, tokenizer: Tokenizer, row: int = 0) -> Filling:
-    """The row's tokens, and the chunk and the forward pass that each of them came with."""
-    events = [event for event in generation.history if event.row == row]
-    ids = [token for token in generation.tokens[row].tolist() if token != tokenizer.pad_id]
-    chunks, lanes = [0] * len(ids), [0] * len(ids)
-    for event in events:
-        for position, lane in zip_longest(event.positions, event.lanes, fillvalue=0):
-            if position < len(ids):  # what lies behind an EOS was cut off
-                chunks[position], lanes[position] = event.chunk, lane
-    steps = [[p for p in event.positions if p < len(ids)] for event in events]
-    return Filling(window_from(ids, tokenizer).labels, chunks, steps, lanes if any(lanes) else []).by_forward
-
-
-def as_filling(view: ChunkView) -> Filling:
-    """A text that is known, as its model would fill it: a forward pass for each chunk with free positions."""
-    ids = view.frame.ids if view.axis == "noise" else view.frames[-1].ids
-    free = (token.free for token in view.tokens)  # the paper's routing puts BOS into a chunk, too
-    ids = [chunk if counts else 0 for chunk, counts in zip(ids, free, strict=True)]
-    steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
-    texts = [token.text for token in view.tokens]
-    return Filling(texts, ids, [step for step in steps if step])
-
-
-# --- exercises ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,7 +14,6 @@ class Exercise:
     """A text with parts of it blanked out: whole tokens, as the model reads the text when nothing is missing."""
 
     name: str
-    about: str
     marked: str
     """The text; ⟦ and ⟧ stand around what is blanked out, with the space before a word."""
 
@@ -137,7 +46,6 @@ class Exercise:
 
 CLASS = Exercise(
     "blanks",
-    "Fill the blanks of a class",
     'class Stack:\n    """A stack of items."""\n\n    def __init__(⟦self⟧):\n        self.items = []\n\n'
     "    def push(⟦self, item⟧):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
     '       ⟦ if⟧ not self.items:\n            raise ValueError("the stack is empty")\n'
@@ -145,41 +53,35 @@ CLASS = Exercise(
 )
 SHORT_CLASS = Exercise(
     "blanks",
-    "Fill the blanks of a class",
     "class Stack:\n    def __init__(⟦self⟧):\n        self.items = []\n\n    def push(self, item):\n"
     "        self.⟦items.append⟧(item)\n",
 )
 FUNCTION = Exercise(
     "ending",
-    "Complete a function",
     'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
     "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
     "    return [line.rstrip() for line in lines]\n⟧",
 )
 SHORT_FUNCTION = Exercise(
     "ending",
-    "Complete a function",
     'def read(filename):\n    """Return the lines of a file."""'
     "⟦\n    with open(filename) as file:\n        return file.readlines()\n⟧",
 )
 PASSAGE = Exercise(
     "blanks",
-    "Fill the blanks of a sentence",
     "The people of⟦ the United States⟧ are at peace with all⟦ the nations of⟧ the world, and the⟦ revenue⟧ of the"
     " Government has been more⟦ than⟧ enough to pay⟦ the⟧ expenses of the year.⟦ It is⟧ our duty to keep it so.",
 )
 SHORT_PASSAGE = Exercise(
     "blanks",
-    "Fill the blanks of a sentence",
     "We are⟦ at peace⟧ with all⟦ the nations of⟧ the world, and the people of⟦ the United⟧ States are⟦ free⟧.",
 )
 SENTENCE = Exercise(
     "ending",
-    "Complete a sentence",
     "The commerce of our country has been extended to every part of the world, and⟦ the laws of the Congress have"
     " been carried out in all of the States.⟧",
 )
-SHORT_SENTENCE = Exercise("ending", "Complete a sentence", "The commerce of our country⟦ has been good this year.⟧")
+SHORT_SENTENCE = Exercise("ending", "The commerce of our country⟦ has been good this year.⟧")
 EXERCISES = {
     "python": ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION)),
     "english": ((PASSAGE, SHORT_PASSAGE), (SENTENCE, SHORT_SENTENCE)),
