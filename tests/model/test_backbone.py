@@ -16,7 +16,7 @@ from dcdm.config import ModelConfig, MoEConfig
 from dcdm.kinds import build
 from dcdm.likelihood.estimators import score
 from dcdm.model import reference
-from dcdm.model.blocks import Experts, SparseMoE, load_balancing_loss
+from dcdm.model.blocks import Experts, Gates, SparseMoE, load_balancing_loss
 from dcdm.model.transformer import Model
 
 transformers = pytest.importorskip("transformers")
@@ -254,13 +254,13 @@ def test_load_balancing_loss_and_its_gradient_equal_transformers_qwen2_moe(
     ours = [v.clone().requires_grad_() for v in values]
     theirs = tuple(v.clone().requires_grad_() for v in values)
     real = torch.arange(length) < torch.tensor([8, 5, 1])[:, None]
+    counted = real if padded else torch.ones_like(real)
+    loss = load_balancing_loss([Gates(logits.view(batch, length, -1), counted) for logits in ours], top_k)
     if padded:
-        loss = load_balancing_loss([logits[real.flatten()] for logits in ours], top_k)
         expected = qwen2_moe.load_balancing_loss_func(theirs, experts, top_k, real.long())
         unpadded = qwen2_moe.load_balancing_loss_func(theirs, experts, top_k)
         assert (expected - unpadded).abs() > 1e-3 or top_k == experts
     else:
-        loss = load_balancing_loss(ours, top_k)
         expected = qwen2_moe.load_balancing_loss_func(theirs, experts, top_k)
     torch.testing.assert_close(loss, expected, atol=TOLERANCE, rtol=0)
     loss.backward()

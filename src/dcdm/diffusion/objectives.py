@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import ObjectiveConfig
@@ -23,13 +25,14 @@ from dcdm.diffusion import noise
 from dcdm.keys import Key
 from dcdm.model.blocks import load_balancing_loss
 from dcdm.model.chunking import chunk_counts, sequence_balance_loss
+from dcdm.model.masks import there
 from dcdm.model.products import weighted_nll
 from dcdm.model.transformer import Encoded, Model
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a global batch: tokens, and the numbers that key their randomness.
+    """Rows of a global batch: tokens, and the numbers that key their randomness; all in main memory.
 
     `prompt` marks positions that stay visible and are not counted. `rows` are the places of these sequences
     in the global batch of `num_rows` (default: this batch is the whole one); `index` numbers the sequences
@@ -104,7 +107,9 @@ def loss(
     settings = settings or model.objective
     settings.check_fits(model.config)
     key = Key.of(generator)
-    batch = with_prompts(model, Batch(batch) if isinstance(batch, Tensor) else batch, key, settings)
+    batch = Batch(batch) if isinstance(batch, Tensor) else batch
+    held: dict[str, Any] = {name: value.cpu() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    batch = with_prompts(model, replace(batch, **held), key, settings)
     whole = global_batch or GlobalBatch(counted(model, batch), len(batch.tokens))
     result = loss_of_part(model, batch, key, settings, whole)
     rate = settings.bias_rate_for(model.config)
@@ -159,13 +164,9 @@ def diffusion_loss(
     encoded = model.encode(tokens, masked, prompt=batch.prompt, chunk_ids=sample.ids)
 
     # weigh: −log p of the masked tokens, each by 1/t (`noise.corrupt` made the weights)
-    summed = weighted_nll(
-        encoded.states[masked],
-        model.head_weight(),
-        tokens[masked],
-        sample.weight[masked],
-        model.config.hidden_token,
-    )
+    chosen = (picked(x, masked, encoded.states.device) for x in (encoded.states, tokens, sample.weight))
+    states, targets, weights = chosen
+    summed = weighted_nll(states, model.head_weight(), targets, weights, model.config.hidden_token)
 
     # balance: L_chunk, and N_k for the bias of the hard assignment
     return complete_loss(model, batch, key, settings, encoded, summed, sample.free.sum(), global_batch)
@@ -200,14 +201,21 @@ def draw(model: Model, batch: Batch, key: Key, settings: ObjectiveConfig) -> Sam
     return Sample(masked.to(tokens.device), weight.to(tokens.device), free, ids)
 
 
+def picked(values: Tensor, where: Tensor, device: torch.device) -> Tensor:
+    """`values` (B, L, …) at the places `where` (B, L) on a device, which is not asked how many these are as long as
+    `where` is in main memory: (M, …)."""
+    places = where.flatten().nonzero().squeeze(-1)
+    return there(values.flatten(0, 1).index_select(0, there(places, values.device)), device)
+
+
 def next_token_loss(
     model: Model, batch: Batch, key: Key, settings: ObjectiveConfig, global_batch: GlobalBatch
 ) -> Loss:
     """AR: position ℓ predicts ℓ+1."""
-    free = model.position_masks(batch.tokens, batch.prompt).free[:, 1:]
+    free = F.pad(model.position_masks(batch.tokens, batch.prompt).free[:, 1:], (0, 1))  # by what predicts them
     encoded = model.encode(batch.tokens)
-    targets = batch.tokens[:, 1:][free]
-    summed = weighted_nll(encoded.states[:, :-1][free], model.head_weight(), targets, torch.ones_like(targets))
+    states, targets = (picked(x, free, encoded.states.device) for x in (encoded.states, batch.tokens.roll(-1, 1)))
+    summed = weighted_nll(states, model.head_weight(), targets, torch.ones_like(targets))
     return complete_loss(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
 
 
@@ -226,18 +234,18 @@ def complete_loss(
         assert config.num_chunks is not None
         assert encoded.chunk_ids is not None
         assert encoded.router_scores is not None
-        in_chunk = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id) & (encoded.chunk_ids >= 1)
+        ordinary = (batch.tokens != config.pad_id) & (batch.tokens != config.bos_id)
+        in_chunk = there(ordinary, encoded.chunk_ids.device) & (encoded.chunk_ids >= 1)
         counts = chunk_counts(encoded.chunk_ids, in_chunk, config.num_chunks)
         if (weight := settings.chunk_weight_for(config)) > 0:
             r = encoded.router_scores
-            gumbel = key.fold("gumbel").gumbel_rows(batch.numbers()[0], *r.shape[1:]).to(r)
+            gumbel = key.fold("gumbel").gumbel_rows(batch.numbers()[0], *r.shape[1:]).to(r.dtype)
+            in_chunk, gumbel = there(in_chunk, r.device), there(gumbel, r.device)
             chunk_loss = sequence_balance_loss(r, in_chunk, gumbel, settings.chunk_loss_eps)
             chunk_loss = chunk_loss * (len(batch.tokens) / global_batch.rows)
             total = total + weight * chunk_loss
     if config.moe is not None:
-        moe_loss = load_balancing_loss(
-            encoded.gate_logits, config.moe.experts_per_token, global_batch.sum_over_ranks
-        )
+        moe_loss = load_balancing_loss(encoded.gates, config.moe.experts_per_token, global_batch.sum_over_ranks)
         moe_loss = moe_loss / global_batch.micro_steps
         total = total + settings.moe_loss_weight * moe_loss
     return Loss(total, nll.detach(), tokens, chunk_loss, moe_loss, counts)

@@ -126,7 +126,7 @@ class LaneModel(Model):
         place = masks.from_left(ids, wanted, clean, compact=self._compact)
         plan = self._plan(masks.left, place.slots)
         streams = torch.cat([torch.full_like(tokens, self.config.mask_id), tokens], dim=1)
-        h_bsd, r, gates = self._run(self.embed_tokens(place.gather(streams)), plan)
+        h_bsd, r, gates = self._run(self.embed(place.gather(streams)), plan)
         return Encoded(place.restore(self.norm(h_bsd)), ids, None if r is None else place.restore(r), gates)
 
 

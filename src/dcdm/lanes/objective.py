@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
-from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part
+from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part, picked
 from dcdm.keys import Key
 from dcdm.lanes.model import SHARE, LaneModel, draft_states
+from dcdm.model.masks import there
 from dcdm.model.products import SLICE_BYTES, at_least_fp32, weighted_nll
 from dcdm.model.transformer import Encoded
 
@@ -38,10 +39,11 @@ def lane_loss(
     ids = model.partition(batch.tokens, batch.prompt, batch.index, lanes).ids
     if model.trains_drafts_alone:
         fixed = model.config.lanes == (1,) and not settings.prompt_share and not settings.blank_share
-        return drafts_alone_loss(model, batch, ids, global_batch, remember=fixed)
+        there_too = replace(batch, tokens=there(batch.tokens, model.device))
+        return drafts_alone_loss(model, there_too, there(ids, model.device), global_batch, remember=fixed)
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
-    targets = batch.tokens[free]
-    summed = weighted_nll(encoded.states[free], model.head_weight(), targets, torch.ones_like(targets))
+    states, targets = (picked(x, free, encoded.states.device) for x in (encoded.states, batch.tokens))
+    summed = weighted_nll(states, model.head_weight(), targets, torch.ones_like(targets))
     made = complete_loss(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
     if model.drafting is None:
         return made
@@ -69,16 +71,18 @@ def _draft_loss(model: LaneModel, batch: Batch, encoded: Encoded) -> Tensor:
     assert model.drafting is not None
     assert encoded.chunk_ids is not None
     rows, num_rows = batch.numbers()
-    chosen = (rows % SHARE == 0).to(batch.tokens.device)
+    chosen = (rows % SHARE == 0).nonzero().squeeze(-1)
     scale = num_rows / -(-num_rows // SHARE) / model.config.drafts
-    tokens, ids, states = batch.tokens[chosen], encoded.chunk_ids[chosen], encoded.states[chosen].detach()
-    embedded = model.embed_tokens(tokens).detach()
+    tokens, ids = batch.tokens[chosen], encoded.chunk_ids[chosen]
+    states = encoded.states.detach().index_select(0, there(chosen, encoded.states.device))
+    embedded = model.embed(tokens).detach()
     drafted = list(draft_states(model.drafting, states, embedded, ids, model.config.drafts))
-    made = torch.cat([states[written] for states, written in drafted])
+    made = torch.cat([picked(states, written, states.device) for states, written in drafted])
     truths = torch.cat([tokens[:, number:][written] for number, (_, written) in enumerate(drafted, start=1)])
     weight = model.draft_weight().detach()
-    known = truths < len(weight)
-    return scale * weighted_nll(made[known], weight, truths[known], torch.ones_like(truths[known]))
+    known = there((truths < len(weight)).nonzero().squeeze(-1), made.device)
+    made, truths = made[known], there(truths, made.device)[known]
+    return scale * weighted_nll(made, weight, truths, torch.ones_like(truths))
 
 
 # --- a head on a frozen network ----------------------------------------------------------------------------------

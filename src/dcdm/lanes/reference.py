@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dcdm.lanes.masks import lane_partition, led_positions, left
 from dcdm.lanes.model import LaneModel
+from dcdm.model.blocks import Gates
 from dcdm.model.masks import dual_stream_slots
 from dcdm.model.reference import Pass, encode, partition
 from dcdm.model.transformer import Encoded, Model
@@ -55,4 +56,4 @@ def _(
         if only.r is None
         else torch.where(led[..., None], only.r[:, length:].roll(1, dims=1), only.r[:, :length])
     )
-    return Encoded(states, ids, r, [gate[read] for gate in only.gates])
+    return Encoded(states, ids, r, [Gates(gate, read) for gate in only.gates])

@@ -6,7 +6,7 @@ B batch   H query heads   G key/value heads   Q, S query and key slots   D head 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -50,36 +50,46 @@ class AttentionPlan:
     slots: Slots
     backend: Backend
     num_queries: int
+    device: torch.device
+    """Of keys and queries; the slots may be in main memory, where reading them does not wait."""
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mask: Mask, slots: Slots, backend: Backend) -> AttentionPlan:
-        return cls(mask, slots, backend, slots.chunk.shape[1])
+    def of(cls, mask: Mask, slots: Slots, backend: Backend, device: torch.device | None = None) -> AttentionPlan:
+        return cls(mask, slots, backend, slots.chunk.shape[1], device or slots.chunk.device)
 
     def narrow(self, num_queries: int) -> AttentionPlan:
         """The same keys, fewer queries."""
-        return AttentionPlan(self.mask, self.slots, self.backend, num_queries)
+        return replace(self, num_queries=num_queries, _additive={})
+
+    @cached_property
+    def on_device(self) -> Slots:
+        return self.slots.to(self.device)
+
+    @cached_property
+    def on_host(self) -> Slots:
+        return self.slots.to(torch.device("cpu"))
 
     @cached_property
     def dense(self) -> Tensor:
         """(B, Q, S) bool."""
-        return self.mask.dense(self.slots[:, : self.num_queries], self.slots)
+        return self.mask.dense(self.on_device[:, : self.num_queries], self.on_device)
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        return tiles_of(self.mask, self.slots, self.num_queries)
+        return tiles_of(self.mask, self.on_host, self.num_queries)
 
     def tile_mask(self, tile: Tile) -> Tensor:
         """(1 or rows, q, k) bool for a tile that needs one; rows alike share it."""
         last = tile.r0 + 1 if self._rows_alike else tile.r1
-        queries = self.slots[tile.r0 : last, tile.q0 : tile.q1]
-        keys = self.slots[tile.r0 : last]
+        queries = self.on_device[tile.r0 : last, tile.q0 : tile.q1]
+        keys = self.on_device[tile.r0 : last]
         keys = Slots.cat(keys[:, tile.a0 : tile.a1], keys[:, tile.b0 : tile.b1])
         return self.mask.dense(queries, keys)
 
     @cached_property
     def _rows_alike(self) -> bool:
-        return rows_alike(self.mask, self.slots)
+        return rows_alike(self.mask, self.on_host)
 
     @cached_property
     def table(self) -> Tensor:
@@ -96,14 +106,14 @@ class AttentionPlan:
         """The masks of the tiles that need one, 0 / −inf, one behind the other."""
         if dtype not in self._additive:
             allowed = [self.tile_mask(tile).flatten() for tile in self.tiles if tile.masked]
-            flat = torch.cat([self.slots.masked.new_ones(0), *allowed])
+            flat = torch.cat([self.on_device.masked.new_ones(0), *allowed])
             zeros = torch.zeros(len(flat), dtype=dtype, device=flat.device)
             self._additive[dtype] = zeros.masked_fill_(~flat, -torch.inf)
         return self._additive[dtype]
 
     @cached_property
     def block_mask(self) -> Any:
-        return blockmask.from_slots(self.mask, self.slots, self.num_queries)
+        return blockmask.from_slots(self.mask, self.on_device, self.num_queries)
 
     def inputs(self, dtype: torch.dtype) -> AttentionInputs:
         """What `attend` takes: everything made, so that a compiled block only passes it on."""

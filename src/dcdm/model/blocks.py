@@ -12,6 +12,7 @@ tokens across chunks and leak.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +119,8 @@ class Experts(nn.Module):
         dtype = product_type(x_td)
         order = expert_tk.flatten().argsort(stable=True)
         token = order // expert_tk.shape[1]
-        ends = torch.bincount(expert_tk.flatten(), minlength=len(self.gate_up_proj)).cumsum(0).to(torch.int32)
+        chosen_te = expert_tk.flatten()[:, None] == torch.arange(len(self.gate_up_proj), device=x_td.device)
+        ends = chosen_te.sum(dim=0).cumsum(0).to(torch.int32)  # bincount would wait for its largest number
         gate_up, down = self.gate_up_proj.to(dtype).transpose(1, 2), self.down_proj.to(dtype).transpose(1, 2)
         gate, up = F.grouped_mm(x_td[token].to(dtype), gate_up, offs=ends).chunk(2, dim=-1)
         y = F.grouped_mm(F.silu(gate) * up, down, offs=ends).to(x_td.dtype)
@@ -179,15 +181,27 @@ class Block(nn.Module):
         return h_bqd + y_bqd, gate_logits
 
 
+class Gates(NamedTuple):
+    """What a mixture layer's router said."""
+
+    logits: Tensor
+    """(B, Q, E)."""
+    counted: Tensor
+    """(B, Q) bool: slots that are computed, padding left out."""
+
+
 def load_balancing_loss(
-    logits: list[Tensor], experts_per_token: int, total: Callable[[Tensor], Tensor] = lambda x: x
+    gates: list[Gates], experts_per_token: int, total: Callable[[Tensor], Tensor] = lambda x: x
 ) -> Tensor:
     """E · Σ_{choice, e} (share of tokens whose choice-th expert is e) · (mean probability of e).
 
-    `logits` holds one (T, E) tensor per layer, padding left out; tokens of all layers count alike. `total` sums
-    over ranks; then this is the rank's share of the loss over all of their tokens.
+    Tokens of all layers count alike. `total` sums over ranks; then this is the rank's share of the loss over all of
+    their tokens.
     """
-    probability = torch.cat(logits).softmax(dim=-1, dtype=at_least_fp32(logits[0]))
-    number, num_experts = total(probability.new_tensor(len(probability))), probability.shape[-1]
-    chosen = F.one_hot(probability.topk(experts_per_token).indices, num_experts).to(probability.dtype)
+    counted_t1 = torch.cat([gate.counted.flatten() for gate in gates])[:, None]
+    logits_te = torch.cat([gate.logits.flatten(0, 1) for gate in gates])
+    probability = logits_te.softmax(dim=-1, dtype=at_least_fp32(logits_te)) * counted_t1
+    number, num_experts = total(counted_t1.sum().to(probability)), probability.shape[-1]
+    chosen = F.one_hot(logits_te.topk(experts_per_token).indices, num_experts) * counted_t1[..., None]
+    chosen = chosen.to(probability.dtype)
     return num_experts * (total(chosen.sum(0)) / number * probability.sum(0) / number).sum()

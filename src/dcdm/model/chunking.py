@@ -18,6 +18,7 @@ from dcdm.config import PAPER_BALANCE
 from dcdm.model import explicit
 from dcdm.model.attention import AttentionPlan, KeysAndValues
 from dcdm.model.layout import Tile
+from dcdm.model.masks import there
 from dcdm.model.products import Linear, at_least_fp32
 
 BLOCK_BYTES = 4 << 20  # size of the K × queries × keys scores that exist at one time
@@ -184,8 +185,8 @@ def chunk_counts(ids: Tensor, counted: Tensor, num_chunks: int) -> Tensor:
 def update_bias(bias: Tensor, counts_k: Tensor, rate: float) -> None:
     """b_k ← b_k − η_b (N_k/N − 1/K), in place; counts over the whole optimizer step."""
     total = counts_k.sum()
-    if total > 0:
-        bias -= rate * (counts_k / total - 1 / len(counts_k)).to(bias.dtype)
+    change = (counts_k / total.clamp(min=1) - 1 / len(counts_k)) * (total > 0)
+    bias -= rate * there(change.to(bias.dtype), bias.device)
 
 
 def max_violation(counts: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dcdm.model import masks
-from dcdm.model.masks import CLEAN, NOISY, Mask, Slots, read_slots
+from dcdm.model.masks import CLEAN, NOISY, Mask, Slots, read_slots, there
 
 _LAST = torch.iinfo(torch.long).max  # sorts behind every chunk
 
@@ -59,8 +59,8 @@ class Layout:
     def restore(self, slot_values: Tensor) -> Tensor:
         """Values of the noisy slots (B, N, …) to positions (B, L, …); 0 where a position has no slot."""
         picked = _pick(slot_values, self.home)
-        held = self.held if picked.ndim == 2 else self.held[..., None]
-        return picked.masked_fill(~held, 0)
+        held = there(self.held, picked.device)
+        return picked.masked_fill(~(held if picked.ndim == 2 else held[..., None]), 0)
 
     def restore_from(self, slot_values: Tensor, source: Tensor) -> Tensor:
         """As `restore`, with the values of other slots: those at these places (B, L) of the streams, one or two."""
@@ -69,6 +69,7 @@ class Layout:
 
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
+    index = there(index, values.device)
     if values.ndim == 2:
         return values.gather(1, index)
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
@@ -128,14 +129,18 @@ def inverse(order: Tensor, length: int) -> Tensor:
 
 
 class RaggedIndex:
-    """The True positions of each row, padded to the longest row; `rows` (X′,) leaves out the other rows."""
+    """The True positions of each row, padded to the longest row; `rows` (X′,) leaves out the other rows.
 
-    def __init__(self, where: Tensor, rows: Tensor | None = None) -> None:
+    `most`, the number in the longest row, is read from the device unless it is given.
+    """
+
+    def __init__(self, where: Tensor, rows: Tensor | None = None, most: int | None = None) -> None:
         self.rows = torch.arange(len(where), device=where.device) if rows is None else rows
         self.rows = self.rows[:, None]
         where = where if rows is None else where[rows]
         count = where.sum(dim=-1)
-        most = int(count.max()) if len(count) else 0
+        if most is None:
+            most = int(count.max()) if len(count) else 0
         self.index = where.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]
         self.valid = torch.arange(most, device=where.device) < count[:, None]
 
@@ -145,8 +150,9 @@ class RaggedIndex:
 
     def put(self, whole_bl: Tensor, part_bx: Tensor) -> None:
         """Write (B, X, …) back into (B, L, …), fillers left out."""
-        row, place = self.valid.nonzero(as_tuple=True)
-        whole_bl[self.rows[row, 0], self.index[row, place]] = part_bx[row, place].to(whole_bl.dtype)
+        valid = self.valid[(..., *[None] * (part_bx.ndim - 2))]
+        kept = torch.where(valid, part_bx.to(whole_bl.dtype), self.pick(whole_bl))  # fillers are other positions
+        whole_bl[self.rows, self.index] = kept
 
 
 def stack_rows(first: Tensor, second: Tensor, filler: float) -> Tensor:

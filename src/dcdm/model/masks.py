@@ -21,6 +21,13 @@ from torch import Tensor
 CLEAN, NOISY = 0, 1  # stream numbers
 
 
+def there(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on a device; what comes from main memory does not wait for the work that the device has before it."""
+    if x.device.type != "cpu" or device.type == "cpu":
+        return x.to(device)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Slots:
     """What a mask may know of each slot; every field has the shape (B, S)."""
@@ -50,6 +57,12 @@ class Slots:
 
     def __getitem__(self, index: object) -> Slots:
         return self._map(lambda x: x[index])  # type: ignore[index]
+
+    def to(self, device: torch.device) -> Slots:
+        if device.type == "cpu" and self.chunk.device.type != "cpu":  # one wait for all fields
+            position, chunk, stream, masked = torch.stack([*vars(self).values()]).cpu()
+            return Slots(position, chunk, stream, masked.bool())
+        return self._map(lambda x: there(x, device))
 
     def gather(self, order: Tensor) -> Slots:
         return self._map(lambda x: x.gather(-1, order))

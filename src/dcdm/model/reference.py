@@ -20,7 +20,7 @@ from torch import Tensor
 from dcdm.config import NUM_SPECIALS, ModelConfig
 from dcdm.model import masks, routing
 from dcdm.model.attention import rotary_tables, rotate
-from dcdm.model.blocks import Block
+from dcdm.model.blocks import Block, Gates
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.model.explicit import attend, subspace_mixture
 from dcdm.model.masks import Mask, Slots
@@ -124,7 +124,7 @@ def encode(
     if config.kind == "ar":
         only = Pass(model, masks.causal, Slots.of(torch.where(positions.real, 0, -1)))
         states = model.norm(only.run(model.embed_tokens(tokens)))
-        return Encoded(states, None, None, [gate[positions.real] for gate in only.gates])
+        return Encoded(states, None, None, [Gates(gate, positions.real) for gate in only.gates])
     assert masked is not None
     noisy = tokens.masked_fill(masked, config.mask_id)
     if config.routes_from_noise:
@@ -136,7 +136,7 @@ def encode(
         second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
         h_bsd = second.run(torch.cat([h_z, h_x], dim=1), first=1)
         r: Tensor | None = stage_z.r
-        early = [g[positions.real] for g in stage_z.gates + stage_x.gates]
+        early = [Gates(g, positions.real) for g in stage_z.gates + stage_x.gates]
     else:
         ids = partition(model, tokens, prompt, index) if chunk_ids is None else chunk_ids
         second = Pass(model, masks.dual_stream, masks.dual_stream_slots(ids))
@@ -145,7 +145,8 @@ def encode(
     used = masks.read_slots(ids)
     if config.shift:
         h_bsd = shifted(h_bsd, ids)
-    gates = [g[used] for g in second.gates[:-1]] + [g[:, :length][used[:, :length]] for g in second.gates[-1:]]
+    gates = [Gates(g, used) for g in second.gates[:-1]]
+    gates += [Gates(g[:, :length], used[:, :length]) for g in second.gates[-1:]]
     return Encoded(model.norm(h_bsd[:, :length]), ids, r, early + gates)
 
 

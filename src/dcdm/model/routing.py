@@ -99,15 +99,26 @@ def causal_partition(
     assert config.num_chunks is not None
     new = real & ~free
     revealed = new
+    deciding: Tensor | float = 0.0
     ids = label(free, real, torch.zeros_like(free, dtype=torch.long))
-    deciding = torch.zeros(())
     for k in range(1, config.num_chunks + 1):
         r_blk = router(new)
         new = causal_round(r_blk, revealed, free, torch.full_like(ids[:, 0], k), config)
         ids = torch.where(new, k, ids)
-        deciding = torch.where(new[..., None], r_blk, deciding.to(r_blk))
+        deciding = torch.where(new[..., None], r_blk, deciding)
         revealed = revealed | new
+    assert isinstance(deciding, Tensor)
     return ids, deciding
+
+
+def round_sizes(free: Tensor, real: Tensor, config: ModelConfig) -> list[tuple[int, int]]:
+    """The most positions of a row that are revealed before each round, and that are hidden in it."""
+    assert config.num_chunks is not None
+    num_free = free.sum(dim=-1)
+    sizes = chunk_sizes(num_free, config.num_chunks)
+    revealed = torch.cat([(real & ~free).sum(dim=-1, keepdim=True), sizes[:, :-1]], dim=-1)
+    hidden = num_free[:, None] - sizes.cumsum(dim=-1) + sizes
+    return list(zip(revealed.amax(dim=0).tolist(), hidden.amax(dim=0).tolist(), strict=True))
 
 
 def fixed_partition(config: ModelConfig, free: Tensor, real: Tensor, index: Tensor | None = None) -> Tensor:
@@ -180,7 +191,7 @@ class IncrementalRouter:
         attention = block.self_attn
         self.hidden = free.clone()
         rows, length = free.shape
-        self.mask_d = embed_tokens(torch.tensor(config.mask_id, device=free.device))
+        self.mask_d = embed_tokens(torch.full((), config.mask_id, device=free.device))
         mask_11d = block.input_layernorm(self.mask_d)[None, None]
         self.q_1lhd = rotate(
             attention.queries(mask_11d), self._tables(torch.arange(length, device=free.device)[None])
@@ -199,13 +210,21 @@ class IncrementalRouter:
     def _tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_tables(position, self.config, self.mask_d.dtype)
 
-    def reveal(self, members: Tensor, tokens: Tensor) -> None:
-        """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once."""
+    def reveal(self, members: Tensor, tokens: Tensor, most: tuple[int, int] | None = None) -> None:
+        """Positions (B, L) whose tokens (B, L) later rounds may see; each is revealed once.
+
+        `most` is one of `round_sizes`, where these are known: nothing is read from the device then.
+        """
         self.hidden = self.hidden & ~members
-        rows = (members.any(dim=-1) & self.hidden.any(dim=-1)).nonzero().squeeze(-1)
-        if len(rows) == 0:
+        rows = None
+        if most is None:
+            rows = (members.any(dim=-1) & self.hidden.any(dim=-1)).nonzero().squeeze(-1)
+        if len(members if rows is None else rows) == 0:
             return
-        keys, queries = RaggedIndex(members, rows), RaggedIndex(self.hidden, rows)
+        revealed, hidden = most or (None, None)
+        keys, queries = RaggedIndex(members, rows, revealed), RaggedIndex(self.hidden, rows, hidden)
+        if keys.index.shape[1] == 0 or queries.index.shape[1] == 0:
+            return
         clean_byd = self.block.input_layernorm(self.embed_tokens(keys.pick(tokens)))
         k_bygd = rotate(self.block.self_attn.keys(clean_byd), self._tables(keys.index))
         v_bygd = self.block.self_attn.values(clean_byd)
@@ -223,10 +242,16 @@ class IncrementalRouter:
         for whole, part in ((self.peak_blh, peak), (self.sum_blh, total), (self.mean_blhd, mean)):
             queries.put(whole, part)
 
-    def scores(self, asking: Tensor | None = None) -> Tensor:
-        """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere."""
-        wanted = self.hidden.any(dim=-1) if asking is None else self.hidden.any(dim=-1) & asking
-        places = RaggedIndex(self.hidden, wanted.nonzero().squeeze(-1))
+    def scores(self, asking: Tensor | None = None, most: int | None = None) -> Tensor:
+        """r (B, L, K) of the hidden positions of the rows `asking` (B,), by default of all; 0 elsewhere.
+
+        `most` is how many a row has at most, where that is known.
+        """
+        rows = None
+        if most is None:
+            wanted = self.hidden.any(dim=-1) if asking is None else self.hidden.any(dim=-1) & asking
+            rows = wanted.nonzero().squeeze(-1)
+        places = RaggedIndex(self.hidden, rows, most)
         out = self.mask_d.new_zeros(*self.hidden.shape, len(self.chunking.mu))
         if places.index.shape[1] == 0:
             return out

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from dcdm.config import NUM_SPECIALS, ModelConfig, ObjectiveConfig
 from dcdm.model import layout, masks, routing
 from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_tables
-from dcdm.model.blocks import Block, Experts, Rotary
+from dcdm.model.blocks import Block, Experts, Gates, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
-from dcdm.model.masks import Slots
+from dcdm.model.masks import Slots, there
 from dcdm.model.packing import PackedEmbedding, PackedLinear
 from dcdm.model.products import Linear, product
 from dcdm.model.routing import IncrementalRouter
@@ -44,8 +44,13 @@ class Encoded:
     router_scores: Tensor | None
     """r (B, L, K) of the noisy stream, with gradient; None for kinds without chunking attention, 0 at positions
     of chunk 0."""
-    gate_logits: list[Tensor]
-    """Router logits (T, E) of each mixture layer at the slots that are computed, padding left out."""
+    gates: list[Gates]
+    """Of each mixture layer."""
+
+    @property
+    def gate_logits(self) -> list[Tensor]:
+        """(T, E) at the slots that are computed, padding left out."""
+        return [gate.logits[gate.counted] for gate in self.gates]
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class BlockZero:
     plan: AttentionPlan
     states: Tensor
     """(B, S, d) in the order of `place`."""
-    gates: list[Tensor]
+    gates: list[Gates]
 
     @property
     def scores(self) -> Tensor:
@@ -150,11 +155,12 @@ class Model(nn.Module):
     ) -> Encoded:
         """`forward` without the head: the pass of training, which diffusion kinds run over z ⊕ x.
 
-        Decoding runs one stream: `denoise`, or `extend` with a cache.
+        Decoding runs one stream: `denoise`, or `extend` with a cache. Tokens may be in main memory: what follows
+        from them alone is then worked out there, and no value is read from the device.
         """
         positions = self.position_masks(tokens, prompt)
         if self.config.kind == "ar":
-            h_bld, _, gates = self._run(self.embed_tokens(tokens), self._causal_plan(positions.real))
+            h_bld, _, gates = self._run(self.embed(tokens), self._causal_plan(positions.real))
             return Encoded(self.norm(h_bld), None, None, gates)
         masked = self._checked(tokens, masked, positions)
         if self.config.routes_from_noise:
@@ -163,7 +169,7 @@ class Model(nn.Module):
         noisy = tokens.masked_fill(masked, self.config.mask_id)
         place = layout.dual_stream(ids, masked, compact=self._compact)
         plan = self._plan(masks.dual_stream, place.slots)
-        h_bsd = self.embed_tokens(place.gather(torch.cat([noisy, tokens], dim=1)))
+        h_bsd = self.embed(place.gather(torch.cat([noisy, tokens], dim=1)))
         # with shift a clean token predicts the first one of the next block
         h_bqd, r, gates = self._run(h_bsd, plan, num_out=None if self.config.shift else place.num_noisy)
         states = self._restored(place, h_bqd, ids)
@@ -178,8 +184,8 @@ class Model(nn.Module):
         h, r = self._chunking_attention(block_zero)
         r_blk = r.chunk(2)[0]
         if chunk_ids is None:
-            chunk_ids = torch.where(positions.real, block_zero.chunking.assign(r_blk), -1)
-        place = layout.dual_stream(chunk_ids, masked, compact=self._compact)
+            chunk_ids = torch.where(there(positions.real, r.device), block_zero.chunking.assign(r_blk), -1)
+        place = layout.dual_stream(chunk_ids, there(masked, chunk_ids.device), compact=self._compact)
         h_bsd = place.gather(torch.cat(h.chunk(2), dim=1))
         plan = self._plan(masks.dual_stream, place.slots)
         h_bqd, _, more = self._run(h_bsd, plan, first=1, num_out=place.num_noisy)
@@ -194,7 +200,7 @@ class Model(nn.Module):
         """
         real = ids >= 0
         if self.config.kind == "ar":
-            return self.norm(self._run(self.embed_tokens(z), self._causal_plan(real))[0])
+            return self.norm(self._run(self.embed(z), self._causal_plan(real))[0])
         masked = z == self.config.mask_id
         place = layout.chunk_sorted(ids, masked, compact=self._compact)
         plan = self._plan(masks.chunk_causal, place.slots)
@@ -203,7 +209,7 @@ class Model(nn.Module):
             h_bld, _ = self._chunking_attention(block_zero)
             h_bld, _, _ = self._run(place.gather(h_bld), plan, first=1)
         else:
-            h_bld, _, _ = self._run(self.embed_tokens(place.gather(z)), plan)
+            h_bld, _, _ = self._run(self.embed(place.gather(z)), plan)
         return self._restored(place, h_bld, ids, streams=1)
 
     def _restored(self, place: layout.Layout, h_bsd: Tensor, ids: Tensor, streams: int = 2) -> Tensor:
@@ -311,14 +317,18 @@ class Model(nn.Module):
         positions, config = self.position_masks(tokens, prompt), self.config
         if config.kind != "dcdm" or config.routing != "causal" or config.prior_decides:
             return Partition(routing.fixed_partition(config, positions.free, positions.real, index), None)
+        sizes = iter(routing.round_sizes(positions.free, positions.real, config))
+        free, real, known = (there(x, self.device) for x in (positions.free, positions.real, tokens))
         with torch.no_grad():
-            incremental = self.incremental_router(positions.free)
+            incremental = self.incremental_router(free)
 
             def router(new: Tensor) -> Tensor:
-                incremental.reveal(new, tokens)
-                return incremental.scores()
+                most = next(sizes)
+                incremental.reveal(new, known, most)
+                return incremental.scores(most=most[1])
 
-            return Partition(*routing.causal_partition(router, positions.free, positions.real, config))
+            ids, scores = routing.causal_partition(router, free, real, config)
+        return Partition(ids.to(tokens.device), scores)
 
     def incremental_router(self, free: Tensor) -> IncrementalRouter:
         """The causal routing's scores, round by round, with the `free` positions (B, L) hidden at first."""
@@ -333,7 +343,7 @@ class Model(nn.Module):
         masked = z == self.config.mask_id if masked is None else masked
         place = layout.visible_first(real, masked, compact)
         plan = self._plan(masks.noise, place.slots)
-        h_bsd = self.embed_tokens(place.gather(z))
+        h_bsd = self.embed(place.gather(z))
         return BlockZero(self.chunking, place, plan, *self._block(0, h_bsd, plan, self._rotary(plan, h_bsd)))
 
     def router_scores(self, z: Tensor, real: Tensor) -> Tensor:
@@ -347,12 +357,13 @@ class Model(nn.Module):
 
     def _run(
         self, h_bsd: Tensor, plan: AttentionPlan, first: int = 0, num_out: int | None = None
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None, list[Gates]]:
         """Blocks `first`… under one plan, the chunking attention after block 0 where the model has one.
 
         Only the first `num_out` slots leave the last block; of the others it needs keys and values alone.
         """
-        r_bsk, gates = None, []
+        r_bsk = None
+        gates: list[Gates] = []
         rotary = self._rotary(plan, h_bsd)
         for number in range(first, len(self.layers)):
             is_last = number == len(self.layers) - 1
@@ -370,8 +381,8 @@ class Model(nn.Module):
 
     def _block(
         self, number: int, h_bsd: Tensor, plan: AttentionPlan, rotary: Rotary, noisy_only: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """A block's states, and a mixture's router logits at the slots that count: real ones, or `noisy_only`."""
+    ) -> tuple[Tensor, list[Gates]]:
+        """A block's states, and what a mixture's router said; slots that count are real ones, or `noisy_only`."""
         arguments = (h_bsd, rotary, plan.inputs(h_bsd.dtype))
         if self.activation_checkpointing and torch.is_grad_enabled():
             h_bqd, gate_logits = checkpoint(self.layers[number], *arguments, use_reentrant=False)
@@ -379,22 +390,28 @@ class Model(nn.Module):
             h_bqd, gate_logits = self.layers[number](*arguments)
         if gate_logits is None:
             return h_bqd, []
-        counted = plan.slots.chunk >= 0
-        if noisy_only:
-            counted = counted & (plan.slots.stream != masks.CLEAN)
-        return h_bqd, [gate_logits[counted[:, : plan.num_queries]]]
+        slots = plan.on_device[:, : plan.num_queries]
+        counted = slots.chunk >= 0
+        return h_bqd, [Gates(gate_logits, counted & (slots.stream != masks.CLEAN) if noisy_only else counted)]
 
     def _rotary(self, plan: AttentionPlan, h: Tensor) -> Rotary:
-        return rotary_tables(plan.slots.position, self.config, h.dtype)
+        return rotary_tables(plan.on_device.position, self.config, h.dtype)
 
     def _plan(self, mask: masks.Mask, slots: Slots) -> AttentionPlan:
-        return AttentionPlan.of(mask, slots, self._backend())
+        return AttentionPlan.of(mask, slots, self._backend(), self.device)
 
     def _causal_plan(self, real: Tensor) -> AttentionPlan:
         return self._plan(masks.causal, Slots.of(torch.where(real, 0, -1)))
 
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embed_tokens(there(tokens, self.device))
+
     def _backend(self) -> Backend:
-        return choose_backend(self.backend, self.embed_tokens.weight.device, torch.is_grad_enabled())
+        return choose_backend(self.backend, self.device, torch.is_grad_enabled())
 
     @property
     def _compact(self) -> bool:

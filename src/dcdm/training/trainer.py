@@ -110,7 +110,7 @@ class Trainer:
 
     def take_step(self) -> StepReport:
         """One optimizer step on the next global batch."""
-        self._batches = self._batches or _batches(self.loader, self.world)
+        self._batches = self._batches or _batches(self.loader)
         settings, rate = self.settings, learning_rate(self.step, self.settings)
         report = self._gradients(next(self._batches), self._key.fold("noise", self.step), rate)
         for group in self.optimizer.param_groups:
@@ -147,17 +147,23 @@ class Trainer:
             parts.append(part)
         norm = clip_gradients(model, self.settings.clip)
 
-        names = ("total", "nll", "chunk_loss", "moe_loss", "draft_loss")
-        sums = {n: total(torch.stack([getattr(p, n).detach() for p in parts]).sum()).item()
-                for n in names if getattr(parts[0], n) is not None}  # fmt: skip
-        for name, value in (*sums.items(), ("the gradient's norm", float(norm))):
+        names = [
+            "total",
+            "nll",
+            *(n for n in ("chunk_loss", "moe_loss", "draft_loss") if getattr(parts[0], n) is not None),
+        ]
+        found = total(torch.stack([torch.stack([getattr(p, n).detach() for p in parts]).sum() for n in names]))
+        # the one reading of a step: what is not finite is found before the optimizer moves
+        *read, gradient_norm = torch.cat([found.double(), norm.double()[None]]).tolist()
+        sums = dict(zip(names, read, strict=True))
+        for name, value in (*sums.items(), ("the gradient's norm", gradient_norm)):
             if not math.isfinite(value):
                 raise NotFinite(self.step + 1, "the loss" if name == "total" else name, micro)
         counts = None
         if parts[0].counts is not None:
             counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
         return StepReport(
-            self.step, sums["total"], sums["nll"], float(norm), rate, int(tokens),
+            self.step, sums["total"], sums["nll"], gradient_norm, rate, int(tokens),
             sums.get("chunk_loss"), sums.get("moe_loss"), counts, sums.get("draft_loss"),
         )  # fmt: skip
 
@@ -187,17 +193,11 @@ class Trainer:
         return iter(trainable(self.model) if self.average else ())
 
 
-def _batches(loader: Loader, world: World) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, on this rank's device."""
+def _batches(loader: Loader) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, in main memory: what follows from tokens alone is worked out there."""
     steps = iter(loader)
     while True:
-        group = list(itertools.islice(steps, loader.micro_steps))
-        yield [_on_device(batch, world.device) for batch in group]
-
-
-def _on_device(batch: dict[str, Any], device: torch.device) -> Batch:
-    moved: dict[str, Any] = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
-    return Batch(**moved)
+        yield [Batch(**batch) for batch in itertools.islice(steps, loader.micro_steps)]
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:
