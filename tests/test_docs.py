@@ -41,7 +41,7 @@ LEFT_OUT = {
 
 INSTEAD = [
     (r"^(dcdm train .*?)(--init (?!runs/)\S+)", r"\1", "initial weights that readers bring"),
-    (r"^dcdm import smollm2 ", "dcdm import tiny-llama ", "needs a network"),
+    (r"^dcdm import HuggingFaceTB/\S+ ", "dcdm import tiny-llama ", "needs a network"),
     (
         r"--(steps|limit|samples|windows) \d+",
         r"--\1 2",

@@ -135,7 +135,7 @@ def test_wrong_use_is_refused_by_option(adapters, refused):
         (["--set", "data.window=999"], "data.window="),
     ):
         assert message in refused("adapt", "base", "--run", "none", *TEXTS, *words)
-    assert "`dcdm import smollm2 FOLDER` makes one" in refused("adapt", "smollm2", "--run", "none")
+    assert "`dcdm import model.gguf FOLDER` makes one" in refused("adapt", "model.gguf", "--run", "none")
     lanes = str(adapters["lanes"])
     for words, message in (
         (["base", "none", "--adapter", lanes, "--no-average"], "leave out --no-average"),

@@ -134,7 +134,7 @@ def test_two_processes_print_the_figures_of_one_to_the_last_digit(capsys, folder
 def test_right_programs_pass_wrong_ones_fail_and_none_runs_unasked(monkeypatch, capsys, folder, right, flags):
     answering(monkeypatch, f"    return {2 - right}\n")
     if not flags:
-        monkeypatch.setattr("dcdm.evaluation.execution.run_program", None)
+        monkeypatch.setattr("dcdm.evaluation.execution.passes", None)
     done = report(monkeypatch, capsys, folder, "--tasks", "humaneval", *flags)["humaneval"]
     wanted = ("pass@1", right) if flags else ("not executed", 1)
     assert [(line["metric"], line["value"]) for line in done["figures"]] == [wanted]

