@@ -15,8 +15,8 @@ from test_docs import PAGES, ROOT, blocks
 SRC = ROOT / "src" / "dcdm"
 TRUE_PAGES = [page for page in PAGES if page.name not in {"LOG.md", "CHANGELOG.md"}]
 """Those two tell what was: their names need not exist any more."""
-NO_FLAGS = {"--nproc-per-node", "--tyro-write-completion", "--says", "--chunk", "--ink"}
-"""In docstrings: torchrun's, tyro's own, of a program for developers, variables of CSS."""
+NO_FLAGS = {"--nproc-per-node", "--says", "--chunk", "--ink"}
+"""In docstrings: torchrun's, of a program for developers, variables of CSS."""
 
 
 def inline_code(text: str) -> list[str]:

@@ -118,8 +118,6 @@ def run(given: Sequence[str]) -> None:
         print_overview(group)
     elif said == "--version":
         print(f"dcdm {VERSION}")
-    elif said.startswith("--tyro-"):
-        write_completion(given)
     elif said == group:
         raise ConfigError(f"no command is given; `{program} --help` lists them")
     else:
@@ -156,20 +154,6 @@ def print_overview(group: str = "") -> None:
             line = f"  {name:14}{command.text.splitlines()[0]}"
             print(textwrap.fill(line, width, subsequent_indent=" " * 16))
     print(f"\n{FOOTER}")
-
-
-def write_completion(arguments: Sequence[str]) -> None:
-    """What a shell needs to complete commands and options: --tyro-write-completion SHELL FILE."""
-    from tyro.extras import SubcommandApp
-
-    app = SubcommandApp()
-    groups = {name: SubcommandApp() for name in GROUPS}
-    for name, command in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
-        groups.get(group, app).command(name=last)(command.run)
-    for name, commands in groups.items():
-        app.command(commands, name=name)
-    app.cli(prog="dcdm", args=arguments)
 
 
 def flags_of(run: Callable[..., Any]) -> set[str]:

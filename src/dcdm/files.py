@@ -96,7 +96,6 @@ def file_digest(path: Path | str) -> str:
 MEGABYTE = 1 << 20
 JSON_LIMIT = 64 * MEGABYTE  # far above any configuration, manifest or record
 YAML_LIMIT = MEGABYTE // 4  # reading a megabyte takes half a minute
-LONGEST_NUMBER = 400  # more digits than any float has
 
 
 class UnreadableFile(ValueError):
@@ -150,20 +149,14 @@ def read_json_object(path: Path | str, limit: int = JSON_LIMIT, **options: Any) 
 
 
 def read_yaml(path: Path | str, limit: int = YAML_LIMIT) -> Any:
-    """The content of a YAML file of plain values, each name once.
-
-    Aliases are refused, a few lines of which stand for gigabytes, and numbers that take seconds to read.
-    """
+    """The content of a YAML file of plain values, each name once, without aliases, which may stand for gigabytes."""
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise UnreadableFile("it has aliases (*name), which settings do without; write the values out")
-            node = super().compose_node(parent, index)
-            if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
-                raise UnreadableFile(f"it has a number of {len(node.value)} characters")
-            return node
+            return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()

@@ -65,29 +65,6 @@ def test_every_line_of_a_pipe_is_answered_given_the_conversation_so_far(base, ca
     assert capsys.readouterr().out == f"{first}\n{first}\n"
 
 
-def test_answers_are_drawn_as_the_models_folder_says_or_carefully_and_a_line_says_which(base, capsys):
-    settings = base / "generation_config.json"
-    for content, said_line in (
-        (None, "temperature 0.2: it has no generation_config.json; --temperature sets another"),
-        (
-            '{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 2}',
-            "temperature 0.6: as its generation_config.json",
-        ),
-        ('{"do_sample": false, "temperature": 0.6}', "temperature 0: as its generation_config.json says"),
-    ):
-        if content is not None:
-            settings.write_text(content)
-        said("Hi\n", str(base), "--length", "4")
-        assert said_line in capsys.readouterr().err
-    said("Hi\n", str(base), "--length", "4", "--temperature", "0")
-    assert "temperature" not in capsys.readouterr().err
-    settings.write_text("[")
-    with pytest.raises(SystemExit):
-        said("Hi\n", str(base), "--length", "4")
-    assert "generation_config.json cannot be read" in capsys.readouterr().err
-    settings.unlink()
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_the_text_that_streams_is_the_answer_in_any_number_of_lanes(base, in_lanes, lanes):
     tokenizer = dcdm.load(base)[1]

@@ -191,11 +191,3 @@ def test_a_table_fits_a_terminal_of_80_columns_with_all_of_its_words(given, term
     narrow, wide = terminal(*given)
     assert max(len(line) for line in narrow.splitlines() if "   " in line.strip()) <= 80
     assert {*wide.split()} <= {*narrow.split()}
-
-
-def test_the_tables_of_chunks_fit_a_terminal_of_80_columns(terminal):
-    shown = terminal("chunks", "english-dcdm", "Of the 12 States, in peace: I recommend to Congress an Act.")[0]
-    table = shown[shown.index("chunk  size") :].splitlines()[:-1]
-    assert max(map(len, table)) <= 80
-    assert not [line for line in table if "…" in line]
-    assert "function" in table[0]

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dcdm
 from corpora import documents, write_jsonl
 from dcdm.config import DataConfig, DataError
-from dcdm.data.loader import Loader, computed_order, in_order, pack, sample_range
+from dcdm.data.loader import Loader, in_order, pack, sample_range
 from dcdm.data.prepare import prepare
 from dcdm.data.sources import split_by_hash
 from dcdm.data.store import PreparedData, TextWindows, TokenStream, write_manifest
@@ -90,54 +90,22 @@ def test_a_data_set_travels_to_another_process_without_its_tokens(windows):
     assert torch.equal(pickle.loads(copy)[3]["tokens"], windows[3]["tokens"])
 
 
-@pytest.fixture(params=["shuffled", "computed"])
-def order(request, monkeypatch):
-    """Both ways to an epoch's order: a list in memory, and place by place."""
-    if request.param == "computed":
-        monkeypatch.setattr("dcdm.data.loader.MOST_SHUFFLED", 0)
-
-
 @pytest.mark.parametrize("total", [1, 2, 3, 10, 97, 4096, 4097])
-def test_each_epoch_visits_every_window_once_in_another_order(order, total):
+def test_each_epoch_visits_every_window_once_in_another_order(total):
     epochs = sample_range(Key(0), 0, 3 * total, total).reshape(3, total).tolist()
     assert all(sorted(epoch) == list(range(total)) for epoch in epochs)
     assert total < 10 or len({tuple(epoch) for epoch in [*epochs, range(total)]}) == 4
     assert total < 10 or sample_range(Key(1), 0, total, total).tolist() != epochs[0]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 30))
-def test_a_stretch_of_samples_does_not_depend_on_where_it_is_cut(order, total, first, count):
+def test_a_stretch_of_samples_does_not_depend_on_where_it_is_cut(total, first, count):
     whole = sample_range(Key(3), 0, first + count, total)
     assert torch.equal(sample_range(Key(3), first, count, total), whole[first:])
 
 
 def test_orders_that_earlier_runs_were_shuffled_by_are_still_theirs():
     assert torch.equal(sample_range(Key(3), 7, 3, 10), Key(3).fold("epoch", 0).permutation(10)[7:])
-
-
-def test_a_computed_order_looks_like_chance():
-    """Of 50,000 windows: neighbours, distances moved and halves are as for a shuffled deck."""
-    total = 50_000
-    for seed in range(3):
-        order = computed_order(Key(seed), 0, total, total).double()
-        places = torch.arange(total).double()
-        correlation = torch.corrcoef(torch.stack([order, places]))[0, 1]
-        neighbours = torch.corrcoef(torch.stack([order[1:], order[:-1]]))[0, 1]
-        assert abs(float(correlation)) < 0.02  # 4.5 standard deviations
-        assert abs(float(neighbours)) < 0.02
-        assert int(((order[1:] - order[:-1]).abs() == 1).sum()) < 15  # 2 are expected
-        cells = torch.histogram(order * 20 // total + 20 * (places * 20 // total), 400, range=(0, 400)).hist
-        assert 290 < float(((cells - total / 400) ** 2 / (total / 400)).sum()) < 440  # χ² of 361 degrees
-
-
-def test_a_position_in_a_shuffled_order_is_refused_where_the_order_is_computed(windows, monkeypatch):
-    state = Loader(windows, seed=5, global_batch=8).state_dict()
-    monkeypatch.setattr("dcdm.data.loader.MOST_SHUFFLED", 0)
-    computed = Loader(windows, seed=5, global_batch=8)
-    with pytest.raises(DataError, match="resume with the same data"):
-        computed.load_state_dict(state)
-    computed.load_state_dict(computed.state_dict())
 
 
 def test_training_on_ten_billion_tokens_begins_without_reading_them(tmp_path, monkeypatch):
@@ -155,7 +123,6 @@ def test_training_on_ten_billion_tokens_begins_without_reading_them(tmp_path, mo
     })  # fmt: skip
     hashed = []
     monkeypatch.setattr("dcdm.data.store.file_digest", lambda path: hashed.append(path) or "unread")
-    monkeypatch.delattr(Key, "permutation")
     tracemalloc.start()
     prepared = PreparedData.open(tmp_path)
     prepared.check_at_start()

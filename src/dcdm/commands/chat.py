@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcdm.commands.options import (
@@ -35,7 +34,7 @@ EXAMPLES = (
     'echo What is the capital of France? | dcdm chat runs/lanes --system "Answer briefly." --length 32',
 )
 CAREFUL = 0.2
-"""The temperature of models whose folder names none: small ones lose the thread at higher ones."""
+"""The temperature where none is asked for: small models lose the thread at higher ones."""
 FORGET = "/new"
 """What a user writes to begin anew."""
 
@@ -55,8 +54,7 @@ def chat(
 
     Each line is a message; /new begins a new conversation, Ctrl-D ends it. Through a pipe, every line of the input
     is answered in turn. Text appears as soon as all before it is written: of several lanes, the first streams and
-    the others follow at the end. Temperature and truncation are those of the model's generation_config.json where
-    it has one, else the temperature is 0.2; the first line says which.
+    the others follow at the end. The temperature is 0.2 unless another is asked for.
 
     Args:
         system: The system message.
@@ -74,11 +72,7 @@ def chat(
         raise ConfigError(f"--length {length} leaves no room in a context of {loaded.config.context_length} tokens")
     system = None if system is None else argument_text(system)
     asked = decoder_settings(decoder, set)
-    usual = generation_settings(model)
-    decoding = DecodingConfig.of(**(usual or {"temperature": CAREFUL}) | asked).resolve(loaded.config, tokenizer)
-    if "temperature" not in asked:
-        origin = "as its generation_config.json says" if usual else "it has no generation_config.json"
-        print(f"temperature {decoding.temperature:g}: {origin}; --temperature sets another", file=sys.stderr)
+    decoding = DecodingConfig.of(**({"temperature": CAREFUL} | asked)).resolve(loaded.config, tokenizer)
     conversation = Conversation(loaded, tokenizer, ChatTemplate(tokenizer), decoding, system, length, seed)
     for message in _messages():
         if message == FORGET:
@@ -97,24 +91,6 @@ def chat(
             tokens, forwards = int(costs.new_tokens.sum()), int(costs.forwards.sum())
             passes = many(forwards, "forward pass", "forward passes")
             print(f"({many(tokens, 'token')} in {passes})", file=sys.stderr)
-
-
-def generation_settings(model: str | Path) -> dict[str, float]:
-    """How its makers draw from a model, by the file in its folder that `transformers` reads too; {} without one."""
-    from dcdm.files import UnreadableFile, read_json_object
-    from dcdm.shipped import folder_of
-
-    path = folder_of(str(model)) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = read_json_object(path)
-    except UnreadableFile as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if content.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = [name for name in ("temperature", "top_p", "top_k") if isinstance(content.get(name), int | float)]
-    return {name: content[name] for name in names if content[name]} if "temperature" in names else {}
 
 
 class Conversation:

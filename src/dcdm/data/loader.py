@@ -5,7 +5,6 @@ B rows of a batch   L positions of a window
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import cycle
@@ -20,10 +19,6 @@ from dcdm.config import DataError
 from dcdm.data.store import Item
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.keys import Key
-
-MOST_SHUFFLED = 1 << 22
-"""Windows of which an epoch's order is a list in memory; of more it is computed, place by place."""
-ROUNDS = 6
 
 
 class WindowSet(Protocol):
@@ -65,7 +60,6 @@ class Loader:
         stop = (rank + 1) * share
         self._micro_rows = [range(at, min(at + size, stop)) for at in range(rank * share, stop, size)]
         self._samples = 0
-        self._order_of = dataset.identity + ("/computed" if len(dataset) > MOST_SHUFFLED else "")
         self._num_workers, self._pin_memory = num_workers, pin_memory
 
     @property
@@ -96,11 +90,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in whole steps handed out. It holds for any number of ranks, workers and micro-batches."""
-        return {"samples": self._samples, "seed": self.seed, "data": self._order_of}
+        return {"samples": self._samples, "seed": self.seed, "data": self.dataset.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the last step that the saved loader handed out; takes effect at the next `iter`."""
-        for name, now in (("seed", self.seed), ("data", self._order_of)):
+        for name, now in (("seed", self.seed), ("data", self.dataset.identity)):
             if state[name] != now:
                 raise DataError(
                     f"the saved position belongs to {name} {state[name]}, this loader has {now}; "
@@ -133,46 +127,14 @@ def sample_range(key: Key, first: int, count: int, total: int) -> Tensor:
     while at < stop:
         epoch, begin = divmod(at, total)
         end = min(total, begin + stop - at)
-        pieces.append(_epoch(key.fold("epoch", epoch), begin, end, total))
+        pieces.append(_shuffled(key.fold("epoch", epoch), total)[begin:end])
         at += end - begin
     return torch.cat(pieces)
-
-
-def _epoch(key: Key, begin: int, end: int, total: int) -> Tensor:
-    """The windows at places begin … end−1 of an epoch."""
-    return _shuffled(key, total)[begin:end] if total <= MOST_SHUFFLED else computed_order(key, begin, end, total)
 
 
 @lru_cache(maxsize=2)  # this epoch and the next
 def _shuffled(key: Key, total: int) -> Tensor:
     return key.permutation(total)
-
-
-def computed_order(key: Key, begin: int, end: int, total: int) -> Tensor:
-    """Places begin … end−1 of a permutation of `total` windows of which nothing is kept in memory.
-
-    A Feistel network: a number is two digits to the base √total, rounded up. A round adds to one digit what the
-    key makes of the other one, which could be undone, so that no two places get the same window. What falls on one
-    of the few numbers beyond `total` is sent through again, until it does not.
-    """
-    base = np.uint64(math.isqrt(total - 1) + 1)
-    rounds = torch.randint(2**62, (ROUNDS,), generator=key.fold("rounds").generator()).numpy().astype(np.uint64)
-    numbers = np.arange(begin, end, dtype=np.uint64)
-    beyond = np.ones(len(numbers), dtype=bool)
-    while beyond.any():
-        one, other = np.divmod(numbers[beyond], base)
-        for salt in rounds:
-            one, other = other, (one + _scrambled(other + salt) % base) % base
-        numbers[beyond] = one * base + other
-        beyond = numbers >= total
-    return torch.from_numpy(numbers.astype(np.int64))
-
-
-def _scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of 64 bits, every bit of each depending on all of its bits (SplitMix64's last steps)."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
 
 
 # --- a corpus in memory ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ any `tokenizer.json` fit.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -28,7 +27,6 @@ BOS_FOR = "bos_stands_for"
 """In tokenizer_config.json: the id that BOS stands for."""
 MOST_HOLES = 1 << 16  # ids without a token; published tokenizers have a few thousand at most
 TEMPLATE_LIMIT = 1 << 20
-MOST_GROWTH = 100  # characters that a Replace rule may make of one; published ones make at most three
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
 PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
     ("one", " two"), ("I", " A"), ("word.\n", "Next"), ("a\n", "b"), ("1\n", "2"), (")\n", "("), ("x,\n", '"y"'),
@@ -61,11 +59,6 @@ class Tokenizer:
         self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True
         spec = json.loads(backend.to_str())
-        if (growth := _growth(spec["normalizer"]) * _growth(spec["decoder"])) > MOST_GROWTH:
-            raise DataError(
-                f"the tokenizer's Replace rules may make a text {growth:.0e} times as long, where {MOST_GROWTH} is "
-                "allowed; take them out of its tokenizer.json"
-            )
         self._is_bytes = _spells_bytes(spec)
         self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
 
@@ -387,15 +380,6 @@ def _byte_letters() -> list[str]:
 
 
 _BYTE_OF = {letter: byte for byte, letter in enumerate(_byte_letters())}
-
-
-def _growth(rules: dict[str, Any] | None) -> float:
-    """How many times as long Replace rules of a normalizer or decoder may make a text, one after the other."""
-    if not rules:
-        return 1.0
-    inner = [rule for name in ("normalizers", "decoders") for rule in rules.get(name) or ()]
-    own = len(rules["content"]) if rules["type"] == "Replace" else 1
-    return math.prod((_growth(rule) for rule in inner), start=max(1.0, float(own)))
 
 
 def _spells_bytes(spec: dict[str, Any]) -> bool:
