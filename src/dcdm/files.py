@@ -149,7 +149,7 @@ def read_json_object(path: Path | str, limit: int = JSON_LIMIT, **options: Any) 
 
 
 def read_yaml(path: Path | str, limit: int = YAML_LIMIT) -> Any:
-    """The content of a YAML file of plain values, each name once, without aliases, which may stand for gigabytes."""
+    """The content of a YAML file of plain values: each name once, and no aliases, which can stand for gigabytes."""
     import yaml
 
     class PlainLoader(yaml.SafeLoader):

@@ -308,11 +308,7 @@ def board(folder):
     return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
-def test_tensorboard_shows_each_step_once_after_a_run_lost_some_with_chunks_and_pictures(
-    corpus, tmp_path, monkeypatch
-):
-    from dcdm.viewing.palette import chunk_picture
-
+def test_tensorboard_shows_each_step_once_after_a_run_lost_some_with_chunks(corpus, tmp_path, monkeypatch):
     changes = {**SMALL, "tensorboard": True, "train.steps": 4, "evaluate_every": 2, "log_every": 1,
                "checkpoint_every": 2, "data.sources": (str(corpus),)}  # fmt: skip
 
@@ -324,12 +320,11 @@ def test_tensorboard_shows_each_step_once_after_a_run_lost_some_with_chunks_and_
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "on_step", die)
         with pytest.raises(KeyboardInterrupt):
-            run("dcdm-debug", tmp_path / "run", changes=changes, picture=chunk_picture)
-    run("dcdm-debug", tmp_path / "run", changes=changes, picture=chunk_picture)
+            run("dcdm-debug", tmp_path / "run", changes=changes)
+    run("dcdm-debug", tmp_path / "run", changes=changes)
     events = board(tmp_path / "run")
     assert [event.step for event in events.Scalars("train/nll")] == [1, 2, 3, 4]
     assert {"train/nll", "speed/tokens_per_second", "evaluation/valid_nll"} <= set(events.Tags()["scalars"])
-    assert "chunks" in events.Tags()["images"]
     assert "chunks/ids" in events.Tags()["histograms"]
 
 
@@ -502,7 +497,7 @@ def test_two_processes_train_and_resume_in_one(started_by, corpus, tmp_path):
         if "loss" in one:
             assert one["nll"] == pytest.approx(other["nll"], abs=1e-4)
             assert one["tokens"] == other["tokens"]
-    assert "chunks" in board(pair).Tags()["images"]
+    assert "train/nll" in board(pair).Tags()["scalars"]
     assert run(None, pair) == 0  # nothing left to do, in one process
 
 

@@ -16,13 +16,12 @@ from tyro.conf import arg
 from dcdm.commands.options import (
     DeviceOption,
     ModelArgument,
-    assignments,
     at_least_one,
     compute_on,
     whole_numbers,
 )
 from dcdm.commands.train import start_run
-from dcdm.config import ConfigError, Dtype, ModelConfig, whole_number
+from dcdm.config import ConfigError, Dtype, ModelConfig, assignments, whole_number
 
 if TYPE_CHECKING:
     from dcdm.io.load import ModelSource

@@ -12,7 +12,6 @@ from dcdm.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from dcdm.data.store import PreparedData
     from dcdm.data.tokenizers import Tokenizer
@@ -129,13 +128,13 @@ def train(
         "evaluate_sequences": 8, "evaluate_samples": 1, "tensorboard": False,
     }  # fmt: skip
 
-    def shown(model: Model, windows: Tensor) -> None:
+    def shown(model: Model) -> None:
         console.print()
         show_tokens(chunks_of(model, tokenizer), console)
 
     try:
         watch = shown if name == "dcdm" else None
-        code = run_training(f"{name}-debug", folder / name, changes=changes, picture=watch)
+        code = run_training(f"{name}-debug", folder / name, changes=changes, watch=watch)
     except ConfigError as error:
         there = (folder / name / "settings.yaml").exists()
         raise ConfigError(f"{error}; or take another --folder" if there else str(error)) from error

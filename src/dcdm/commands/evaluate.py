@@ -15,13 +15,12 @@ from dcdm.commands.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
-    assignments,
     at_least_one,
     folders_exist,
     print_json,
     whole_numbers,
 )
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, assignments
 
 PPL_EXAMPLES = (
     "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from dcdm.config import ConfigError, Device, WeightsType
+from dcdm.config import ConfigError, Device, WeightsType, assignments
 from dcdm.decoding.config import settings
 
 if TYPE_CHECKING:
@@ -72,24 +72,6 @@ SetOption = Annotated[
         help=f"Further settings of the decoder: {', '.join(one.name for one in settings() if one.rare)}.",
     ),
 ]  # fmt: skip
-
-
-def assignments(texts: tuple[str, ...], option: str = "set") -> dict[str, Any]:
-    """What --set says, or another option: values of name=value, read as YAML."""
-    import yaml
-
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--{option} {text}: write it as name=value")
-        try:
-            values[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"--{option} {text}: the value is not YAML; put it into quotes, or close its brackets"
-            ) from error
-    return values
 
 
 def decoder_settings(flags: DecoderOptions, rare: tuple[str, ...]) -> dict[str, Any]:

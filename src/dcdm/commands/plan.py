@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dcdm.commands.options import JsonOption, assignments, at_least_one, print_json
-from dcdm.config import ConfigError, Dtype
+from dcdm.commands.options import JsonOption, at_least_one, print_json
+from dcdm.config import ConfigError, Dtype, assignments
 
 EXAMPLES = (
     "dcdm plan --preset dcdm-1.7b-k8 --gpus 64 --gpu h100",

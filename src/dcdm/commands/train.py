@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from dcdm.commands.options import DeviceOption, assignments
-from dcdm.config import Device, Dtype
+from dcdm.commands.options import DeviceOption
+from dcdm.config import Device, Dtype, assignments
 
 EXAMPLES = (
     "dcdm train --preset dcdm-debug-causal --run runs/first --steps 200",
@@ -135,10 +135,9 @@ def start_run(
     preset: str | None, run: Path, file: Path | None, changes: Mapping[str, Any], device: Device,
     dry_run: bool = False, signals: bool = True,
 ) -> int:  # fmt: skip
-    """Start or resume a run, given what training itself does not know: initial weights and pictures."""
+    """Start or resume a run, given what training itself does not know: how initial weights are read."""
     from dcdm.io.load import load_init
     from dcdm.training.run import run_training, settle
-    from dcdm.viewing.palette import chunk_picture
 
     if dry_run:
         from dcdm.training.plan import GPUS, lines_of, make_plan
@@ -148,9 +147,8 @@ def start_run(
         print("`dcdm plan` says it for other devices and numbers of them", file=sys.stderr)
         return 0
     return run_training(
-        preset, run, file=file, changes=changes, device=device, load_init=load_init, picture=chunk_picture,
-        signals=signals,
-    )  # fmt: skip
+        preset, run, file=file, changes=changes, device=device, load_init=load_init, signals=signals
+    )
 
 
 def _list_settings(preset: str | None, run: Path, file: Path | None, changes: Mapping[str, Any]) -> None:

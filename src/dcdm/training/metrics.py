@@ -99,11 +99,6 @@ class Recorder:
         shown = ", ".join(parts)
         self.console.print(f"step {step}: {shown} nats/token")
 
-    def on_picture(self, step: int, image: Any) -> None:
-        """An image (H, W, 3) of bytes, for TensorBoard."""
-        if self._board is not None:
-            self._board.add_image("chunks", image, step, dataformats="HWC")
-
     def _log(self, step: int, row: dict[str, Any]) -> None:
         """Speed since the last log, to the files, the boards and, without a terminal, as a plain line."""
         speed = self._measured(step)

@@ -66,8 +66,8 @@ ASIDE = {".tmp", ".lock", ".log", ".out", ".err"}
 """Endings of what else may lie there before a run begins."""
 INTERRUPTED = 130
 
-MakePicture = Callable[[Model, torch.Tensor], Any]
-"""(model, windows of text) → a figure of their chunks for TensorBoard; asked at every evaluation."""
+Watch = Callable[[Model], None]
+"""Is shown the model at every evaluation, by the main process."""
 LoadInit = Callable[[Model, str, Tokenizer], None]
 """Copy initial weights from what `init` names into a model that reads text by this tokenizer."""
 
@@ -80,7 +80,7 @@ def run_training(
     changes: Mapping[str, Any] | None = None,
     device: str = "auto",
     load_init: LoadInit | None = None,
-    picture: MakePicture | None = None,
+    watch: Watch | None = None,
     signals: bool = True,
 ) -> int:
     """Start a run, or resume the one in `folder`; returns the exit code: 0 done, 130 interrupted and saved.
@@ -92,14 +92,14 @@ def run_training(
         raise ConfigError(f"init={config.init}: give load_init, the function that reads initial weights")
     world = init_distributed(device)
     try:
-        return _run(config, before, folder, world, load_init, picture, signals)
+        return _run(config, before, folder, world, load_init, watch, signals)
     finally:
         shutdown(world)
 
 
 def _run(
     config: RunConfig, before: RunConfig | None, folder: Path, world: World,
-    load_init: LoadInit | None, picture: MakePicture | None, signals: bool,
+    load_init: LoadInit | None, watch: Watch | None, signals: bool,
 ) -> int:  # fmt: skip
     console = Console(stderr=True, soft_wrap=True)
     with ExitStack() as stack:
@@ -148,7 +148,7 @@ def _run(
         record = record_of(config, data, types)
         try:
             interrupted = _train(
-                trainer, config, valid_set, checkpointer, record, recorder, picture, stop_asked, world
+                trainer, config, valid_set, checkpointer, record, recorder, watch, stop_asked, world
             )
         except NotFinite as error:
             _keep_batch(error, folder, world)
@@ -166,14 +166,14 @@ def _run(
 
 def _train(
     trainer: Trainer, config: RunConfig, valid_set: WindowSet, checkpointer: Checkpointer, record: dict[str, Any],
-    recorder: Recorder | None, picture: MakePicture | None, stop_asked: Callable[[], bool], world: World,
+    recorder: Recorder | None, watch: Watch | None, stop_asked: Callable[[], bool], world: World,
 ) -> bool:  # fmt: skip
     """The loop: step, report, evaluate, save. True if it was asked to stop before its last step, and saved."""
 
     def assess() -> Mapping[str, float]:
         with trainer.averaged() as model:
-            if picture is not None and recorder is not None:
-                recorder.on_picture(trainer.step, picture(model, _samples(valid_set).to(world.device)))
+            if watch is not None and recorder is not None:
+                watch(model)
             figures = evaluate(
                 model, valid_set, world, sequences=config.evaluate_sequences, samples=config.evaluate_samples
             )
@@ -280,11 +280,6 @@ def closing_line(folder: Path, trainer: Trainer, interrupted: bool) -> str:
         f"{folder}: done at step {trainer.step}. Next: {see}dcdm sample {folder} --prompt TEXT, "
         f"dcdm eval ppl {folder} --data FILE"
     )
-
-
-def _samples(dataset: WindowSet) -> torch.Tensor:
-    """The texts whose chunks are shown."""
-    return torch.stack([dataset[number]["tokens"] for number in range(min(4, len(dataset)))])
 
 
 def _fit_vocabulary(config: RunConfig, tokenizer: Tokenizer, console: Console | None) -> RunConfig:

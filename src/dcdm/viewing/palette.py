@@ -6,13 +6,6 @@ here, to be seen on dark ground too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from dcdm.model.transformer import Model
-
 CHUNKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#4d4d4d")
 VISIBLE = "#bbbbbb"
 """Chunk 0, what is always visible."""
@@ -42,30 +35,3 @@ def on_colour(chunk: int) -> str:
     """The chunk's colour as the ground of text, as `rich` names styles."""
     ground = colour(chunk)
     return f"{ink(ground)} on {ground}"
-
-
-def chunk_picture(model: Model, tokens: Tensor, cell: int = 6) -> Any:
-    """A picture (H, W, 3) of bytes: one row of cells per sequence, coloured by chunk; eight colours, in turn.
-
-    The paper's routing is shown at a fixed draw in which half of the tokens are masked.
-    """
-    import numpy as np
-    import torch
-
-    from dcdm.keys import Key
-
-    with torch.no_grad():
-        if model.config.kind == "ar":
-            ids = torch.zeros_like(tokens)
-        elif model.config.routes_from_noise:
-            masked = (Key(0).uniform(*tokens.shape) < 0.5).to(tokens.device) & model.position_masks(tokens).free
-            routed = model.encode(tokens, masked).chunk_ids
-            assert routed is not None
-            ids = routed
-        else:
-            ids = model.partition(tokens).ids
-    names = [colour(chunk) for chunk in range(-1, int(ids.max()) + 1)]
-    colours = np.array([[int(name[i : i + 2], 16) for i in (1, 3, 5)] for name in names], dtype=np.uint8)
-    rows = colours[(ids + 1).cpu().numpy()].repeat(cell, axis=1).repeat(2 * cell, axis=0)
-    rows[:: 2 * cell] = 255  # a white line between sequences
-    return rows
