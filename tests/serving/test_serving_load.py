@@ -21,7 +21,7 @@ from dcdm.io.load import load_model
 from live import figure_of, live, tiny_model, until
 
 CLIENTS = 32
-DECODERS = ({}, {"cache": "none"}, {"commit": "steps:2", "temperature": 0.5}, {"logprobs": 0})
+DECODERS = ({}, {"cache": "none"}, {"commit": "steps:2", "temperature": 0.5})
 
 
 def requests_and_answers(model, tokenizer, count, most=21):
@@ -31,10 +31,9 @@ def requests_and_answers(model, tokenizer, count, most=21):
         prompt = "".join(draw.choices("def (x):", k=draw.randrange(40)))
         body = {"prompt": prompt, "seed": i, "max_tokens": draw.randint(1, most)}
         more = {"commit": "chunk", **DECODERS[i % len(DECODERS)]}
-        decoder = {name: value for name, value in more.items() if name != "logprobs"}
         right = dcdm.generate(
             model, [body["prompt"]], tokenizer=tokenizer, max_new_tokens=body["max_tokens"], seed=body["seed"],
-            blanks=False, **decoder,
+            blanks=False, **more,
         )  # fmt: skip
         pairs.append(({**body, **more}, right.texts[0]))
     return pairs

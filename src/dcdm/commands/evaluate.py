@@ -16,7 +16,6 @@ from dcdm.commands.options import (
     DtypeOption,
     JsonOption,
     at_least_one,
-    folders_exist,
     print_json,
     whole_numbers,
 )
@@ -24,7 +23,7 @@ from dcdm.config import ConfigError, assignments
 
 PPL_EXAMPLES = (
     "dcdm eval ppl runs/first --data wikitext=wikitext2/test.txt",
-    "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory --markdown table.md",
+    "dcdm eval ppl runs/first runs/second --data a.txt b.jsonl --estimator auto trajectory",
 )
 TASKS_EXAMPLES = (
     "dcdm eval tasks runs/first --tasks piqa --data-dir tasks --limit 20",
@@ -53,7 +52,6 @@ def ppl(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
     json: JsonOption = False,
-    markdown: Path | None = None,
 ) -> None:
     """Perplexity of models on corpora, in one table.
 
@@ -81,17 +79,14 @@ def ppl(
         batch_size: Windows of one pass; it does not change the result.
         field: Field of a row that holds its text.
         split: Of packed shards, and of stdlib, stdlib-code and addresses.
-        markdown: Write the table to this file.
     """
     from dcdm.distributed import init_distributed, shutdown
     from dcdm.evaluation.corpora import WindowSettings, read_corpora
     from dcdm.evaluation.perplexity import EstimatorSettings, evaluate_perplexity
-    from dcdm.files import write_whole
     from dcdm.io.load import weights_type
     from dcdm.progress import ConsoleProgress
     from dcdm.viewing import tables
 
-    folders_exist(markdown=markdown)
     drawing = EstimatorSettings(samples, seed, batch_size, whole_numbers("lanes", lanes), commit)
     window = WindowSettings(stride, per_document, length, limit)
     corpora = read_corpora(data, field, split)
@@ -111,8 +106,6 @@ def ppl(
         print_json(result.to_dict())
     else:
         tables.perplexity_table(result).print(caption=tables.LEGEND)
-    if markdown is not None:
-        write_whole(markdown, tables.to_markdown(result).encode())
 
 
 # --- benchmark tasks ---------------------------------------------------------------------------------------------

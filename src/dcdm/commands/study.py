@@ -35,7 +35,6 @@ def study(
     seeds: tuple[int, ...] = (),
     report: bool = False,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
-    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     curves: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -53,22 +52,18 @@ def study(
         report: Compare what is finished; start nothing.
         out: Write the figures of every run there, as JSON. Runs that the file has already, of the same settings,
             stay in it and are not made again: a study may be carried out in parts, on several machines.
-        plot: Draw exact nats per token against forward passes into this PNG or SVG.
         curves: Draw the valid figure while training into this PNG or SVG, for runs with `evaluate_every`.
     """
-    from dcdm.studies.plots import draw_curves, draw_frontier
+    from dcdm.studies.plots import draw_curves
     from dcdm.studies.results import compare, judge, summary
     from dcdm.studies.study import read_study
 
-    folders_exist(out=out, plot=plot, curves=curves)
-    for name, picture in (("plot", plot), ("curves", curves)):
-        if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--{name} {picture}: a picture ends in .png, .svg or .pdf")
+    folders_exist(out=out, curves=curves)
+    if curves is not None and curves.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--curves {curves}: a picture ends in .png, .svg or .pdf")
     asked = read_study(file)
     complete, figures = carry_on(asked, work, jobs, only, seeds, out, start=not report)
     rows = compare(asked, figures)
-    if plot is not None:
-        draw_frontier(asked, [row for row in rows if row.variant in (only or asked.variants)], plot)
     if curves is not None:
         draw_curves(asked, figures, curves, only)
     if json:

@@ -19,7 +19,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.engine import blank_tokens, whole_text
 from dcdm.decoding.text import Ended, Event
 from dcdm.lanes.masks import lane_partition
-from dcdm.serving.reading import Piece, ReadToken, TextReader, own_costs, token_text
+from dcdm.serving.reading import Piece, TextReader, own_costs, token_text
 from dcdm.serving.scheduler import Completion, Last, QueuedRequest
 from dcdm.serving.schemas import (
     APIError,
@@ -44,8 +44,8 @@ def prepare_completion(served: ServedModel, request: CompletionRequest) -> Answe
     prompts = [served.encode(one) if isinstance(one, str) else served.check_ids(one) for one in several]
     behind = None if request.suffix is None else served.encode(request.suffix, param="suffix")
     completions = _completions(served, request, prompts, request.max_tokens or DEFAULT_MAX_TOKENS, behind=behind)
-    form = CompletionChoices(served.tokenizer, request.logprobs is not None)
-    return Answer(served, request, completions, form, sum(len(ids) + len(behind or ()) for ids in prompts))
+    given_tokens = sum(len(ids) + len(behind or ()) for ids in prompts)
+    return Answer(served, request, completions, CompletionChoices(), given_tokens)
 
 
 def prepare_chat(served: ServedModel, request: ChatRequest) -> Answer:
@@ -62,7 +62,7 @@ def prepare_chat(served: ServedModel, request: ChatRequest) -> Answer:
     ids = served.check_ids(served.tokenizer.encode_chat(text), "messages")
     length = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     completions = _completions(served, request, [ids], getattr(request, length), ("messages", length))
-    return Answer(served, request, completions, ChatChoices(served.tokenizer, bool(request.logprobs)), len(ids))
+    return Answer(served, request, completions, ChatChoices(), len(ids))
 
 
 def _completions(
@@ -110,21 +110,9 @@ class CompletionChoices:
     opening: ClassVar[dict[str, Any]] = {}
     """Of a stream: the choice that comes before there is text, if any."""
 
-    def __init__(self, tokenizer: Tokenizer, with_log_p: bool) -> None:
-        self.tokenizer, self.with_log_p = tokenizer, with_log_p
-
     def choice(self, piece: Piece, whole: bool = False) -> dict[str, Any]:
         """What a stream's chunk, or an answer in one piece, says of a text."""
-        log_p = self._log_p(piece.tokens) if self.with_log_p else None
-        return {"text": piece.text, "finish_reason": piece.finish, "logprobs": log_p}
-
-    def _log_p(self, tokens: list[ReadToken]) -> dict[str, Any]:
-        return {
-            "tokens": [token_text(self.tokenizer, each.token) for each in tokens],
-            "token_logprobs": [each.log_p for each in tokens],
-            "top_logprobs": None,
-            "text_offset": [each.offset for each in tokens],
-        }
+        return {"text": piece.text, "finish_reason": piece.finish, "logprobs": None}
 
 
 class ChatChoices:
@@ -135,20 +123,12 @@ class ChatChoices:
         "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None
     }  # fmt: skip
 
-    def __init__(self, tokenizer: Tokenizer, with_log_p: bool) -> None:
-        self.tokenizer, self.with_log_p = tokenizer, with_log_p
-
     def choice(self, piece: Piece, whole: bool = False) -> dict[str, Any]:
         if whole:
             said: dict[str, Any] = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
         else:
             said = {"delta": {"content": piece.text} if piece.text else {}}
-        log_p = {"content": [self._token(each) for each in piece.tokens], "refusal": None}
-        return {**said, "finish_reason": piece.finish, "logprobs": log_p if self.with_log_p else None}
-
-    def _token(self, read: ReadToken) -> dict[str, Any]:
-        text, held = token_text(self.tokenizer, read.token), list(self.tokenizer.pieces([read.token])[0])
-        return {"token": text, "logprob": read.log_p, "bytes": held, "top_logprobs": []}
+        return {**said, "finish_reason": piece.finish, "logprobs": None}
 
 
 @dataclass

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby
 
 from dcdm.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """A text with parts of it blanked out: whole tokens, as the model reads the text when nothing is missing."""
+    """A text with parts of it blanked out."""
 
     name: str
     marked: str
@@ -21,23 +20,11 @@ class Exercise:
     def text(self) -> str:
         return re.sub("[⟦⟧]", "", self.marked)
 
-    def original(self, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-        """The tokens of the whole text, without BOS, and which are blanked out: all that are marked in part."""
-        pieces = re.split("[⟦⟧]", self.marked)
-        marked = b"".join(bytes([number % 2]) * len(piece.encode()) for number, piece in enumerate(pieces))
-        ids = tokenizer.encode(self.text)
-        blank, at = [], 0
-        for piece in tokenizer.pieces(ids):
-            blank.append(any(marked[at : at + len(piece)]))
-            at += len(piece)
-        return ids, blank
-
     def segments(self, tokenizer: Tokenizer) -> list[tuple[str, int]]:
         """Stretches of the text, and how many tokens of each are blanked out: none, or all."""
-        ids, blank = self.original(tokenizer)
-        runs = [[at for at, _ in run] for _, run in groupby(enumerate(blank), key=lambda pair: pair[1])]
-        texts = [b"".join(tokenizer.pieces([ids[at] for at in run])).decode(errors="replace") for run in runs]
-        return [(text, len(run) if blank[run[0]] else 0) for text, run in zip(texts, runs, strict=True)]
+        parts = re.split("[⟦⟧]", self.marked)
+        found = [(part, len(tokenizer.encode(part)) if number % 2 else 0) for number, part in enumerate(parts)]
+        return [(part, count) for part, count in found if part]
 
     def prompt(self, tokenizer: Tokenizer) -> str:
         """The text with blanks of as many tokens as stood there."""

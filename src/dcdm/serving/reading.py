@@ -7,7 +7,7 @@ beginning of a stop text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.text import Ended, Event
@@ -27,22 +27,11 @@ def own_costs(costs: Mapping[str, int]) -> dict[str, int]:
     return {**own, "computed": own["computed"] + shared, "reused": own["reused"] - shared}
 
 
-@dataclass(frozen=True)
-class ReadToken:
-    """A token of a completion."""
-
-    token: int
-    log_p: float
-    offset: int
-    """Where it begins, in characters of the whole completion."""
-
-
 @dataclass
 class Piece:
-    """A part of a text, and the tokens that begin in it."""
+    """A part of a text."""
 
     text: str
-    tokens: list[ReadToken] = field(default_factory=list)
     finish: str | None = None
     """In the last piece: "stop" (EOS or a stop text) or "length"."""
 
@@ -63,29 +52,26 @@ class TextReader:
         self.begins, self.in_pieces = begins, in_pieces
         self.satisfied = False
         self.text = ""
-        self._waiting: dict[int, tuple[int, float]] = {}  # by position: what cannot be read yet
-        self._tokens: list[ReadToken] = []
+        self._waiting: dict[int, int] = {}  # by position: tokens that cannot be read yet
         self._ids: list[int] = []
         self._sent = 0
-        self._sent_tokens = 0
         self._settled = 0  # tokens before it are text
         self._group = 0  # where the last part of that text begins
 
     def event(self, event: Event, seconds: float = 0.0) -> Piece | None:
-        for position, *rest in zip(event.positions, event.tokens, event.log_p, strict=True):
+        for position, token in zip(event.positions, event.tokens, strict=True):
             if self.last is None or position <= self.last:
-                self._waiting[position] = tuple(rest)  # type: ignore[assignment]
-        while not self.satisfied and (following := self._waiting.get(self.first + len(self._ids))):
-            if following[0] == self.eos_id:
+                self._waiting[position] = token
+        while not self.satisfied and (following := self._waiting.get(self.first + len(self._ids))) is not None:
+            if following == self.eos_id:
                 break  # what stands behind it is no part of the text
-            self._ids.append(following[0])
-            self._tokens.append(ReadToken(*following, offset=len(self.text)))
+            self._ids.append(following)
             self._settle()
         return self._piece(len(self.text) - self._held()) if self.in_pieces else None
 
     def end(self, ended: Ended, seconds: float = 0.0) -> Piece:
         self._settle(whole=True)
-        piece = self._piece(len(self.text), all_tokens=True) or Piece("")
+        piece = self._piece(len(self.text)) or Piece("")
         piece.finish = "stop" if self.satisfied or ended.finished in ("eos", "stop") else "length"
         return piece
 
@@ -113,13 +99,8 @@ class TextReader:
         lengths = (size for stop in self.stops for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
         return max(lengths, default=0)
 
-    def _piece(self, upto: int, all_tokens: bool = False) -> Piece | None:
-        if upto <= self._sent and not all_tokens:
+    def _piece(self, upto: int) -> Piece | None:
+        if upto <= self._sent:
             return None
-        text, self._sent = self.text[self._sent : upto], max(upto, self._sent)
-        at = start = self._sent_tokens
-        everything = all_tokens and not self.satisfied
-        while at < len(self._tokens) and (everything or self._tokens[at].offset < self._sent):
-            at += 1
-        self._sent_tokens = at
-        return Piece(text, self._tokens[start:at])
+        text, self._sent = self.text[self._sent : upto], upto
+        return Piece(text)

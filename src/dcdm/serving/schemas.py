@@ -122,7 +122,6 @@ class CompletionRequest(OpenAIRequest):
         None, description="What follows: exactly max_tokens tokens are filled in between. Not for AR models."
     )
     echo: Literal[False] | None = Field(None, description="Only false: the caller has the prompt.")
-    logprobs: Literal[0] | None = Field(None, description="0: each token's log-probability at its commit.")
 
 
 class TextPart(Body):
@@ -145,7 +144,7 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: MaxTokens | None = Field(None, description="Default: what the context has room for.")
     max_completion_tokens: MaxTokens | None = Field(None, description="Another name of max_tokens.")
-    logprobs: bool | None = Field(None, description="The log-probability of each token at its commit.")
+    logprobs: Literal[False] | None = Field(None, description="Only false.")
 
     @model_validator(mode="after")
     def says_each_thing_once(self) -> Self:

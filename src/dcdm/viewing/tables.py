@@ -1,4 +1,4 @@
-"""Tables: one builder for terminal, Markdown and pages, and the tables of evaluations.
+"""Tables: one builder for terminal and pages, and the tables of evaluations.
 
 Valid figures, those of a decoder and the paper's surrogate have columns of their own: they are not to be compared.
 """
@@ -89,12 +89,6 @@ class Table:
             room -= widths[at] - least[at]
         return widths
 
-    def to_markdown(self) -> str:
-        rules = ["---" if name in self.text else "---:" for name in self.columns]
-        cells = [self.columns, *([_cell(value) for value in row] for row in self.rows)]
-        head, *lines = ([cell.replace("|", r"\|") for cell in row] for row in cells)
-        return "".join(f"| {' | '.join(line)} |\n" for line in (head, rules, *lines))
-
     def to_html(self) -> str:
         return grid(self.columns, [[_cell(value) for value in row] for row in self.rows], tuple(self.text))
 
@@ -152,10 +146,6 @@ def _number(value: float) -> str:
 def _counts(row: Figures) -> list[str]:
     left = ", ".join(f"{count:,} {what}" for what, count in row.left_out.items() if count)
     return [f"{row.tokens:,}", f"{row.documents:,}", f"{row.documents_cut:,}", left or "nothing"]
-
-
-def to_markdown(evaluation: Evaluation) -> str:
-    return f"{perplexity_table(evaluation).to_markdown()}\n{LEGEND}.\n"
 
 
 # --- benchmark tasks ---------------------------------------------------------------------------------------------
