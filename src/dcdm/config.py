@@ -446,6 +446,9 @@ class ObjectiveConfig:
     """Share of training windows with a random visible prefix or random visible spans."""
     blank_share: float = 0.0
     """Share of training windows that are visible but for a few short blanks, as in filling code in."""
+    soft_targets: bool = False
+    """Lanes that are trained by adapters learn what the frozen weights predict in one lane, their distributions, in
+    place of the text's tokens."""
     chunk_loss_weight: float | None = None
     chunk_loss_eps: float | None = None
     """ε inside the logarithm of the per-sequence balance loss; None means 1/L."""
@@ -468,7 +471,7 @@ class ObjectiveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
         values = asdict(self)
-        for name in ("t_shape", "blank_share"):
+        for name in ("t_shape", "blank_share", "soft_targets"):
             if values[name] == getattr(ObjectiveConfig, name):
                 del values[name]
         return values

@@ -1,4 +1,4 @@
-"""What trains the draft head, and that nothing else learns from it."""
+"""What trains the draft head, and that nothing else learns from it; and lanes that learn from one lane."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import dcdm
 import tiny
-from dcdm.config import ObjectiveConfig
+from dcdm.config import ConfigError, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, loss
 from dcdm.io.load import load_init
 from dcdm.io.verify import cache_errors
@@ -19,7 +19,9 @@ from dcdm.keys import Key
 from dcdm.lanes.masks import led_positions
 from dcdm.lanes.model import SHARE, LaneModel
 from dcdm.lanes.objective import DRAFT_WEIGHT, draw_lanes
+from dcdm.model import lora
 from dcdm.model.transformer import Model
+from dcdm.training.settings import RunConfig, TrainConfig
 
 SETTINGS = ObjectiveConfig(prompt_share=0.5)
 
@@ -178,3 +180,39 @@ def test_a_head_that_drafts_some_tokens_only_changes_no_text() -> None:
             plain = dcdm.generate(model, [[1, 2, 3]], lanes=1, drafts=0, **options)
             assert drafted.completions == plain.completions
     assert cache_errors(model) == []
+
+
+# --- lanes that learn what frozen weights predict in one lane ------------------------------------------------------
+
+
+def test_lanes_by_soft_targets_learn_what_the_frozen_weights_predict_in_one_lane() -> None:
+    model, clean = lanes_model(0), tiny.tokens(3, 13, padding=(0, 4))
+    prompt = torch.zeros_like(clean, dtype=torch.bool)
+    prompt[1, :4] = True
+    free = model.position_masks(clean, prompt).free
+    p = model(clean, prompt=prompt, lanes=1).logits[free].softmax(dim=-1).detach()
+    lora.attach(model, rank=2)
+    for name, parameter in model.named_parameters():
+        if lora.is_adapter(name):
+            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    found = loss(model, Batch(clean, prompt), Key(3), ObjectiveConfig(prompt_share=0.0, soft_targets=True))
+    lanes = draw_lanes(model.config, Key(3), torch.arange(3), free.sum(dim=-1))
+    log_q = model(clean, prompt=prompt, lanes=lanes).logits[free].log_softmax(dim=-1)
+    expected = -(p * log_q.masked_fill(p == 0, 0)).sum() / free.sum()
+    torch.testing.assert_close(found.total, expected)
+    found.total.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected_gradients = torch.autograd.grad(expected, [model.get_parameter(name) for name in gradients])
+    assert set(gradients) == {name for name, _ in model.named_parameters() if lora.is_adapter(name)}
+    for mine, theirs in zip(gradients.values(), expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_soft_targets_ask_for_adapters_of_a_lane_model() -> None:
+    lanes, soft = tiny.config("mdlm", kind="lanes"), ObjectiveConfig(soft_targets=True)
+    with pytest.raises(ConfigError, match=r"train\.lora"):
+        RunConfig(lanes, objective=soft, init="base")
+    with pytest.raises(ConfigError, match="lane model"):
+        RunConfig(tiny.config("ar"), objective=soft, init="base", train=TrainConfig(lora=2))
+    assert RunConfig(lanes, objective=soft, init="base", train=TrainConfig(lora=2)).objective.soft_targets
+    assert "soft_targets" not in ObjectiveConfig().to_dict()

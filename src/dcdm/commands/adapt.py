@@ -31,6 +31,7 @@ Target = Literal["drafts", "lanes", "ar", "bdlm", "mdlm", "dcdm-causal", "dcdm-p
 
 EXAMPLES = (
     "dcdm adapt base --run runs/drafts --to drafts",
+    "dcdm adapt base --run runs/lanes --to lanes --own-texts 1024",
     "dcdm adapt base --run runs/lanes --data train.txt",
     "dcdm adapt base --run runs/lanes --data train.txt --steps 1000 --batch-size 4 --lora 16",
     "dcdm adapt base --run runs/blocks --data train.txt --to bdlm --block-size 4",
@@ -53,7 +54,13 @@ DRAFTS: dict[str, Any] = {
 }  # fmt: skip
 """For a head alone. Without random prompts the states of a window are the same in every epoch, and are kept."""
 DRAFT_VOCAB = 16_384
-OWN_TEXTS = 512
+OWN_TEXTS = 1024
+LANES: dict[str, Any] = {
+    "objective.soft_targets": True, "objective.prompt_share": 0.0, "evaluate_every": 10_000,
+}  # fmt: skip
+"""For lanes that learn from own texts, what the model itself predicts in one lane."""
+OF_OWN_TEXTS: dict[str, dict[str, Any]] = {"drafts": DRAFTS, "lanes": LANES}
+RANK = 16  # of their adapters
 ACTIVATIONS = 2e9  # bytes that backward may keep of one pass
 
 
@@ -100,9 +107,10 @@ def adapt(
         data: Text to train on: stdlib, addresses, files, patterns, a hub data set, or a folder that
             `dcdm data prepare` wrote with the model's tokenizer.
         validation: Sources of the validation split; without them a share is held out.
-        own_texts: For drafts: how many texts the model writes first, to train on (default: 512; none with --data).
-        prompts: For drafts: a file with a prompt in each line for these texts; one that ends in … is the beginning
-            of a text, others are messages to answer (default: 90 short ones that come with dcdm).
+        own_texts: How many texts the model writes first, to train on. Lanes learn from them what it predicts in one
+            lane, by adapters (--lora, default 16); drafts need no other text (default: 1024; none with --data).
+        prompts: A file with a prompt in each line for these texts; one that ends in … is the beginning of a text,
+            others are messages to answer (default: 90 short ones that come with dcdm).
         steps: Optimizer steps.
         batch_size: Windows of one step.
         lora: Train adapters of this rank on the blocks, and the rows of BOS and MASK, instead of all weights.
@@ -121,16 +129,21 @@ def adapt(
     found = find_model(place)
     numbers = None if lanes is None else whole_numbers("lanes", lanes)
     config = adapted(found.config, to, numbers, drafts, block_size)
-    if to != "drafts" and (own_texts or prompts):
+    own = own_texts is not None or prompts is not None or (to == "drafts" and not data)
+    if own and to not in OF_OWN_TEXTS:
         raise ConfigError(f"--own-texts and --prompts have no effect on --to {to}; leave them out")
-    if to == "drafts" and data and (own_texts or prompts or lora):
-        raise ConfigError(
-            "--to drafts trains on --data or on own texts (--own-texts, --prompts), and without --lora"
-        )
-    if to == "drafts" and not data and not dry_run:
-        data = (str(_own_texts(found, own_texts or OWN_TEXTS, prompts, device, dtype)),)
+    if own and data:
+        raise ConfigError(f"--to {to} trains on --data or on own texts (--own-texts, --prompts), not on both")
+    if to == "drafts" and lora:
+        raise ConfigError("--lora has no effect on --to drafts, which trains the head alone; leave it out")
+    if own and to == "lanes":
+        lora = lora or RANK
     rate = 1e-3 if to == "drafts" else 2e-3 if lora else 3e-4
-    changes: dict[str, Any] = DEFAULTS | (DRAFTS if to == "drafts" else {}) | {
+    defaults = DEFAULTS | (OF_OWN_TEXTS[to] if own or to == "drafts" else {})
+    if own and not dry_run:
+        room = whole_number("data.window", (defaults | assignments(set))["data.window"])
+        data = (str(_own_texts(found, own_texts or OWN_TEXTS, prompts, room, device, dtype)),)
+    changes: dict[str, Any] = defaults | {
         "model": config.to_dict(), "init": str(model), "data.tokenizer": str(found.tokenizer_folder),
         "data.sources": data or ("stdlib",), "data.validation": validation, "train.steps": steps,
         "train.batch_size": batch_size, "train.learning_rate": rate, "train.lora": lora or 0, **assignments(set),
@@ -186,18 +199,22 @@ def adapted(
 
 
 def _own_texts(
-    found: ModelSource, count: int, prompts: Path | None, device: DeviceOption, dtype: Dtype | None
+    found: ModelSource, count: int, prompts: Path | None, window: int, device: DeviceOption, dtype: Dtype | None
 ) -> Path:
-    """Texts by the model itself, as prepared data."""
+    """Texts by the model itself, as prepared data; drawn with its weights in bytes where that is fast."""
+    import torch
+
+    from dcdm.model.packing import can_pack
     from dcdm.progress import ConsoleProgress
     from dcdm.training.own_texts import PROMPTS, own_texts
 
     prompts = PROMPTS if prompts is None else prompts
     if not prompts.is_file():
         raise ConfigError(f"--prompts {prompts} is not a file; give one with a prompt in each line")
-    model = found.load(*compute_on(device, dtype or "auto"))
+    place, kind = compute_on(device, dtype or "auto")
+    model, weights = found.load(place, torch.int8 if can_pack(place) else kind), found.identity()["sha256"]
     with ConsoleProgress() as reporter:
-        return own_texts(model, found.tokenizer, found.identity()["sha256"], count, prompts, reporter=reporter)
+        return own_texts(model, found.tokenizer, weights, count, prompts, window, reporter)
 
 
 def memory(config: ModelConfig, batch_size: int, window: int) -> dict[str, Any]:

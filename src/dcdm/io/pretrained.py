@@ -154,7 +154,7 @@ def start_specials(model: Model, found: Pretrained, bos: int | None = None, mask
     for name, weight in model.named_parameters():
         if name not in (EMBEDDING, HEAD):
             continue
-        weight[rows:] = weight[:rows].mean(dim=0)
+        weight[rows:] = weight[:rows].double().mean(dim=0).to(weight)  # the same bits everywhere
         for special, start in ((model.config.bos_id, bos), (model.config.mask_id, mask)):
             if start is not None:
                 weight[special] = found.source.read(name)[start]

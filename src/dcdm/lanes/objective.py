@@ -2,7 +2,7 @@
 
 The loss is the exact negative log-likelihood of the decoder that fills a chunk with each forward pass. A draft head
 learns beside it, of which the rest of the network learns nothing. Where the rest is frozen, the head learns the
-network's own distributions instead of the tokens.
+network's own distributions instead of the tokens; and lanes on frozen weights may learn those of one lane.
 
     B batch   L positions   M drafted places   D the tokens that can be drafted   d hidden size
 """
@@ -20,6 +20,7 @@ from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part, picked
 from dcdm.keys import Key
 from dcdm.lanes.model import SHARE, LaneModel, draft_states
+from dcdm.model import lora
 from dcdm.model.masks import there
 from dcdm.model.products import SLICE_BYTES, at_least_fp32, weighted_nll
 from dcdm.model.transformer import Encoded
@@ -42,13 +43,21 @@ def lane_loss(
         there_too = replace(batch, tokens=there(batch.tokens, model.device))
         return drafts_alone_loss(model, there_too, there(ids, model.device), global_batch, remember=fixed)
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
-    states, targets = (picked(x, free, encoded.states.device) for x in (encoded.states, batch.tokens))
-    summed = weighted_nll(states, model.head_weight(), targets, torch.ones_like(targets))
+    aims = _frozen_in_one_lane(model, batch) if settings.soft_targets else batch.tokens
+    states, targets = (picked(x, free, encoded.states.device) for x in (encoded.states, aims))
+    summed = weighted_nll(states, model.head_weight(), targets, states.new_ones(len(states)))
     made = complete_loss(model, batch, key, settings, encoded, summed, free.sum(), global_batch)
     if model.drafting is None:
         return made
     draft_loss = _draft_loss(model, batch, encoded) / global_batch.tokens.clamp(min=1)
     return replace(made, total=made.total + DRAFT_WEIGHT * draft_loss, draft_loss=draft_loss)
+
+
+@torch.no_grad()
+def _frozen_in_one_lane(model: LaneModel, batch: Batch) -> Tensor:
+    """The states (B, L, d) that predict each position in one lane, without adapters."""
+    with lora.switched_off(model):
+        return model.encode(batch.tokens, prompt=batch.prompt, lanes=1).states
 
 
 def draw_lanes(config: ModelConfig, key: Key, rows: Tensor, num_free: Tensor) -> Tensor | None:

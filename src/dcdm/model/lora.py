@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ A, B, ROWS = "lora_a", "lora_b", "lora_rows"
 class LoraLinear(Linear):
     """A frozen linear layer and its adapter."""
 
+    active = True
+
     def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = frozen.in_features, frozen.out_features, scale
@@ -37,11 +40,14 @@ class LoraLinear(Linear):
         self.lora_b = nn.Parameter(frozen.weight.new_zeros(self.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        y = super().forward(x)
+        return y + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else y
 
 
 class LoraEmbedding(nn.Embedding):
     """A frozen embedding whose last three rows, the specials', have a trainable addend."""
+
+    active = True
 
     def __init__(self, frozen: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -58,6 +64,8 @@ class LoraEmbedding(nn.Embedding):
         self.lora_rows = nn.Parameter(torch.zeros_like(frozen.weight[-NUM_SPECIALS:]))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if not self.active:
+            return super().forward(tokens)
         addend = F.pad(self.lora_rows, (0, 0, 1, 0))  # row 0 is for all other tokens
         which = (tokens - (self.num_embeddings - NUM_SPECIALS - 1)).clamp(min=0)
         return super().forward(tokens) + F.embedding(which, addend)
@@ -81,6 +89,19 @@ def attach(model: Model, rank: int, alpha: float | None = None, seed: int = 0) -
     for name, part in model.named_children():
         if name in ("chunking", "drafting"):
             part.requires_grad_(True)
+
+
+@contextmanager
+def switched_off(model: Model) -> Iterator[None]:
+    """Inside, the model computes what its frozen weights do without their adapters."""
+    parts = [part for part in model.modules() if isinstance(part, LoraLinear | LoraEmbedding)]
+    for part in parts:
+        part.active = False
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.active = True
 
 
 def adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -84,7 +84,10 @@ def _logits(states: Tensor, weight: Tensor, hidden: int | None) -> Tensor:
 
 
 class _WeightedLoss(torch.autograd.Function):
-    """Σ w · −log softmax(states Wᵀ)[target]; the gradient is made in the forward pass, slice by slice."""
+    """Σ w · −log softmax(states Wᵀ)[target]; the gradient is made in the forward pass, slice by slice.
+
+    Targets may be distributions, given as the states (M, d) that predict them.
+    """
 
     @staticmethod
     def forward(
@@ -96,14 +99,21 @@ class _WeightedLoss(torch.autograd.Function):
         total = importance.new_zeros(())
         states, weight = (x.to(product_type(states)) for x in (states, weight))
         for part in _slices(states, weight):
-            logits, target = _logits(states[part], weight, hidden), targets[part, None]
+            logits, target = _logits(states[part], weight, hidden), targets[part]
             log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            nll = (log_sum - logits.gather(-1, target)).squeeze(-1)
+            if soft := target.ndim > 1:
+                target = _logits(target.to(weight), weight, hidden).softmax(dim=-1)
+                nll = log_sum.squeeze(-1) - (target * logits).sum(dim=-1)
+            else:
+                nll = (log_sum - logits.gather(-1, target[:, None])).squeeze(-1)
             total = total + (nll * importance[part]).sum()
             if d_states is None and d_weight is None:
                 continue
             d_logits = logits.sub_(log_sum).exp_()
-            d_logits.scatter_add_(-1, target, torch.full_like(log_sum, -1.0))
+            if soft:
+                d_logits -= target
+            else:
+                d_logits.scatter_add_(-1, target[:, None], torch.full_like(log_sum, -1.0))
             d_logits = d_logits.mul_(importance[part, None]).to(states.dtype)
             if d_states is not None:
                 d_states[part] = d_logits @ weight
@@ -132,7 +142,7 @@ def weighted_nll(
 ) -> Tensor:
     """Σ_i importance_i · −log p(targets_i), a scalar; states (M, d), weight (V, d). No M × V tensor exists.
 
-    The token `hidden` has no probability.
+    The token `hidden` has no probability. Targets are tokens (M,), or states (M, d) whose distributions they are.
     """
     importance = importance.to(at_least_fp32(states))
     return _WeightedLoss.apply(states, weight, targets, importance, hidden)

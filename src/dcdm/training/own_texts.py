@@ -25,17 +25,17 @@ from dcdm.progress import Reporter
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 """One in each line. One that ends in … is the beginning of a text; others are messages to answer."""
-LENGTH = 160  # new tokens of a text at most
-TOGETHER = 32  # texts of one batch, which is what an interrupted run loses
+TOGETHER = 64  # texts of one batch, which is what an interrupted run loses
 TEMPERATURES = (1.0, 0.5)
 HELD_OUT = 16  # of so many texts one is for validation
 
 
 def own_texts(
-    model: Model, tokenizer: Tokenizer, weights: str, count: int, prompts: Path = PROMPTS, length: int = LENGTH,
+    model: Model, tokenizer: Tokenizer, weights: str, count: int, prompts: Path = PROMPTS, window: int = 256,
     reporter: Reporter | None = None,
 ) -> Path:  # fmt: skip
-    """A prepared folder of `count` texts with up to `length` new tokens each, in the cache; resumed if interrupted.
+    """A prepared folder of `count` texts that fill windows of `window` positions, in the cache; resumed if
+    interrupted.
 
     `weights` is the SHA-256 of the model's.
     """
@@ -43,6 +43,9 @@ def own_texts(
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"{prompts} holds no prompt; write one in each line")
+    given = encoded_prompts(lines, tokenizer)
+    if (length := window - 1 - max(map(len, given))) < 1:
+        raise ConfigError(f"{prompts}: the longest prompt leaves no room in data.window={window}")
     settings = DataConfig(prompt_field="prompt", response_field="response")
     source = {"name": "own texts", "weights": weights, "prompts": lines, "count": count, "length": length}
     plan = {
@@ -55,7 +58,6 @@ def own_texts(
         return folder
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / "tokenizer")
-    given = encoded_prompts(lines, tokenizer)
     records = []
     for unit, first in enumerate(range(0, count, TOGETHER)):
         numbers = range(first, min(first + TOGETHER, count))

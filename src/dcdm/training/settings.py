@@ -157,6 +157,11 @@ class RunConfig:
                 f"train.lora={self.train.lora} trains adapters beside frozen weights, and there are none: name "
                 "them with init, or leave it out"
             )
+        if self.objective.soft_targets and not (self.train.lora and self.model.kind == "lanes"):
+            raise ConfigError(
+                "objective.soft_targets are those of frozen weights in one lane: train a lane model by train.lora, or "
+                "leave it out"
+            )
         if self.train.only_drafts and (self.init is None or not self.model.drafts or self.train.lora):
             raise ConfigError(
                 "train.only_drafts trains the draft head of a frozen network: name that with init, give "
