@@ -415,8 +415,11 @@ def test_a_head_of_another_base_is_refused_and_so_is_what_has_no_effect(
     with pytest.raises(ConfigError, match="holds other weights"):
         load_model("third", adapter=head)
     for options, data, said in (
-        (["--to", "lanes", "--own-texts", "8"], TEXTS, "no effect on --to lanes"),
+        (["--to", "ar", "--own-texts", "8"], [], "no effect on --to ar"),
+        (["--to", "lanes", "--own-texts", "8"], TEXTS, "on --data or on own texts"),
         (["--to", "drafts", "--own-texts", "8"], TEXTS, "on --data or on own texts"),
+        (["--to", "drafts", "--lora", "8"], TEXTS, "--lora has no effect on --to drafts"),
+        (["--to", "lanes", "--own-texts", "8"], [], "leaves no room in data.window=32"),
         (["--to", "drafts", "--lanes", "2"], [], "no effect on --to drafts"),
         (["--to", "drafts", "--prompts", "nowhere.txt"], [], "is not a file"),
     ):
@@ -433,17 +436,27 @@ def test_a_head_learns_from_a_given_text_too() -> None:
 def test_own_texts_that_were_interrupted_are_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, tokenizer = dcdm.load("base")
     monkeypatch.setenv("DCDM_CACHE", str(place / "whole"))
-    whole = own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6)
+    whole = own_texts(base, tokenizer, "weights", 72, place / "prompts.txt", 24)
     monkeypatch.setenv("DCDM_CACHE", str(place / "stopped"))
     written: list[int] = []
 
     class Stopping(Reporter):
         def progress(self, task: str, done: int, total: int, unit: str, note: str = "") -> None:
             written.append(done)
-            if written == [32]:
+            if written == [64]:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6, reporter=Stopping())
-    continued = own_texts(base, tokenizer, "weights", 40, place / "prompts.txt", length=6)
+        own_texts(base, tokenizer, "weights", 72, place / "prompts.txt", 24, Stopping())
+    continued = own_texts(base, tokenizer, "weights", 72, place / "prompts.txt", 24)
     assert PreparedData.open(whole).content_fingerprint == PreparedData.open(continued).content_fingerprint
+
+
+def test_lanes_of_own_texts_learn_by_adapters_what_one_lane_predicts(head: Path, place: Path) -> None:
+    own = ["--to", "lanes", "--own-texts", "40", "--prompts", "prompts.txt"]
+    assert adapt("runs/own-lanes", *own, "--steps", "2", data=[]) == 0
+    settings = run_settings.read(Path("runs/own-lanes/settings.yaml"))
+    assert (settings.train.lora, settings.objective.soft_targets) == (16, True)
+    assert settings.data.sources == run_settings.read(Path("runs/drafts/settings.yaml")).data.sources
+    main(["export", "runs/own-lanes", "own-lanes", "--adapter-only", "--dtype", "bf16"])
+    assert [check for check in verify_model(place / "own-lanes") if check.problems] == []

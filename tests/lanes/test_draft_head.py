@@ -182,7 +182,7 @@ def test_a_head_that_drafts_some_tokens_only_changes_no_text() -> None:
     assert cache_errors(model) == []
 
 
-# --- lanes that learn what frozen weights predict in one lane ------------------------------------------------------
+# --- lanes that learn what frozen weights predict in one lane -----------------------------------------------------
 
 
 def test_lanes_by_soft_targets_learn_what_the_frozen_weights_predict_in_one_lane() -> None:

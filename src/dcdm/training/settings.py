@@ -159,8 +159,8 @@ class RunConfig:
             )
         if self.objective.soft_targets and not (self.train.lora and self.model.kind == "lanes"):
             raise ConfigError(
-                "objective.soft_targets are those of frozen weights in one lane: train a lane model by train.lora, or "
-                "leave it out"
+                "objective.soft_targets are those of frozen weights in one lane: train a lane model by train.lora, "
+                "or leave it out"
             )
         if self.train.only_drafts and (self.init is None or not self.model.drafts or self.train.lora):
             raise ConfigError(
