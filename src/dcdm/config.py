@@ -174,6 +174,8 @@ class ModelConfig:
     """How many tokens of each lane a head drafts ahead, for decoding that verifies them; 0: there is no head."""
     draft_vocab: int = 0
     """How many tokens the head can draft, the first by id, which in a BPE are the frequent ones; 0: all."""
+    draft_width: int = 2
+    """Units of the head's inner layer, in hidden sizes."""
     attention_bias: bool = False
     """Whether queries, keys and values have a bias."""
     qk_norm: bool = True
@@ -243,7 +245,7 @@ class ModelConfig:
 
     def _check_lanes(self) -> None:
         if self.kind != "lanes":
-            for name in ("lanes", "lane_weights", "drafts", "draft_vocab"):
+            for name in ("lanes", "lane_weights", "drafts", "draft_vocab", "draft_width"):
                 if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name}={getattr(self, name)} belongs to kind 'lanes', not {self.kind!r}")
             if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
@@ -255,6 +257,7 @@ class ModelConfig:
             return
         object.__setattr__(self, "predict", "left")
         _at_least("drafts", self.drafts, 0)
+        _at_least("draft_width", self.draft_width, 1)
         if not 0 <= self.draft_vocab <= self.bos_id:
             raise ConfigError(f"draft_vocab={self.draft_vocab} must lie between 0 (all) and {self.bos_id}")
         if not isinstance(self.lanes, list | tuple | None):
@@ -411,8 +414,8 @@ class ModelConfig:
         values = asdict(self)
         if self.predict == "mask":
             del values["predict"], values["lanes"]
-        later = ("lane_weights", "drafts", "draft_vocab", "attention_bias", "qk_norm", "rope_scaling",
-                 "hide_specials", "prompts", "shift", "hidden_token", "family")  # fmt: skip
+        later = ("lane_weights", "drafts", "draft_vocab", "draft_width", "attention_bias", "qk_norm",
+                 "rope_scaling", "hide_specials", "prompts", "shift", "hidden_token", "family")  # fmt: skip
         for name in later:
             if getattr(self, name) == getattr(ModelConfig, name):
                 del values[name]

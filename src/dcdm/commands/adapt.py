@@ -53,7 +53,7 @@ DRAFTS: dict[str, Any] = {
     "checkpoint_every": 200, "evaluate_first": False,
 }  # fmt: skip
 """For a head alone. Without random prompts the states of a window are the same in every epoch, and are kept."""
-DRAFT_VOCAB = 16_384
+DRAFT_VOCAB, DRAFT_WIDTH = 16_384, 6
 OWN_TEXTS = 1024
 LANES: dict[str, Any] = {
     "objective.soft_targets": True, "objective.prompt_share": 0.0, "evaluate_every": 10_000,
@@ -138,7 +138,7 @@ def adapt(
         raise ConfigError("--lora has no effect on --to drafts, which trains the head alone; leave it out")
     if own and to == "lanes":
         lora = lora or RANK
-    rate = 1e-3 if to == "drafts" else 2e-3 if lora else 3e-4
+    rate = 2e-3 if to == "drafts" or lora else 3e-4
     defaults = DEFAULTS | (OF_OWN_TEXTS[to] if own or to == "drafts" else {})
     if own and not dry_run:
         room = whole_number("data.window", (defaults | assignments(set))["data.window"])
@@ -151,7 +151,8 @@ def adapt(
     if dtype is not None:
         changes["train.dtype"] = dtype
     batch, window = (whole_number(name, changes[name]) for name in ("train.batch_size", "data.window"))
-    changes = memory(config, batch, window) | changes
+    if to != "drafts":  # which needs no backward pass through the network
+        changes = memory(config, batch, window) | changes
     code = start_run(None, run, None, changes, device, dry_run=dry_run)
     is_main = os.environ.get("RANK", "0") == "0"  # of several processes under torchrun
     if code == 0 and is_main and not dry_run and (table := before_and_after(run)) is not None:
@@ -178,8 +179,10 @@ def adapted(
     if kind == "dcdm":
         given["routing"] = routing
     if to == "drafts":
-        vocab = {"draft_vocab": DRAFT_VOCAB} if base.vocab_size > 2 * DRAFT_VOCAB else {}
-        given = {**DEFAULTS_OF["drafts"], **vocab, **({"lanes": (1,)} if base.kind == "ar" else {}), **given}
+        shape = {} if base.drafts else {"draft_width": DRAFT_WIDTH}
+        if base.vocab_size > 2 * DRAFT_VOCAB:
+            shape["draft_vocab"] = DRAFT_VOCAB
+        given = {**DEFAULTS_OF["drafts"], **shape, **({"lanes": (1,)} if base.kind == "ar" else {}), **given}
     if base.kind == kind:
         if "lanes" in given:
             given["lane_weights"] = None  # they belong to the old numbers

@@ -317,3 +317,6 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
     if wrong:
         raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
     model.load_state_dict(start, strict=False)
+    if (head := getattr(model, "drafting", None)) is not None and "drafting.norm.weight" not in start:
+        with torch.no_grad():  # a new head begins with states of the size that the network's have
+            head.norm.weight.fill_(model.norm.weight.square().mean().sqrt())

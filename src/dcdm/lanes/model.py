@@ -135,11 +135,11 @@ class DraftHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        d = config.hidden_size
+        d, inner = config.hidden_size, config.draft_width * config.hidden_size
         self.state_norm = nn.RMSNorm(d, eps=config.norm_eps)
         self.token_norm = nn.RMSNorm(d, eps=config.norm_eps)
-        self.up = Linear(2 * d, 2 * d, bias=False)
-        self.down = Linear(2 * d, d, bias=False)
+        self.up = Linear(2 * d, inner, bias=False)
+        self.down = Linear(inner, d, bias=False)
         self.norm = nn.RMSNorm(d, eps=config.norm_eps)
 
     def forward(self, states: Tensor, embedded: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from dcdm.config import LANE_LENGTH, ModelConfig, ObjectiveConfig
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, complete_loss, loss_of_part, picked
 from dcdm.keys import Key
+from dcdm.lanes.masks import led_positions
 from dcdm.lanes.model import SHARE, LaneModel, draft_states
 from dcdm.model import lora
 from dcdm.model.masks import there
@@ -41,7 +42,7 @@ def lane_loss(
     if model.trains_drafts_alone:
         fixed = model.config.lanes == (1,) and not settings.prompt_share and not settings.blank_share
         there_too = replace(batch, tokens=there(batch.tokens, model.device))
-        return drafts_alone_loss(model, there_too, there(ids, model.device), global_batch, remember=fixed)
+        return drafts_alone_loss(model, there_too, there(ids, model.device), key, global_batch, remember=fixed)
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
     aims = _frozen_in_one_lane(model, batch) if settings.soft_targets else batch.tokens
     states, targets = (picked(x, free, encoded.states.device) for x in (encoded.states, aims))
@@ -101,31 +102,33 @@ _remembered: WeakKeyDictionary[LaneModel, dict[int, tuple[Tensor, Tensor, Tensor
 
 
 def drafts_alone_loss(
-    model: LaneModel, batch: Batch, ids: Tensor, global_batch: GlobalBatch, remember: bool = False
+    model: LaneModel, batch: Batch, ids: Tensor, key: Key, global_batch: GlobalBatch, remember: bool = False
 ) -> Loss:
     """The head's distance to the network's own distributions, −Σ p(v) log q(v) over the tokens that it can draft.
 
-    The n-th draft token matters only where those before it are accepted, so its place counts with the probability
-    of that given the text, Π min(1, q / p). `remember` keeps the states of windows for the next epoch.
+    The n-th draft token matters only where those before it are accepted: whether they are is drawn, as decoding
+    would, with probability min(1, q / p) of the true tokens. `remember` keeps the states of windows for the next
+    epoch.
     """
     assert model.drafting is not None
     tokens, weight = batch.tokens, model.draft_weight()
     states, log_sum, nll = _frozen_states(model, batch, ids, remember)
-    reached, summed = torch.ones_like(log_sum), log_sum.new_zeros(())
-    drafted = draft_states(model.drafting, states, model.embed_tokens(tokens), ids, model.config.drafts)
-    for number, (made, written) in enumerate(drafted, start=1):
+    continues, summed = F.pad(led_positions(ids), (0, model.config.drafts)), log_sum.new_zeros(())
+    row, at = (ids >= 1).nonzero(as_tuple=True)
+    made = states[row, at]
+    for number in range(1, model.config.drafts + 1):
+        goes_on = continues[row, at + number]
+        row, at, made = row[goes_on], at[goes_on], made[goes_on]
+        made = model.drafting(made, model.embed_tokens(tokens[row, at + number - 1]))
+        log_q = F.linear(made, weight).to(log_sum).log_softmax(dim=-1)
         with torch.no_grad():
-            log_p = (
-                F.linear(states[:, number:][written], weight).to(log_sum) - log_sum[:, number:][written][:, None]
-            )
-        log_q = F.linear(made[written], weight).to(log_sum).log_softmax(dim=-1)
-        reach = reached[:, :-1][written]
-        summed = summed - (reach[:, None] * log_p.exp() * log_q).sum()
-        truths = tokens[:, number:][written]
-        at = truths.clamp(max=len(weight) - 1)[:, None]
-        accepted = (log_q.detach() - log_p).gather(-1, at).squeeze(-1).exp().clamp(max=1) * (truths < len(weight))
-        reached = torch.zeros_like(reached[:, :-1])
-        reached[written] = reach * accepted
+            log_p = F.linear(states[row, at + number], weight).to(log_sum) - log_sum[row, at + number, None]
+            truths = tokens[row, at + number]
+            known = truths.clamp(max=len(weight) - 1)[:, None]
+            accepted = (log_q - log_p).gather(-1, known).squeeze(-1).exp() * (truths < len(weight))
+            drawn = there(key.fold("reach", number).rows(batch.numbers()[0], tokens.shape[1]), at.device)[row, at]
+        summed = summed - (log_p.exp() * log_q).sum()
+        row, at, made = (x[drawn < accepted] for x in (row, at, made))
     scale = global_batch.tokens.clamp(min=1)
     total = summed / scale
     return Loss(total, nll.sum() / scale, (ids >= 1).sum(), draft_loss=total.detach())
