@@ -1,7 +1,7 @@
 """Counts where a program waits for its device: every value read from it, and every copy that is not asynchronous.
 
-The device is PyTorch's meta device, on which nothing has a value, so that no reading goes unseen: each raises unless
-it is answered here. Main memory is real.
+The device is PyTorch's meta device, on which nothing has a value, so that no reading goes unseen: each raises
+unless it is answered here. Main memory is real.
 """
 
 from __future__ import annotations

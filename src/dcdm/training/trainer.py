@@ -19,6 +19,7 @@ from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, with_pr
 from dcdm.distributed import World, precision, sum_over_ranks
 from dcdm.keys import Key
 from dcdm.model.chunking import max_violation
+from dcdm.model.masks import there
 from dcdm.model.transformer import Model
 from dcdm.training.checkpoint import Checkpointer, Resumed, TrainState
 from dcdm.training.fsdp import run_gathered, shard, sync_gradients, unsharded
@@ -49,7 +50,7 @@ class StepReport:
     chunk_loss: float | None = None
     moe_loss: float | None = None
     chunk_counts: Tensor | None = None
-    """N_k over the step (K,), where the model has chunks."""
+    """N_k over the step (K,), where the model has chunks; in main memory."""
     draft_loss: float | None = None
 
     @property
@@ -153,15 +154,19 @@ class Trainer:
             *(n for n in ("chunk_loss", "moe_loss", "draft_loss") if getattr(parts[0], n) is not None),
         ]
         found = total(torch.stack([torch.stack([getattr(p, n).detach() for p in parts]).sum() for n in names]))
+        counts = None
+        figures = [found.double(), norm.double()[None]]
+        if parts[0].counts is not None:
+            counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
+            figures.append(there(counts.double(), norm.device))
         # the one reading of a step: what is not finite is found before the optimizer moves
-        *read, gradient_norm = torch.cat([found.double(), norm.double()[None]]).tolist()
-        sums = dict(zip(names, read, strict=True))
+        read = torch.cat(figures).tolist()
+        sums, gradient_norm = dict(zip(names, read, strict=False)), read[len(names)]
+        if counts is not None:
+            counts = torch.tensor(read[len(names) + 1 :], dtype=torch.long)
         for name, value in (*sums.items(), ("the gradient's norm", gradient_norm)):
             if not math.isfinite(value):
                 raise NotFinite(self.step + 1, "the loss" if name == "total" else name, micro)
-        counts = None
-        if parts[0].counts is not None:
-            counts = total(torch.stack([p.counts.sum(dim=0) for p in parts if p.counts is not None]).sum(dim=0))
         return StepReport(
             self.step, sums["total"], sums["nll"], gradient_norm, rate, int(tokens),
             sums.get("chunk_loss"), sums.get("moe_loss"), counts, sums.get("draft_loss"),
