@@ -36,6 +36,7 @@ LEFT_OUT = {
     "python tools/ship_models.py": "needs a long run; test_shipped.py ships a small one",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
     "dcdm bench": "takes minutes; every subject has a test of its own",
+    "dcdm check": "takes minutes; test_check.py runs all of it",
 }
 """How a command begins that is not run, and why."""
 
