@@ -41,7 +41,8 @@ def lane_loss(
     ids = model.partition(batch.tokens, batch.prompt, batch.index, lanes).ids
     if model.trains_drafts_alone:
         fixed = model.config.lanes == (1,) and not settings.prompt_share and not settings.blank_share
-        there_too = replace(batch, tokens=there(batch.tokens, model.device))
+        prompt = None if batch.prompt is None else there(batch.prompt, model.device)
+        there_too = replace(batch, tokens=there(batch.tokens, model.device), prompt=prompt)
         return drafts_alone_loss(model, there_too, there(ids, model.device), key, global_batch, remember=fixed)
     encoded = model.encode(batch.tokens, prompt=batch.prompt, chunk_ids=ids)
     aims = _frozen_in_one_lane(model, batch) if settings.soft_targets else batch.tokens
