@@ -31,6 +31,7 @@ from dcdm.commands import (
     train,
 )
 from dcdm.config import VERSION, ConfigError, DataError, harmless
+from dcdm.shipped.bases import MissingBase, fetch
 
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 """What the system says of a path that a user gave."""
@@ -134,7 +135,17 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     command = COMMANDS[name]
     _hide_none(command.run)
     markers = (tyro.conf.DisallowNone,)
-    tyro.cli(command.run, prog=f"dcdm {name}", description=command.help(), args=arguments, config=markers)
+    while True:
+        try:
+            tyro.cli(command.run, prog=f"dcdm {name}", description=command.help(), args=arguments, config=markers)
+            return
+        except MissingBase as missing:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise
+            print(f"dcdm: {missing}. Fetch it now? [y/N] ", end="", file=sys.stderr, flush=True)
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                sys.exit(2)
+            fetch(missing.name)
 
 
 def _hide_none(run: Callable[..., None]) -> None:

@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 
+def user_cache() -> Path:
+    """What dcdm keeps for the user: `$DCDM_CACHE`, or `dcdm` in the user's cache."""
+    base = os.environ.get("DCDM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dcdm"
+    return Path(base).expanduser().resolve()
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write `path` aside, to the disk, and rename it into place."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")

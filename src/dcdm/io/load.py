@@ -22,6 +22,7 @@ from dcdm.kinds import OWN_PARTS, build
 from dcdm.model import lora, packing
 from dcdm.model.transformer import Model
 from dcdm.shipped import folder_of
+from dcdm.shipped.bases import BASES, MissingBase, base_folder
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import (
     CHECKPOINTS,
@@ -137,6 +138,8 @@ def find_model(
         if not average:
             raise ConfigError("adapters belong to the averaged weights of their base; leave out --no-average")
         return _adapted(find_model(path, average=average), Path(adapter))
+    if not path.is_dir() and (name := next((name for name in BASES if path == base_folder(name)), None)):
+        raise MissingBase(name)
     if not path.is_dir():
         what = "a pickle, which can run code and is never opened" if path.suffix in PICKLES else "not a folder"
         raise ConfigError(
@@ -145,7 +148,7 @@ def find_model(
         )
     if (path / adapters.SETTINGS).is_file():
         base = adapters.read_adapter(path).base
-        if not folder_of(base).is_dir():
+        if not folder_of(base).is_dir() and base not in BASES:
             raise ConfigError(f"{path} is an adapter of {base}, which is not here; give MODEL and --adapter {path}")
         return _adapted(find_model(base), path)
     if (path / "config.json").exists():

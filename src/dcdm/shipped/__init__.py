@@ -2,7 +2,8 @@
 
 Each is an exported folder beside this file, with two files more: `card.json`, which says what it was trained on and
 how good it is, and `training.yaml`, the settings that train it again; `start.yaml` has those of its initial
-weights, where it did not begin from nothing. Reading cards needs no PyTorch.
+weights, where it did not begin from nothing. Adapters ship, too; their base is fetched (`bases.py`). Reading cards
+needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from typing import Any
 
 from dcdm.config import ConfigError, many
 from dcdm.files import UnreadableFile, read_json_object
+from dcdm.shipped.bases import BASES, base_folder
 
 HOME = Path(__file__).parent
 CARD, TRAINING, START = "card.json", "training.yaml", "start.yaml"
+ADAPTER = "dcdm.json"
+"""A folder with this file is an adapter."""
+CHATS = "smollm2-drafts"
+"""What `dcdm chat` takes where none is named."""
 LANES = "python-lanes"
 ORDER = ("english-dcdm", "english-bdlm", "english-mdlm", LANES, "python-chunks")
 """How they are listed: the paper's DCDM and its baselines first."""
@@ -116,9 +122,42 @@ class Card:
         )
 
 
+@dataclass(frozen=True)
+class AdapterCard:
+    """What the card of a shipped adapter says."""
+
+    name: str
+    says: str
+    base: str
+    licence: str
+    command: str
+    """Trains it again."""
+    seed: int
+    steps: int
+    texts: int
+    """How many texts of its base it was trained on."""
+    seconds: int
+    """Of one core, for these texts and the training."""
+    figures: tuple[Mapping[str, Any], ...]
+    weights: Mapping[str, Any]
+    """dtype, bytes and SHA-256 of the file of weights, and `base_sha256`, that of its base's."""
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterCard:
+        try:
+            return cls(**read_json_object(folder / CARD))
+        except (UnreadableFile, OSError, TypeError) as error:
+            raise ConfigError(f"{folder / CARD} cannot be read: {error}; install the package again") from error
+
+
+def adapters() -> list[AdapterCard]:
+    """The card of every shipped adapter."""
+    return [AdapterCard.read(path.parent) for path in sorted(HOME.glob(f"*/{ADAPTER}"))]
+
+
 def names() -> list[str]:
-    """The shipped models, the paper's DCDM first."""
-    there = {path.parent.name for path in HOME.glob(f"*/{CARD}")}
+    """The shipped models, the paper's DCDM first; adapters are not among them."""
+    there = {path.parent.name for path in HOME.glob(f"*/{CARD}") if not (path.parent / ADAPTER).exists()}
     return sorted(there, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
@@ -136,17 +175,22 @@ def default(*, chunks: bool = False) -> str:
 
 
 def folder_of(model: str | Path | None) -> Path:
-    """The folder that a user means: nothing is the default, a name that `dcdm models` lists is a shipped model.
+    """The folder that a user means: nothing is the default, a name that `dcdm models` lists is a shipped model, and
+    the name of a base where that lies.
 
-    A folder of that name wins over a shipped model.
+    A folder of that name wins over both.
     """
     if model is None:
         return HOME / default()
-    path = Path(model)
-    return HOME / path if not path.exists() and str(model) in names() else path
+    path, name = Path(model), str(model)
+    if path.exists():
+        return path
+    if name in BASES:
+        return base_folder(name)
+    return HOME / path if (HOME / name / CARD).is_file() and path.name == name else path
 
 
 def card_of(model: str | Path | None) -> Card | None:
     """The card of what a user means, if it is a shipped model."""
     folder = folder_of(model)
-    return Card.read(folder) if (folder / CARD).is_file() else None
+    return Card.read(folder) if (folder / CARD).is_file() and not (folder / ADAPTER).exists() else None
