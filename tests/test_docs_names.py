@@ -1,6 +1,7 @@
 """Names in documents and docstrings are true: commands, flags, files, modules, members, versions, figures."""
 
 import ast
+import inspect
 import re
 import shlex
 from functools import cache
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import dcdm
-from dcdm.cli import COMMANDS, GROUPS, flags_of
+from dcdm.cli import COMMANDS, GROUPS
+from dcdm.commands import options, serve
 from test_docs import PAGES, ROOT, blocks
 
 SRC = ROOT / "src" / "dcdm"
@@ -37,6 +39,17 @@ def docstrings(file: Path) -> str:
 def lines_of_code(page: Path) -> list[str]:
     shell = [block.text.replace("\\\n", " ") for block in blocks(page) if block.language in ("", "sh", "bash")]
     return [*(line for text in shell for line in text.splitlines()), *inline_code(page.read_text(encoding="utf-8"))]
+
+
+def flags_of(run) -> set[str]:
+    """Every option of a command, as it is written."""
+    parameters = inspect.signature(run).parameters
+    names = [*parameters]
+    names += ["weights"] if any(p.annotation == "DtypeOption" for p in parameters.values()) else []
+    names += [*vars(options.NO_FLAGS)] if "decoder" in names else []
+    names += [*vars(serve.DEFAULT_LIMITS)] if "limits" in names else []
+    names = [name.replace("_", "-") for name in names]
+    return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}
 
 
 def runs() -> list:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 from dcdm.commands import (
     adapt,
@@ -22,7 +22,6 @@ from dcdm.commands import (
     demo,
     evaluate,
     models,
-    options,
     plan,
     report,
     sample,
@@ -167,14 +166,3 @@ def print_overview(group: str = "") -> None:
             line = f"  {name:14}{command.text.splitlines()[0]}"
             print(textwrap.fill(line, width, subsequent_indent=" " * 16))
     print(f"\n{FOOTER}")
-
-
-def flags_of(run: Callable[..., Any]) -> set[str]:
-    """Every option of a command, as it is written."""
-    parameters = inspect.signature(run).parameters
-    names = [*parameters]
-    names += ["weights"] if any(p.annotation == "DtypeOption" for p in parameters.values()) else []
-    names += [*vars(options.NO_FLAGS)] if "decoder" in names else []
-    names += [*vars(serve.DEFAULT_LIMITS)] if "limits" in names else []
-    names = [name.replace("_", "-") for name in names]
-    return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}

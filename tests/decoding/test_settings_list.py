@@ -8,10 +8,11 @@ from dataclasses import fields
 import pytest
 
 import tiny
-from dcdm.cli import COMMANDS, flags_of
+from dcdm.cli import COMMANDS
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
 from dcdm.decoding.config import DecodingConfig, settings
+from test_docs_names import flags_of
 
 NAMES = [one.name for one in fields(DecodingConfig) if not one.metadata.get("derived")]
 

@@ -8,14 +8,11 @@ import socket
 
 import httpx
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi import checks
 
 from dcdm.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
-from live import NAME, live
+from live import live
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/denoise")
 MANY = int(os.environ.get("DCDM_FUZZ", "60"))
@@ -195,39 +192,3 @@ def test_fuzzed_bodies_never_break_the_server(http, path, body):
         assert b'"code":"failed"' not in answer.content
     else:
         check_refused(answer, *range(400, 500))
-
-
-SCHEMA_CHECKS = [
-    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
-    checks.response_schema_conformance, checks.negative_data_rejection, checks.unsupported_method,
-]  # fmt: skip
-
-
-def test_answers_are_as_the_openapi_description_says(server):
-    """By Schemathesis. That everything the description allows is accepted is not asked: names, lengths and policies
-    of the served model are checked behind it."""
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    for result in schema.get_all_operations():
-        operation = result.ok()
-
-        @settings(
-            max_examples=max(8, MANY // 10),
-            deadline=None,
-            derandomize=True,
-            phases=[Phase.explicit, Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy() | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
-        def run(case):
-            answer = case.call(timeout=60)
-            case.validate_response(answer, checks=SCHEMA_CHECKS)
-
-        run()
-
-
-def test_the_description_names_every_route_and_no_foreign_error(server):
-    paths = server.get("/openapi.json").json()["paths"]
-    named = {*POSTS, "/v1/models", "/v1/models/{name}", "/healthz", "/readyz", "/metrics"}
-    assert set(paths) == named
-    assert not any("422" in operation["responses"] for path in paths.values() for operation in path.values())
-    assert server.get(f"/v1/models/{NAME}").status_code == 200

@@ -38,7 +38,7 @@ def test_with_a_key_every_route_but_health_wants_it():
     with live(api_key=KEY) as server:
         basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
         wrong = base64.b64encode(b"anyone:other").decode()
-        for path in ("/", "/assets/x.js", "/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+        for path in ("/", "/assets/x.js", "/v1/models", "/metrics", "/nowhere"):
             for header in (None, "Bearer other", f"Basic {wrong}", "Basic %%%", KEY, "Bearer a-ké"):
                 headers = {} if header is None else {"Authorization": header.encode()}
                 answer = server.get(path, headers=headers)

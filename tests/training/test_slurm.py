@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dcdm.cli import flags_of
 from dcdm.commands.train import train
+from test_docs_names import flags_of
 
 SLURM = Path(__file__).parents[2] / "examples" / "slurm"
 SRUN = '#!/bin/bash\necho "$@" >> "$TOLD"\nshift\nRANKS=yes SLURM_PROCID=3 SLURM_LOCALID=1 "$@"\nexit $CODE\n'

@@ -275,7 +275,7 @@ def load_tokenizer(spec: str, documents: Iterable[str] | None = None) -> Tokeniz
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         config = _config(folder)
         if config.get("tokenizer_class", "GPT2Tokenizer").startswith("GPT2"):
-            return _gpt2(folder, config)
+            return adopted(ask_transformers(spec, "GPT2TokenizerFast"), spec)
     if folder.is_file():
         raise DataError(f"tokenizer {spec}: this is a file; name the folder that holds tokenizer.json")
     if spec.startswith((".", "/", "~")) and not folder.exists():
@@ -317,18 +317,6 @@ def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
             f"ask for bpe:{tokenizer.vocab_size} or give more text"
         )
     return tokenizer
-
-
-def _gpt2(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of two files, as GPT-2's comes."""
-    vocab, merges = (str(folder / name) for name in ("vocab.json", "merges.txt"))
-    try:
-        base = _byte_level(models.BPE.from_file(vocab, merges))
-    except Exception as error:  # the library raises bare Exception for what it cannot read
-        raise DataError(f"cannot read {vocab} and {merges}: {error}") from error
-    return Tokenizer.over(
-        base, _content(config.get("eos_token")) or "<|endoftext|>", _chat_template(folder, config)
-    )
 
 
 def ask_transformers(spec: str, reader: str = "AutoTokenizer", **options: Any) -> Any:

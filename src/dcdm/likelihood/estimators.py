@@ -64,11 +64,6 @@ class Score:
         return LABELS[self.estimator]
 
     @property
-    def is_valid(self) -> bool:
-        """Whether it is exact or a bound."""
-        return self.estimator != "surrogate"
-
-    @property
     def per_token(self) -> float:
         """Mean nats per token over all sequences."""
         return float(self.nats.sum() / self.tokens.sum().clamp(min=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dcdm.data.tokenizers import Tokenizer
@@ -27,7 +26,6 @@ from dcdm.serving.schemas import (
     ChatRequest,
     CompletionRequest,
     DenoiseRequest,
-    ErrorBody,
     Json,
     OpenAIRequest,
     invalid_body,
@@ -39,21 +37,6 @@ from dcdm.viewing.pages import asset as report_asset
 from dcdm.viewing.pages import palette_style
 
 T = TypeVar("T")
-Responses = dict[int | str, dict[str, Any]]
-ERRORS: Responses = {
-    "4XX": {"model": ErrorBody, "description": "Something is wrong with the request; `param` names it."},
-    503: {"model": ErrorBody, "description": "The server is shutting down, or too many requests are open."},
-}
-OBJECT = {"application/json": {"schema": {"type": "object"}}}
-EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-EVENTS = {"text/event-stream": {"schema": EVENT}}
-STATUS: Responses = {200: {"content": OBJECT}, 503: {"content": OBJECT}}
-CARD: Responses = {**ERRORS, 200: {"description": "OpenAI's object, with more under `dcdm`.", "content": OBJECT}}
-STREAM: Responses = {**ERRORS, 200: {"description": "Server-sent events.", "content": EVENTS}}
-ANSWER: Responses = {
-    **ERRORS,
-    200: {"description": "OpenAI's object; with `stream`, events of its chunks.", "content": {**OBJECT, **EVENTS}},
-}
 ASSETS = files("dcdm.serving") / "assets"
 INDEX = "index.html"
 SHARED = ("base.css", "dom.js", "tokens.css", "tokens.js", "player.css", "player.js")
@@ -121,8 +104,8 @@ def create_app_for(several: Sequence[ServedModel]) -> FastAPI:
             await run_in_threadpool(each.close)
 
     app = FastAPI(
-        title="dcdm", version=version("dcdm"), description="A block diffusion language model behind HTTP.",
-        lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Response,
+        title="dcdm",
+        lifespan=lifespan, openapi_url=None, default_response_class=Response,
     )  # fmt: skip
     app.state.models, app.state.metrics, app.state.settings = models, metrics, settings
     app.state.served, app.state.scheduler = several[0], models.all[0]
@@ -163,11 +146,11 @@ def _errors(app: FastAPI) -> None:
 def _pages(app: FastAPI) -> None:
     assets = load_assets()
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def index() -> Response:
         return await asset(INDEX)
 
-    @app.get("/assets/{name}", include_in_schema=False)
+    @app.get("/assets/{name}")
     async def asset(name: str) -> Response:
         if name not in assets:
             raise HTTPException(404)
@@ -190,17 +173,17 @@ def load_assets() -> dict[str, tuple[bytes, str]]:
 def _watching(app: FastAPI) -> None:
     models: Models = app.state.models
 
-    @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", summary="Whether the server lives", responses=STATUS)
+    @app.head("/healthz")
+    @app.get("/healthz")
     async def healthz() -> Response:
         return Json({"status": "ok"}) if models.alive else Json({"status": "a model's thread is gone"}, 503)
 
-    @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", summary="Whether the server takes requests", responses=STATUS)
+    @app.head("/readyz")
+    @app.get("/readyz")
     async def readyz() -> Response:
         return Json({"status": "shutting down"}, 503) if models.draining else Json({"status": "ready"})
 
-    @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(app.state.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
 
@@ -208,11 +191,11 @@ def _watching(app: FastAPI) -> None:
 def _models(app: FastAPI) -> None:
     models: Models = app.state.models
 
-    @app.get("/v1/models", summary="The served models", responses=CARD)
+    @app.get("/v1/models")
     def listed() -> Response:  # not on the event loop: a card holds examples in the model's tokens
         return Json({"object": "list", "data": [each.served.card() for each in models.all]})
 
-    @app.get("/v1/models/{name:path}", summary="A served model by its name", responses=CARD)
+    @app.get("/v1/models/{name:path}")
     def one(name: str) -> Response:
         return Json(models.get(name).served.card())
 
@@ -227,15 +210,15 @@ def _generation(app: FastAPI) -> None:
             return EventStream(answer.stream(queued, request.state.notes), queued)
         return Json(await while_connected(request, answer.whole(queued, request.state.notes)))
 
-    @app.post("/v1/completions", summary="Complete texts", responses=ANSWER)
+    @app.post("/v1/completions")
     async def completing(request: Request, body: CompletionRequest) -> Response:
         return await respond(request, body, answers.prepare_completion)
 
-    @app.post("/v1/chat/completions", summary="Answer in a chat", responses=ANSWER)
+    @app.post("/v1/chat/completions")
     async def chatting(request: Request, body: ChatRequest) -> Response:
         return await respond(request, body, answers.prepare_chat)
 
-    @app.post("/v1/denoise", summary="A canvas being filled, step by step", responses=STREAM)
+    @app.post("/v1/denoise")
     async def denoising(request: Request, body: DenoiseRequest) -> Response:
         scheduler = models.get(body.model)
         completion = await run_in_threadpool(answers.prepare_denoising, scheduler.served, body)

@@ -181,17 +181,6 @@ class Json(Response):
         return encode(content).encode()
 
 
-class ErrorObject(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorObject
-
-
 class APIError(Exception):
     """An answer that is not a success: its status, and what the error object holds."""
 
