@@ -96,7 +96,7 @@ def test_every_command_and_flag_in_docstrings_exists():
 def test_the_check_finds_commands_and_flags_that_do_not_exist():
     assert wrong_names("dcdm fly") == ["dcdm fly"]
     assert wrong_names("torchrun -m dcdm eval ppl runs/a --data x --no-such y") == ["dcdm eval ppl --no-such"]
-    assert wrong_names("DCDM_API_KEY=x dcdm export runs/a out --no-average   # --comment") == []
+    assert wrong_names("DCDM_API_KEY=x dcdm export runs/a out --adapter-only   # --comment") == []
 
 
 # --- files, modules, classes -------------------------------------------------------------------------------------

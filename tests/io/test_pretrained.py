@@ -133,18 +133,6 @@ def test_sizes_are_compared_with_the_weights_before_anything_is_built(
         import_model(str(config.parent), tmp_path / "none")
 
 
-@pytest.mark.parametrize("kind", ["huge", "pipe"])
-def test_a_tokenizer_that_is_no_file_of_a_reasonable_size_is_refused(tmp_path: Path, kind: str) -> None:
-    file = pretrained.saved(tmp_path / "source") / "tokenizer.json"
-    if kind == "huge":
-        os.truncate(file, 65 << 20)
-    else:
-        file.unlink()
-        os.mkfifo(file)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a regular file of at most 64 MB"):
-        import_model(str(file.parent), tmp_path / "none")
-
-
 def test_code_of_a_folder_is_never_run_whatever_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,6 @@ def import_model(
 def export(
     source: ModelArgument,
     folder: FolderToWrite,
-    average: bool = True,
     adapter: AdapterOption = None,
     adapter_only: bool = False,
     format: Literal["dcdm", "sdar"] = "dcdm",
@@ -160,7 +159,6 @@ def export(
     """Write a trained model as a folder that Hugging Face tools load.
 
     Args:
-        average: Take the averaged weights where the run kept any.
         adapter_only: Write what a run of `dcdm adapt` has added to its base by --lora, in peft's format, or by
             --to drafts; else adapters are merged into the weights.
         format: sdar is what SGLang and LMDeploy serve, of a BDLM that has Qwen3's blocks and was trained without
@@ -171,10 +169,8 @@ def export(
 
     if adapter_only and adapter is not None:
         raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
-    if adapter_only and (not average or dtype == "int8"):
-        raise ConfigError(
-            "--no-average and --dtype int8 have no effect on --adapter-only: it writes what was trained"
-        )
+    if adapter_only and dtype == "int8":
+        raise ConfigError("--dtype int8 has no effect on --adapter-only: it writes what was trained")
     if dtype == "int8" and format != "dcdm":
         raise ConfigError(f"--format {format} has no weights in bytes; choose fp32 or bf16")
     if adapter_only and format != "dcdm":
@@ -183,7 +179,7 @@ def export(
         export_adapter(source, folder, compute_on("cpu", dtype)[1])
     else:
         write = export_model if format == "dcdm" else export_sdar
-        write(source, folder, average=average, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
+        write(source, folder, adapter=adapter, dtype=compute_on("cpu", dtype)[1])
     check = f"`dcdm verify {folder}` checks it" if format == "dcdm" else "for engines that serve SDAR"
     print(f"{folder}: written; {check}")
 

@@ -26,7 +26,6 @@ T = TypeVar("T")
 BOS_FOR = "bos_stands_for"
 """In tokenizer_config.json: the id that BOS stands for."""
 MOST_HOLES = 1 << 16  # ids without a token; published tokenizers have a few thousand at most
-TEMPLATE_LIMIT = 1 << 20
 MIN_BPE = 256 + 1 + NUM_SPECIALS + 1  # all bytes, EOS, the specials, and one merge
 PROBES = (  # cut between the two, a tokenizer that allows it gives the tokens of both joined
     ("one", " two"), ("I", " A"), ("word.\n", "Next"), ("a\n", "b"), ("1\n", "2"), (")\n", "("), ("x,\n", '"y"'),
@@ -414,7 +413,7 @@ def _content(token: Any) -> str | None:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if (file := folder / "chat_template.jinja").exists():
-        return _readable(file, lambda path: read_text(path, TEMPLATE_LIMIT))
+        return _readable(file, read_text)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]

@@ -51,10 +51,7 @@ class SDARConfig(Qwen3Config):
 '''
 
 
-def export(
-    source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:  # fmt: skip
+def export(source: Path, folder: Path, *, adapter: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
     """Write the model in `source` to `folder`: safetensors, config.json, tokenizer, model card and checksums.
 
     The folder appears whole or not at all. Adapters, those of a run or in the folder `adapter`, are merged. `dtype`
@@ -62,21 +59,20 @@ def export(
     or, where fp32 does not become bytes by itself, what they stand for.
     """
     check_free(folder)
-    found = find_model(source, average=average, adapter=adapter)
+    found = find_model(source, adapter=adapter)
     model = found.load(dtype=torch.int8 if dtype == torch.int8 else torch.float32)
-    write_export(model, found.tokenizer, folder, _card(model, found, average), dtype=dtype)
+    write_export(model, found.tokenizer, folder, _card(model, found), dtype=dtype)
 
 
 def export_sdar(
-    source: Path, folder: Path, *, average: bool = True, adapter: Path | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:  # fmt: skip
+    source: Path, folder: Path, *, adapter: Path | None = None, dtype: torch.dtype = torch.float32
+) -> None:
     """Write a BDLM with Qwen3's blocks as a folder that engines serve as SDAR, MASK's row where they have it.
 
     What is never written gets the mean of the head's rows: its logit is the mean of all, and never the largest.
     """
     check_free(folder)
-    found = find_model(source, average=average, adapter=adapter)
+    found = find_model(source, adapter=adapter)
     config, tokenizer = found.config, found.tokenizer
     wrong = {
         "kind": config.kind != "bdlm", "predict": config.predicts_from_left,
@@ -234,12 +230,11 @@ def _auto_class(model: Model) -> str:
     return "AutoModelForCausalLM" if model.config.kind == "ar" else "AutoModelForMaskedLM"
 
 
-def _card(model: Model, found: ModelSource, average: bool) -> str:
+def _card(model: Model, found: ModelSource) -> str:
     """A model card with the evaluation of these very weights, where the run has one, named by its estimator."""
     config, run = model.config, found.run or found.place
     step, figures = 0, {}
-    averages = found.run is not None and run_settings.read(run / SETTINGS).train.ema_decay > 0
-    if found.run is not None and found.base is None and (average or not averages):
+    if found.run is not None and found.base is None:
         step = int(found.identity()["step"])
         figures = _evaluation(run / "metrics.jsonl", step)
     label = LABELS[default_estimator(model)]

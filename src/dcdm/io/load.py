@@ -115,29 +115,24 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
-    average: bool = True,
     adapter: str | Path | None = None,
 ) -> tuple[Model, Tokenizer]:
     """The model, ready for evaluation, and its tokenizer; without a path, of the one that comes with the package.
 
     `path` may be a name that `dcdm models` lists; a folder of that name wins. Of a run folder the newest whole
-    checkpoint is taken; with `average`, its averaged weights where it has any.
+    checkpoint is taken, of it averaged weights where it has any.
     `adapter` is a folder of LoRA adapters, which are merged into the model; such a folder can also stand for the
     model, if its base is where it was in training.
     """
-    found = find_model(path, average=average, adapter=adapter)
+    found = find_model(path, adapter=adapter)
     return found.load(device, dtype), found.tokenizer
 
 
-def find_model(
-    path: str | Path | None = None, *, average: bool = True, adapter: str | Path | None = None
-) -> ModelSource:
+def find_model(path: str | Path | None = None, *, adapter: str | Path | None = None) -> ModelSource:
     """Configuration and tokenizer of what `load_model` would load."""
     path = folder_of(path)
     if adapter is not None:
-        if not average:
-            raise ConfigError("adapters belong to the averaged weights of their base; leave out --no-average")
-        return _adapted(find_model(path, average=average), Path(adapter))
+        return _adapted(find_model(path), Path(adapter))
     if not path.is_dir() and (name := next((name for name in BASES if path == base_folder(name)), None)):
         raise MissingBase(name)
     if not path.is_dir():
@@ -163,7 +158,7 @@ def find_model(
     tokenizer = Tokenizer.load(run / TOKENIZER)
     if problems := settings_problems(record, config, run) + other_tokenizer(record, tokenizer, run):
         raise ConfigError(f"{run} is damaged: {'; '.join(problems)}")
-    averaged = average and config.train.ema_decay
+    averaged = config.train.ema_decay
     rank, alpha = config.train.lora, config.train.lora_alpha
 
     def weights() -> dict[str, Tensor]:

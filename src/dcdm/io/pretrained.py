@@ -20,7 +20,6 @@ from tokenizers import pre_tokenizers
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig
 from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
-from dcdm.files import JSON_LIMIT, MEGABYTE
 from dcdm.io import export
 from dcdm.io.families import AR, HOW, Family
 from dcdm.io.importing import EMBEDDING, HEAD, Source, read_settings
@@ -33,11 +32,6 @@ SEPARATOR = "<|endoftext|>"
 """What separates the documents that GPT-2's heirs are trained on, and hence before a text."""
 CONTEXT = 2048
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
-"""What `transformers` reads whole to make a tokenizer."""
 PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
 """Names by which GGUF calls GPT-2's rule of splitting text into words."""
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -192,11 +186,6 @@ def opened(spec: str, family: str | None = None) -> Pretrained:
 
 
 def _from_folder(folder: Path, family: str | None = None) -> Pretrained:
-    for path in (folder / name for name in TOKENIZER_FILES):
-        if path.exists() and not (path.is_file() and path.stat().st_size <= JSON_LIMIT):
-            raise ConfigError(
-                f"{path} is not a regular file of at most {JSON_LIMIT // MEGABYTE} MB; download it again"
-            )
     source = Source.in_folder(folder, family)
     loaded = ask_transformers(str(folder), "AutoTokenizer" if source.family is None else _reader(folder, source))
     if source.family is None and family is None and loaded.mask_token is not None:
