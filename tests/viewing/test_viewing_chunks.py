@@ -10,7 +10,7 @@ from rich.console import Console
 
 import dcdm
 import tiny
-from browser import CHROMIUM, dumped
+from browser import CHROMIUM, Page, artefacts, chromium, dumped
 from dcdm.cli import main
 from dcdm.config import ConfigError
 from dcdm.data.tokenizers import byte_tokenizer
@@ -310,6 +310,21 @@ def test_a_browser_shows_ids_masks_and_sizes_of_every_frame(name, tmp_path):
     assert not told["wide"]
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_the_page_of_many_chunks_fits_a_phone_in_the_dark(tmp_path):
+    window, _ = window_of("def f(x):\n    return x\n" + "y" * 80, byte_tokenizer(), 128)
+    many_scores = view(byte_model("paper", num_chunks=12), window)
+    (tmp_path / "chunks-of-paper.html").write_text(chunks_page(many_scores), encoding="utf-8")
+    with chromium(tmp_path / "profile") as driver:
+        opened = Page(driver, artefacts(tmp_path / "pictures"))
+        opened.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        opened.size(390, 844)
+        driver.get((tmp_path / "chunks-of-paper.html").as_uri())
+        assert opened.overflow() == 0
+        opened.shot("chunks-of-paper-390-dark")
+        assert opened.complaints() == []
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +370,9 @@ def test_the_command_writes_a_page_and_counts_over_a_corpus(tmp_path, capsys, mo
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     folder = str(tiny.exported("causal", tmp_path / "model"))
-    assert "has no chunks" in refused([str(tiny.exported("ar", tmp_path / "ar")), "text"], capsys)
+    lanes = tiny.exported("mdlm", tmp_path / "lanes", kind="lanes", lanes=(1, 2, 4))
+    for writer in (tiny.exported("ar", tmp_path / "ar"), lanes):
+        assert "writes from left to right and has no chunks" in refused([str(writer), "text"], capsys)
     assert "empty" in refused([folder, ""], capsys)
     assert "do not depend on noise" in refused([folder, "text", "--noise", "0.5"], capsys)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))

@@ -1,8 +1,10 @@
-"""`dcdm sample`: prompts from the command line or a pipe; text, JSON or events out."""
+"""`dcdm sample`: prompts from the command line or a pipe; text or JSON out."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import (
@@ -24,6 +26,8 @@ from dcdm.commands.options import (
 from dcdm.config import ConfigError, harmless, many
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from dcdm.data.tokenizers import Tokenizer
     from dcdm.decoding.engine import Generation
     from dcdm.decoding.text import Event
@@ -71,11 +75,11 @@ def sample(
         length: New tokens after each prompt; by default the rest of the window, or none if there are blanks.
         num: Samples of each prompt.
         seed: Seed of the draws.
-        stream: Show tokens as they are committed: live in a terminal, as JSON lines otherwise.
+        stream: In a terminal, show the first text while it is filled.
         json: Print one JSON object per sample, statistics included.
     """
     from dcdm.decoding.config import DecodingConfig
-    from dcdm.decoding.engine import generate
+    from dcdm.decoding.engine import generate, with_blanks
 
     prompts = _prompts(prompt, has_model=model is not None)
     settings = ({"temperature": CAREFUL} if model is None else {}) | decoder_settings(decoder, set)
@@ -86,17 +90,20 @@ def sample(
     loaded, tokenizer = load_for(model, device, dtype, adapter)
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
-    with _Stream(tokenizer, prompts, stream, blanks) as shown:
+    read = partial(with_blanks, tokenizer) if blanks else tokenizer.encode
+    canvas = _Canvas(tokenizer, read(prompts[0])) if stream and sys.stdout.isatty() else None
+    with nullcontext() if canvas is None else canvas.live:
         result = generate(
             loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, decoding=decoding,
-            seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, on_event=shown.show if stream else None,
-            blanks=blanks,
+            seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, blanks=blanks,
+            on_event=None if canvas is None else canvas.show,
         )  # fmt: skip
-        shown.end(result.tokens[0].tolist())
+        if canvas is not None:
+            canvas.end(result.tokens[0].tolist())
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
-    elif not stream or (sys.stdout.isatty() and len(prompts) > 1):
+    elif canvas is None or len(prompts) > 1:
         _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
 
@@ -141,58 +148,29 @@ def _costs(result: Generation) -> str:
     )
 
 
-class _Stream:
-    """Shows events while they come: the canvas of the first row in a terminal, JSON lines elsewhere.
+class _Canvas:
+    """The first text in a terminal while it is filled; colours are chunks, or lanes."""
 
-    Colours of the canvas are chunks, or lanes, whose newest tokens are reversed.
-    """
+    def __init__(self, tokenizer: Tokenizer, given: list[int]) -> None:
+        from rich.live import Live
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[str], on: bool, blanks: bool) -> None:
-        self.tokenizer, self.on = tokenizer, on
-        self.live: Any = None
-        self.known: dict[int, int] = {}
+        self.tokenizer, self.known = tokenizer, dict(enumerate(given, start=1))
         self.colour: dict[int, int] = {}
-        self.heads: set[int] = set()
-        if on:
-            from dcdm.decoding.engine import with_blanks
-
-            given = with_blanks(tokenizer, prompts[0]) if blanks else tokenizer.encode(prompts[0])
-            self.known = dict(enumerate(given, start=1))
-
-    def __enter__(self) -> _Stream:
-        if self.on and sys.stdout.isatty():
-            from rich.live import Live
-
-            self.live = Live(auto_refresh=False)
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def end(self, tokens: list[int]) -> None:
-        """Show the first text as it is now: what others had written behind its end is gone."""
-        if self.live is not None:
-            self.known = {at: token for at, token in enumerate(tokens) if at and token != self.tokenizer.pad_id}
-            self.heads = set()
-            self.live.update(self._canvas(), refresh=True)
+        self.live = Live(auto_refresh=False)
 
     def show(self, event: Event) -> None:
-        if self.live is None:
-            text = [self.tokenizer.decode([token]) for token in event.tokens]
-            lanes = {"lanes": event.lanes} if event.lanes else {}
-            print_json(
-                {**{name: value for name, value in vars(event).items() if name != "lanes"}, **lanes, "text": text}
-            )
-        elif event.row == 0:
+        if event.row == 0:
             self.known.update(zip(event.positions, event.tokens, strict=True))
             groups = event.lanes or [event.chunk] * len(event.positions)
             self.colour.update(zip(event.positions, groups, strict=True))
-            self.heads = set(event.positions) if event.lanes else set()
-            self.live.update(self._canvas(), refresh=True)
+            self.live.update(self.text(), refresh=True)
 
-    def _canvas(self) -> Any:
+    def end(self, tokens: list[int]) -> None:
+        """Show the text as it is now: what others had written behind its end is gone."""
+        self.known = {at: token for at, token in enumerate(tokens) if at and token != self.tokenizer.pad_id}
+        self.live.update(self.text(), refresh=True)
+
+    def text(self) -> Text:
         from rich.text import Text
 
         from dcdm.viewing.palette import on_colour
@@ -201,6 +179,5 @@ class _Stream:
         for position in range(1, max(self.known, default=0) + 1):
             token = self.known.get(position, self.tokenizer.mask_id)
             shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
-            style = on_colour(self.colour[position]) if position in self.colour else "dim"
-            text.append(shown, style=f"bold reverse {style}" if position in self.heads else style)
+            text.append(shown, style=on_colour(self.colour[position]) if position in self.colour else "dim")
         return text
