@@ -107,9 +107,7 @@ def test_a_text_shorter_than_the_number_of_chunks_has_empty_chunks(name):
     [
         ("ar", {}, "has no chunks"),
         ("causal", {"noise": 0.5}, "do not depend on noise"),
-        ("paper", {"round": 1}, "all chunks at once"),
         ("paper", {"noise": 1.5}, "between 0 and 1"),
-        ("bdlm", {"round": 8}, "rounds 1 to 7"),
     ],
 )
 def test_ar_and_settings_that_do_not_fit_are_refused(name, asked, why):
@@ -147,16 +145,13 @@ def test_contents_over_a_corpus_are_those_of_the_models_own_chunks(name):
 # --- tokens as text ----------------------------------------------------------------------------------------------
 
 
-def test_a_long_text_is_shown_in_windows_and_an_empty_one_is_refused():
+def test_of_a_long_text_the_first_window_is_shown_and_an_empty_one_is_refused():
     assert byte_window("aé\n").labels == ["<|bos|>", "a", "\\xc3", "\\xa9", "\n"]
     tokenizer = byte_tokenizer()
     first, note = window_of("abcdefg", tokenizer, 4)
     assert b"".join(first.pieces) == b"abc"
-    assert note == "Window 1 of 3: the text has 7 tokens, the model's context holds 3."
-    assert b"".join(window_of("abcdefg", tokenizer, 4, 3)[0].pieces) == b"g"
+    assert note == "The first 3 of 7 tokens: the model's context holds no more."
     assert window_of("abc", tokenizer, 4)[1] == ""
-    with pytest.raises(ConfigError, match="windows 1 to 3"):
-        window_of("abcdefg", tokenizer, 4, 4)
     with pytest.raises(ConfigError, match="empty"):
         window_of("", tokenizer, 4)
 
@@ -186,7 +181,7 @@ def test_long_lines_are_wrapped_and_nothing_is_lost(width):
 
 
 def test_colours_need_a_terminal_and_control_characters_do_not_reach_it():
-    found = view(byte_model("causal"), byte_window("a\x1b[31m [red]\n"), round=1)
+    found = view(byte_model("causal"), byte_window("a\x1b[31m [red]\n"))
     piped = Console(file=io.StringIO(), width=80, force_terminal=False)
     terminal = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor", no_color=False)
     show(found, piped)
@@ -378,7 +373,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "empty" in refused([folder], capsys)
     main(["chunks", folder, "x" * 200])
-    assert "Window 1 of 4" in capsys.readouterr().out
+    assert "tokens: the model's context holds no more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "says"), [("mdlm", ", 1 chunk, "), ("paper", ", 2 chunks, ")])

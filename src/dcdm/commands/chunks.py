@@ -46,8 +46,6 @@ def chunks(
     html: Path | None = None,
     json: bool = False,
     noise: float | None = None,
-    round: int | None = None,
-    window: int = 1,
     corpus: Annotated[tuple[str, ...], arg(metavar="SOURCE...")] = (),
     windows: int = 64,
     seed: int = 0,
@@ -64,8 +62,6 @@ def chunks(
         html: Write a self-contained page: scores of every token, sliders, mask, sizes.
         json: Print tokens, ids, scores and sizes as one JSON object.
         noise: Share of masked tokens, for the paper's routing, whose chunks depend on it (default 0.5).
-        round: The round to show, for every other model (default the last).
-        window: Which window to show of a text that is longer than the model's context.
         corpus: Tell what chunks hold, and what decides them, over held-out windows of these sources: what
             `dcdm data prepare` reads, or a folder that it wrote. Without a text their first window is shown.
         windows: How many windows of the corpus.
@@ -80,20 +76,11 @@ def chunks(
     model = Path(default(chunks=True)) if model is None else model
     loaded, tokenizer = load_for(model, device, dtype)
     if given is not None:
-        shown, note = window_of(given, tokenizer, loaded.config.context_length, window)
+        shown, note = window_of(given, tokenizer, loaded.config.context_length)
     counted = held_out_windows(corpus, windows, loaded, tokenizer) if corpus else None
     if given is None and counted is not None:
         shown, note = window_from(counted.tokens[0].tolist(), tokenizer), f"The first of {counted.source}."
-    chunked = view(
-        loaded,
-        shown,
-        name=_name(model),
-        noise=noise,
-        round=round,
-        seed=seed,
-        corpus=counted,
-        note=note,
-    )
+    chunked = view(loaded, shown, name=_name(model), noise=noise, seed=seed, corpus=counted, note=note)
     if html is not None:
         from dcdm.files import write_whole
         from dcdm.viewing.pages import chunks_page

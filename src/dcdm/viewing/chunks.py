@@ -152,20 +152,16 @@ class TokenWindows:
     pieces: list[list[bytes]]
 
 
-def window_of(text: str, tokenizer: Tokenizer, length: int, number: int = 1) -> tuple[TextWindow, str]:
-    """BOS and the tokens of the window `number` (from 1), with a note where there are several windows."""
+def window_of(text: str, tokenizer: Tokenizer, length: int) -> tuple[TextWindow, str]:
+    """BOS and the first tokens of a text, as many as have room, with a note where there are more."""
     ids = tokenizer.encode(text)
     if not ids:
         raise ConfigError("the text is empty; give one as an argument or on standard input")
     room = max(1, length - 1)
-    count = -(-len(ids) // room)
-    if not 1 <= number <= count:
-        raise ConfigError(f"--window {number}: this text has the windows 1 to {count}, of {room} tokens each")
-    row = [tokenizer.bos_id, *ids[(number - 1) * room : number * room]]
     note = ""
-    if count > 1:
-        note = f"Window {number} of {count}: the text has {len(ids):,} tokens, the model's context holds {room:,}."
-    return window_from(row, tokenizer), note
+    if len(ids) > room:
+        note = f"The first {room:,} of {len(ids):,} tokens: the model's context holds no more."
+    return window_from([tokenizer.bos_id, *ids[:room]], tokenizer), note
 
 
 def window_from(row: list[int], tokenizer: Tokenizer) -> TextWindow:
@@ -187,12 +183,11 @@ def view(
     *,
     name: str = "model",
     noise: float | None = None,
-    round: int | None = None,
     seed: int = 0,
     corpus: TokenWindows | None = None,
     note: str = "",
 ) -> ChunkView:
-    """The chunks of a window, beginning at the noise level or round asked for.
+    """The chunks of a window, beginning at the noise level asked for, or at the last round.
 
     What chunks hold is measured over `corpus`, or over the window itself.
     """
@@ -202,7 +197,7 @@ def view(
             f"a model of kind {config.kind} writes from left to right and has no chunks; choose one of kind mdlm, "
             "bdlm or dcdm"
         )
-    levels = _levels(config, noise, round)
+    levels = _levels(config, noise)
     tokens = window.tokens[None].to(model.embed_tokens.weight.device)
     positions = model.position_masks(tokens)
     free = positions.free[0].tolist()
@@ -223,7 +218,7 @@ def view(
         num_chunks=num_chunks,
         tokens=[Token(*row) for row in zip(tokens[0].tolist(), window.labels, free, strict=True)],
         frames=frames,
-        shown=_shown(frames, levels, noise, round),
+        shown=levels.index(DEFAULT_LEVEL if noise is None else noise) if levels else len(frames) - 1,
         bias=model.chunking.balance_bias.tolist() if levels and model.chunking else [],
         held=held_over(model, corpus, levels, num_chunks, seed),
         note=note,
@@ -255,30 +250,18 @@ def nested_masks(index: Tensor, free: Tensor, levels: Sequence[float], seed: int
     return torch.stack([(uniform < level) & free for level in levels])
 
 
-def _levels(config: ModelConfig, noise: float | None, round: int | None) -> list[float]:
+def _levels(config: ModelConfig, noise: float | None) -> list[float]:
     """The noise levels to compute, none for partitions that do not depend on noise."""
     if not config.routes_from_noise:
         if noise is not None:
             raise ConfigError(
                 "--noise: the chunks of this model do not depend on noise (only those of DCDM with the paper's "
-                "routing do); leave it out, or choose a --round"
+                "routing do); leave it out"
             )
         return []
-    if round is not None:
-        raise ConfigError(
-            "--round: the paper's routing forms all chunks at once, from a noisy text; choose a --noise level"
-        )
     if noise is not None and not 0 <= noise <= 1:
         raise ConfigError(f"--noise {noise}: a noise level is the share of masked tokens, between 0 and 1")
     return sorted({*LEVELS, *([] if noise is None else [noise])})
-
-
-def _shown(frames: list[Frame], levels: list[float], noise: float | None, round: int | None) -> int:
-    if levels:
-        return levels.index(DEFAULT_LEVEL if noise is None else noise)
-    if round is not None and not 1 <= round <= len(frames):
-        raise ConfigError(f"--round {round}: this text has the rounds 1 to {len(frames)}")
-    return len(frames) - 1 if round is None else round - 1
 
 
 def _noise_frames(model: Model, tokens: Tensor, levels: list[float], seed: int) -> list[Frame]:
