@@ -11,7 +11,7 @@ import pytest
 
 import dcdm
 from dcdm.cli import COMMANDS, GROUPS
-from dcdm.commands import options, serve
+from dcdm.commands import data, options, serve
 from test_docs import PAGES, ROOT, blocks
 
 SRC = ROOT / "src" / "dcdm"
@@ -48,6 +48,7 @@ def flags_of(run) -> set[str]:
     names += ["weights"] if any(p.annotation == "DtypeOption" for p in parameters.values()) else []
     names += [*vars(options.NO_FLAGS)] if "decoder" in names else []
     names += [*vars(serve.DEFAULT_LIMITS)] if "limits" in names else []
+    names += [*vars(data.PLAIN)] if "reading" in names else []
     names = [name.replace("_", "-") for name in names]
     return {"--help", *(f"--{name}" for name in names), *(f"--no-{name}" for name in names)}
 

@@ -120,7 +120,7 @@ def test_all_nine_run_end_to_end_from_local_files(monkeypatch, capsys, folder):
 def test_two_processes_print_the_figures_of_one_to_the_last_digit(capsys, folder):
     place = tiny.exported("causal", folder / "model", context_length=64)
     words = ["eval", "tasks", str(place), "--data-dir", str(folder), "--tasks", "mmlu,gsm8k,humaneval", "--json",
-             "--batch-size", "2", "--max-new-tokens", "8", "--allow-code-execution", "--device", "cpu"]  # fmt: skip
+             "--set", "batch_size=2", "max_gen_toks=8", "--allow-code-execution", "--device", "cpu"]  # fmt: skip
     main(words)
     alone, (shared, silent) = capsys.readouterr().out, command_on_ranks(2, words)
     one, two = (json.loads(printed) for printed in (alone, shared))

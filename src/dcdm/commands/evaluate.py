@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -118,11 +118,6 @@ def tasks(
     limit: int | None = None,
     num_fewshot: tuple[str, ...] = (),
     samples: int = 16,
-    estimator: str = "auto",
-    seed: int = 0,
-    batch_size: int = 16,
-    max_length: int | None = None,
-    max_new_tokens: int = 256,
     commit: str = "auto",
     set: tuple[str, ...] = (),
     allow_code_execution: bool = False,
@@ -143,13 +138,10 @@ def tasks(
         limit: Questions per task, and per subject of MMLU and MATH.
         num_fewshot: Other numbers of examples than the paper's, as in mmlu=5.
         samples: Mask draws per answer; short answers are summed exactly instead.
-        estimator: auto takes the valid one of the model's kind.
-        seed: Seed of the noise and of sampling.
-        batch_size: Sequences of one pass; it changes no result.
-        max_length: Tokens of context and answer together (default: the window of training).
-        max_new_tokens: Tokens of an answer where the task sets no limit.
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
-        set: Other settings of the decoder, as in lanes=4 or routing=adablock.
+        set: Other settings of the decoder, as in lanes=4 or routing=adablock, and estimator, seed (0), batch_size
+            (16), max_length (tokens of context and answer together, by default the window of training) and
+            max_gen_toks (tokens of an answer where the task sets no limit, 256).
         allow_code_execution: Run the programs that HumanEval's answers are, with limits.
     """
     from dcdm.distributed import init_distributed, shutdown
@@ -173,12 +165,11 @@ def tasks(
             made_with: list[dict[str, Any]] = []
             for name, model in names_of([str(one) for one in models]).items():
                 lm = harness.HarnessModel(
-                    pretrained=model, samples=samples, seed=seed, estimator=cast(Any, estimator),
-                    batch_size=batch_size, max_length=max_length, max_gen_toks=max_new_tokens,
-                    device=str(world.device), dtype=dtype, world=world, **{"commit": commit} | assignments(set),
+                    pretrained=model, samples=samples, device=str(world.device), dtype=dtype, world=world,
+                    **{"commit": commit} | assignments(set),
                 )  # fmt: skip
                 weights = lm.model.weights_type
-                asked = {"model": model, "limit": limit, "batch_size": batch_size, "dtype": weights}
+                asked = {"model": model, "limit": limit, "batch_size": lm.batch_size, "dtype": weights}
                 made_with.append(asked | lm.settings())
                 if loud and len(models) > 1:
                     print(name)
