@@ -260,36 +260,6 @@ def test_invisible_characters_are_shown_and_markup_stays_text(page, address):
     assert page.js("document.querySelectorAll('main img').length") == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "routings", "caches"),
-    [
-        ("ar", ["auto"], ["auto", "exact", "none"]),
-        ("bdlm", ["auto", "blocks", "sub-blocks", "adablock"], ["auto", "exact", "none"]),
-        (
-            "paper",
-            ["auto", "paper-chunk", "paper-step", "paper-equal", "paper-strided", "appendix-b"],
-            ["auto", "none", "frozen"],
-        ),
-    ],
-)
-def test_only_settings_that_fit_the_model_are_offered(page, name, routings, caches):
-    options = "[...document.getElementById(arguments[0]).options].map((o) => o.value)"
-    with live(model=model_of(name)) as server:
-        page.open(server.url, prompt="x", length=12)
-        assert page.js(options, "a-routing") == routings
-        assert sorted(page.js(options, "a-cache")) == sorted(caches)
-        assert page.js("document.getElementById('a-routing').closest('.field').hidden") == (len(routings) == 1)
-        if name == "bdlm":
-            for routing in ("blocks", "adablock"):
-                page.fill("a-routing", routing)
-                page.generate()
-                assert "12 tokens" in page.text("status")
-                page.shot(f"routing-{routing}")
-        else:
-            page.generate()
-        assert "filled to its length" in page.text("status")
-
-
 # --- errors ------------------------------------------------------------------------------------------------------
 
 

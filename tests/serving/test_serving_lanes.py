@@ -118,17 +118,3 @@ def test_texts_with_drafts_are_the_librarys_whole_and_streamed(drafting, drafts)
     sent = events(drafting.post("/v1/denoise", body).text)
     assert sent[0][1].get("drafts", 0) == (3 if drafts is None else drafts)
     assert sum(name == "commit" for name, _ in sent) == int(alike.forwards[0])
-
-
-def test_the_playground_has_dials_for_lanes_and_drafts_where_they_fit(page, drafting, other):
-    page.open(drafting.url, prompt="ab", length="24", a_lanes="2", a_drafts="2", eos="0")
-    assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id).value)") == ["2", "2"]
-    page.generate()
-    page.until("document.querySelector('.play').title === 'Play'", "the canvas to be full")
-    forwards = int(expected(drafting, "ab", max_new_tokens=24, lanes=2, drafts=2, eos_id=-1).forwards[0])
-    assert f"24 tokens in {forwards} forward passes" in page.text("status")
-    assert all(flag in page.text("code") for flag in ("--lanes 2", "--drafts 2"))
-    page.open(other.url, prompt="ab")
-    assert page.js("['a-lanes', 'a-drafts'].map((id) => document.getElementById(id))") == [None, None]
-    colours = page.js("[...document.querySelectorAll('#colours input')].map((each) => each.value)")
-    assert colours == ["chunk", "confidence", "order"]
