@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
@@ -16,6 +17,8 @@ from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 from dcdm.config import ModelConfig
 from dcdm.decoding.routes import current_ids
 from dcdm.kinds import network
+
+IGNORED = -100  # label of a position that does not count, as everywhere in transformers
 
 
 class DCDMConfig(PretrainedConfig):
@@ -75,22 +78,49 @@ class _Wrapped(PreTrainedModel):
 class DCDMForMaskedLM(_Wrapped):
     """Diffusion kinds. `input_ids` hold MASK where something is to be predicted."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> DiffusionOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        **_: Any,
+    ) -> DiffusionOutput:
         """Logits (B, L, V), and the chunks that the model formed.
 
-        One stream runs under the decoding mask: logits are defined for the chunk that comes next (the lowest with
-        MASKs in it) and equal the training pass's there. `dcdm.loss` has the training objective.
+        Without labels one stream runs under the decoding mask: logits are defined for the chunk that comes next
+        (the lowest with MASKs in it) and equal the training pass's there. With labels, tokens are read from
+        them where they are not −100, the training pass runs, and `loss` is the mean cross-entropy of the
+        masked positions, 0 if there are none. `prompt_mask` marks tokens that are given, as BOS is.
         """
         model, config = self.model, self.model.config
         if attention_mask is not None:
             input_ids = input_ids.masked_fill(attention_mask == 0, config.pad_id)
-        ids, scores = current_ids(model, input_ids, None), None
-        logits = model.head(model.denoise(input_ids, ids))
-        if model.chunking is not None and config.routes_from_noise:
-            real = input_ids != config.pad_id
-            scores = model.router_scores(input_ids, real)
-            ids = torch.where(real, model.chunking.assign(scores), -1)
-        return DiffusionOutput(logits=logits, chunk_ids=ids, router_scores=scores)
+        prompt = None if prompt_mask is None else prompt_mask.bool()
+        if labels is None:
+            ids, scores = current_ids(model, input_ids, prompt), None
+            logits = model.head(model.denoise(input_ids, ids))
+            if model.chunking is not None and config.routes_from_noise:
+                real = input_ids != config.pad_id
+                scores = model.router_scores(input_ids, real)
+                ids = torch.where(real, model.chunking.assign(scores), -1)
+            return DiffusionOutput(logits=logits, chunk_ids=ids, router_scores=scores)
+        masked = input_ids == config.mask_id
+        tokens = torch.where(masked & (labels != IGNORED), labels, input_ids)
+        masked = masked & (labels != IGNORED)
+        if (special := tokens[masked & (tokens >= config.bos_id)]).numel():
+            raise ValueError(
+                f"labels hold {int(special[0])} at a MASK; BOS, PAD and MASK, {config.bos_id} to {config.mask_id}, "
+                f"are never predicted: set such labels to {IGNORED}"
+            )
+        if config.predicts_from_left:  # what is not masked is given
+            given = ~masked & (tokens != config.pad_id)
+            out = model(tokens, prompt=given if prompt is None else given | prompt)
+        else:
+            out = model(tokens, masked, prompt=prompt)
+        logits = out.logits
+        loss = F.cross_entropy(logits[masked], tokens[masked], reduction="sum") / masked.sum().clamp(min=1)
+        return DiffusionOutput(loss, logits, chunk_ids=out.chunk_ids, router_scores=out.router_scores)
 
 
 class DCDMForCausalLM(_Wrapped):
@@ -101,11 +131,17 @@ class DCDMForCausalLM(_Wrapped):
             raise ValueError(f"AutoModelForCausalLM is for AR, this is {kind}: load it by AutoModelForMaskedLM")
         super().__init__(config)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
-        """Logits (B, L, V), position ℓ predicting ℓ+1."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_: Any
+    ) -> CausalLMOutput:
+        """Logits (B, L, V), position ℓ predicting ℓ+1; with labels also the mean cross-entropy."""
         if attention_mask is not None:
             input_ids = input_ids.masked_fill(attention_mask == 0, self.model.config.pad_id)
-        return CausalLMOutput(logits=self.model(input_ids).logits)
+        logits = self.model(input_ids).logits
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        return CausalLMOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
 def register() -> None:
