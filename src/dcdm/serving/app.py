@@ -103,10 +103,7 @@ def create_app_for(several: Sequence[ServedModel]) -> FastAPI:
         for each in models.all:
             await run_in_threadpool(each.close)
 
-    app = FastAPI(
-        title="dcdm",
-        lifespan=lifespan, openapi_url=None, default_response_class=Response,
-    )  # fmt: skip
+    app = FastAPI(title="dcdm", lifespan=lifespan, openapi_url=None, default_response_class=Response)
     app.state.models, app.state.metrics, app.state.settings = models, metrics, settings
     app.state.served, app.state.scheduler = several[0], models.all[0]
     app.add_middleware(Gate, settings=settings, metrics=metrics)
