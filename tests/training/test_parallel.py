@@ -22,7 +22,7 @@ from dcdm.data.loader import Loader
 from dcdm.diffusion.objectives import Batch, GlobalBatch, Loss, counted, loss, with_prompts
 from dcdm.distributed import ParallelError, World, choose_device
 from dcdm.keys import Key
-from dcdm.model import products
+from dcdm.model import lora, products
 from dcdm.model.transformer import Model
 from dcdm.training import fsdp
 from dcdm.training.checkpoint import Checkpointer
@@ -374,15 +374,20 @@ def test_clipping_in_one_process_scales_to_the_limit_and_reports_the_norm_before
 
 
 def start_of(world: World, kind: str, **train: Any) -> Trainer:
-    settings = RunConfig(tiny.config(kind, chunk_out_init_std=0.02), train=replace(BF16, dtype="fp32", **train))
+    network, given = tiny.config(kind, chunk_out_init_std=0.02), "somewhere" if train.get("lora") else None
+    settings = RunConfig(network, train=replace(BF16, dtype="fp32", **train), init=given)
     return trainer_of(settings, InMemory(WINDOWS), world)
+
+
+STARTED = {"paper-moe": 0, "causal": 0, "bdlm": 2}
+"""By the rank of adapters."""
 
 
 def start_and_steps(world: World, folder: Path) -> dict[str, Any]:
     """Initial weights of a model made in shards; and what steps make of one, in two groups where there are four."""
     found: dict[str, Any] = {"mesh": None}
-    for kind in ("paper-moe", "causal"):
-        trainer = start_of(world, kind, seed=3, replicate=world.size // 2 or 1, optimizer="muon")
+    for kind, rank in STARTED.items():
+        trainer = start_of(world, kind, seed=3, lora=rank, replicate=world.size // 2 or 1, optimizer="muon")
         found[kind] = {name: full(value).numpy().copy() for name, value in trainer.model.state_dict().items()}
         parameter = trainer.model.embed_tokens.weight
         found["mesh"] = None if world.size == 1 else tuple(parameter.device_mesh.shape)
@@ -397,9 +402,13 @@ def test_four_ranks_in_two_groups_start_as_one_process_train_as_it_does_and_save
     four = on_ranks(4, start_and_steps, tmp_path / "four", timeout=240)
     alone = start_and_steps(World(), tmp_path / "one")
     assert four[0]["mesh"] == (2, 2)
-    for kind in ("paper-moe", "causal"):
-        built = dcdm.build(tiny.config(kind, chunk_out_init_std=0.02), seed=3).state_dict()
+    for kind, adapted in STARTED.items():
+        model = dcdm.build(tiny.config(kind, chunk_out_init_std=0.02), seed=3)
+        if adapted:
+            lora.attach(model, adapted, seed=3)
+        built = model.state_dict()
         for rank in (alone, *four):
+            assert rank[kind].keys() == built.keys()
             assert all(np.array_equal(rank[kind][name], value) for name, value in built.items())
             np.testing.assert_allclose(rank[f"{kind} losses"], alone[f"{kind} losses"], rtol=1e-5)
         for name, value in load_weights(tmp_path / "one" / kind / "step-00000002").items():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +139,48 @@ def test_seconds_follow_from_the_counts():
     assert seconds["products"] == pytest.approx(plan.step.operations / (0.6 * 989e12))
     one_node = replace(plan, per_node=16)
     assert one_node.seconds()["network"] == pytest.approx(seconds["network"] * 50 / 450)
+
+
+ROOT = Path(__file__).parents[2]
+PLANNED = {"--preset", "--gpus", "--gpu", "--optimizer", "--micro-batch", "--batch-size", "--steps", "--set"}
+
+
+def options_of(words: list[str]) -> dict[str, list[str]]:
+    """The values of each option."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word
+        elif not word.startswith(("$", '"$')):
+            found.setdefault(name, []).append(word)
+    return found
+
+
+def planned_commands() -> dict[str, list[str]]:
+    """What docs/scaling.md plans and trains, and what the job scripts start, in the words of `dcdm plan`."""
+    page = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", " ")
+    lines = [line for line in page.splitlines() if re.match(r"(dcdm (plan|train)|torchrun) ", line)]
+    for script in sorted((ROOT / "examples" / "slurm").glob("*.sbatch")):
+        text = script.read_text().replace("\\\n", " ")
+        nodes = re.findall(r"--nodes=(\d+)", text)[0]
+        started = [line.split('"$here/train.sh" ')[1] for line in text.splitlines() if line.startswith("srun")]
+        lines += [f"torchrun --nnodes {nodes} --nproc-per-node 8 {words}" for words in started]
+    found = {}
+    for line in lines:
+        options = options_of(shlex.split(line))
+        if "--nnodes" in options:
+            options["--gpus"] = [str(int(options["--nnodes"][0]) * int(options["--nproc-per-node"][0]))]
+        small = [value for value in options.get("--set", []) if "=" in value and not value.startswith("data.")]
+        options["--set"] = [*small, "model.num_layers=2"]
+        found[line] = [w for name, values in options.items() if name in PLANNED for w in (name, *values)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(line, marks=SLOW if line.startswith("dcdm") else []) for line in planned_commands()]
+)
+def test_what_the_page_and_the_job_scripts_start_can_be_planned(command, capsys):
+    """With two layers: tests/test_docs.py runs the page's plans as they stand."""
+    main(["plan", *planned_commands()[command], "--json"])
+    assert json.loads(capsys.readouterr().out)["fits"]

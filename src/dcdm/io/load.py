@@ -311,7 +311,8 @@ def load_init(model: Model, source: str, tokenizer: Tokenizer) -> None:
             )
     start, state = fitted(found.weights(), model.config), model.state_dict()
     wrong = [name for name, value in start.items() if name not in state or state[name].shape != value.shape]
-    wrong += [name for name in state if name not in start and not name.startswith(OWN_PARTS)]
+    ours = [name for name in state if not name.startswith(OWN_PARTS) and not lora.is_adapter(name)]
+    wrong += [name for name in ours if name not in start]
     if wrong:
         raise ConfigError(f"init={source}: its weights do not fit this model ({', '.join(wrong[:3])}, …)")
     model.load_state_dict(start, strict=False)

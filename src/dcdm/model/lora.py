@@ -31,13 +31,12 @@ class LoraLinear(Linear):
 
     active = True
 
-    def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.scale = frozen.in_features, frozen.out_features, scale
         self.weight, self.bias = frozen.weight, frozen.bias
-        drawn = torch.randn(rank, self.in_features, generator=generator) / math.sqrt(self.in_features)
-        self.lora_a = nn.Parameter(drawn.to(frozen.weight))
-        self.lora_b = nn.Parameter(frozen.weight.new_zeros(self.out_features, rank))
+        self.lora_a = nn.Parameter(frozen.weight.new_empty(rank, self.in_features))
+        self.lora_b = nn.Parameter(frozen.weight.new_empty(self.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -61,7 +60,7 @@ class LoraEmbedding(nn.Embedding):
         ):
             setattr(self, name, getattr(frozen, name))
         self.sparse, self.weight = frozen.sparse, frozen.weight
-        self.lora_rows = nn.Parameter(torch.zeros_like(frozen.weight[-NUM_SPECIALS:]))
+        self.lora_rows = nn.Parameter(torch.empty_like(frozen.weight[-NUM_SPECIALS:]))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not self.active:
@@ -79,16 +78,30 @@ def scale_of(rank: int, alpha: float | None) -> float:
 def attach(model: Model, rank: int, alpha: float | None = None, seed: int = 0) -> None:
     """Freeze the model and give it adapters, which do nothing yet; in place."""
     model.requires_grad_(False)
-    generator, scale = torch.Generator().manual_seed(seed), scale_of(rank, alpha)
+    scale = scale_of(rank, alpha)
     for module in model.layers.modules():
         for name, child in list(module.named_children()):
             if name in TARGETS and isinstance(child, nn.Linear):
-                setattr(module, name, LoraLinear(child, rank, scale, generator))
+                setattr(module, name, LoraLinear(child, rank, scale))
     if not model.config.predicts_specials:  # else a tied head has these rows, too
         model.embed_tokens = LoraEmbedding(model.embed_tokens)
     for name, part in model.named_children():
         if name in ("chunking", "drafting"):
             part.requires_grad_(True)
+    init_adapters(model, seed)
+
+
+@torch.no_grad()
+def init_adapters(model: Model, seed: int) -> None:
+    """Every initial value of the adapters."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            size = module.lora_a.shape
+            module.lora_a.copy_(torch.randn(size, generator=generator) / math.sqrt(module.in_features))
+            module.lora_b.zero_()
+        elif isinstance(module, LoraEmbedding):
+            module.lora_rows.zero_()
 
 
 @contextmanager

@@ -241,19 +241,21 @@ def trainer_of(
 ) -> Trainer:
     """The model, after `load` has given it initial weights if there are any to read, and its batches."""
     train, types = config.train, precision(config.train.dtype, world.device)
-    if world.size == 1 or train.lora or train.only_drafts:
-        model = build(config.model, seed=train.seed, device=world.device, dtype=types.weights)
-        load(model)
-    else:
-        model = build(config.model, device="meta", dtype=types.weights)
-        shard(model, world, compute_dtype=types.compute, replicate=train.replicate, seed=train.seed)
-        with FromWhole():
-            load(model)
+    alone = world.size == 1
+    model = build(
+        config.model, seed=train.seed if alone else None, device=world.device if alone else "meta",
+        dtype=types.weights,
+    )  # fmt: skip
     if train.lora:
         lora.attach(model, train.lora, train.lora_alpha, train.seed)
     if train.only_drafts:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("drafting."))
+    shard(model, world, compute_dtype=types.compute, replicate=train.replicate, seed=train.seed)
+    with nullcontext() if alone else FromWhole():
+        if not alone and train.lora:
+            lora.init_adapters(model, train.seed)
+        load(model)
     batches = Loader(
         windows, seed=train.seed, global_batch=train.batch_size, rank=world.rank, world=world.size,
         micro_batch=train.micro_batch, num_workers=config.data.loader_workers,
