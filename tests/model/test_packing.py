@@ -60,7 +60,7 @@ def test_bytes_of_what_bytes_stand_for_are_the_same_bytes():
     torch.testing.assert_close(
         again, (numbers, torch.where(torch.arange(64) == 3, again[1], scale)), rtol=0, atol=0
     )
-    assert torch.equal(Matrix(numbers, scale).numbers(), numbers)
+    assert torch.equal(Matrix(numbers, scale).numbers, numbers)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from dcdm.keys import Key
 from dcdm.kinds import OWN_PARTS
 from dcdm.likelihood.estimators import scorer_of
 from dcdm.likelihood.statistics import mean_and_stderr, with_stderr
+from dcdm.model.kernels import prepare, unsupported
 from dcdm.model.masks import CLEAN, Slots
 from dcdm.model.packing import can_pack
 from dcdm.model.transformer import Model
@@ -206,6 +208,11 @@ def beside_peers(
     models = {"": model}
     if can_pack(torch.device("cpu")):
         models[", int8"] = load_model(folder, dtype=torch.int8, adapter=adapter)[0]
+    for one in models.values():
+        if reason := unsupported(one):
+            say(f"not compiled: {reason}")
+        else:
+            prepare(one, compile=True)
 
     def ours(suffix: str, lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
         def run() -> None:
@@ -214,10 +221,10 @@ def beside_peers(
         return lambda: run
 
     @torch.no_grad()
-    def generate_of_transformers() -> None:
+    def generate_of_transformers(**assisted: int) -> None:
         theirs.generate(
             start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=tokens,
-            min_new_tokens=tokens,
+            min_new_tokens=tokens, **assisted,
         )  # fmt: skip
 
     paths: dict[str, Callable[[], Run]] = {}
@@ -230,6 +237,7 @@ def beside_peers(
                 paths[f"{name}, {many(config.drafts, 'draft')}{suffix}"] = ours(suffix, lanes, config.drafts)
         paths[f"AR order{suffix}"] = ours(suffix, None if config.lanes is None else 1)
     paths[THEIRS] = lambda: generate_of_transformers
+    paths[f"{THEIRS}, prompt lookup"] = lambda: partial(generate_of_transformers, prompt_lookup_num_tokens=3)
     if gguf is not None:
         paths |= _llama_cpp(gguf, tokens, say)
     prompt = torch.randint(config.bos_id, (1, min(1000, config.max_position)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dcdm.commands.options import (
     NO_FLAGS,
     AdapterOption,
+    CompileOption,
     DecoderOptions,
     DeviceOption,
     DtypeOption,
@@ -18,7 +19,7 @@ from dcdm.commands.options import (
     argument_text,
     at_least_one,
     decoder_settings,
-    load_for,
+    load_writer,
 )
 from dcdm.config import ConfigError, harmless, many
 from dcdm.shipped import CHATS
@@ -51,6 +52,7 @@ def chat(
     seed: int = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
+    compile: CompileOption = False,
 ) -> None:
     """Talk to a model whose tokenizer has a chat template.
 
@@ -68,7 +70,7 @@ def chat(
 
     at_least_one(length=length)
     model = Path(CHATS) if model is None else model
-    loaded, tokenizer = load_for(model, device, dtype, adapter)
+    loaded, tokenizer = load_writer(model, device, dtype, adapter, compile)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{model}: its tokenizer has no chat template; use `dcdm sample {model} --prompt TEXT`")
     if length > loaded.config.context_length - 2:

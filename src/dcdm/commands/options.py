@@ -48,6 +48,10 @@ AdapterOption = Annotated[
         help_behavior_hint="",
     ),
 ]  # fmt: skip
+CompileOption = Annotated[
+    bool,
+    arg(help="Compile the blocks for decoding on a CPU: about a minute, once for models of a shape; kept on disk."),
+]
 JsonOption = Annotated[bool, arg(help="Print one JSON object instead of a table.")]
 
 DecoderFlags = make_dataclass(
@@ -99,6 +103,24 @@ def load_for(
 
     torch_device, torch_dtype = compute_on(device, dtype)
     return load_model(model, device=torch_device, dtype=torch_dtype, adapter=adapter)
+
+
+def load_writer(
+    model: str | Path | None, device: Device, dtype: WeightsType, adapter: Path | None, compile: bool
+) -> tuple[Model, Tokenizer]:
+    """As `load_for`, for a command that writes texts."""
+    from dcdm.model.kernels import prepare
+    from dcdm.model.products import bf16_slowdown
+
+    if dtype == "bf16" and compute_on(device, dtype)[0].type == "cpu" and (times := bf16_slowdown()) > 1:
+        raise ConfigError(
+            f"--weights bf16: on this CPU a product with one token takes {times:.1f} times as long as in fp32; "
+            "choose int8, which is faster, or fp32"
+        )
+    loaded, tokenizer = load_for(model, device, dtype, adapter)
+    if compile:
+        prepare(loaded, compile=True)
+    return loaded, tokenizer
 
 
 def at_least_one(**counts: int | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dcdm.commands.options import (
     NO_FLAGS,
     AdapterOption,
+    CompileOption,
     DecoderOptions,
     DeviceOption,
     DtypeOption,
@@ -19,7 +20,7 @@ from dcdm.commands.options import (
     at_least_one,
     can_ask,
     decoder_settings,
-    load_for,
+    load_writer,
     piped_text,
     print_json,
 )
@@ -62,6 +63,7 @@ def sample(
     json: bool = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
+    compile: CompileOption = False,
 ) -> None:
     """Complete prompts, or fill the blanks in them.
 
@@ -87,7 +89,7 @@ def sample(
     decoding = DecodingConfig.of(**settings)
     at_least_one(num=num, length=length)
     prompts = [text for text in prompts for _ in range(num)]
-    loaded, tokenizer = load_for(model, device, dtype, adapter)
+    loaded, tokenizer = load_writer(model, device, dtype, adapter, compile)
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
     read = partial(with_blanks, tokenizer) if blanks else tokenizer.encode

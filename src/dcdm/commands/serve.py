@@ -10,7 +10,15 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from dcdm.commands.options import AdapterOption, DeviceOption, DtypeOption, at_least_one, compute_on
+from dcdm.commands.options import (
+    AdapterOption,
+    CompileOption,
+    DeviceOption,
+    DtypeOption,
+    at_least_one,
+    compute_on,
+    load_writer,
+)
 from dcdm.config import ConfigError
 from dcdm.serving.settings import Settings, check_names
 
@@ -40,6 +48,7 @@ def serve(
     threads: int | None = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
+    compile: CompileOption = False,
 ) -> None:
     """Serve models: a page to watch them in a browser, and an API that OpenAI's clients understand.
 
@@ -60,7 +69,6 @@ def serve(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
     import torch
 
-    from dcdm.io.load import load_model
     from dcdm.serving.app import create_app_for
     from dcdm.serving.monitoring import start_logging
     from dcdm.serving.served import ServedModel
@@ -80,12 +88,12 @@ def serve(
     listening = listen(host, port)
     if threads is not None:
         torch.set_num_threads(threads)
-    torch_device, torch_dtype = compute_on(device, dtype)
+    compute_on(device, dtype)  # refused before anything is loaded
     if adapter is not None and len(model) > 1:
         raise ConfigError("--adapter belongs to one model; serve adapted models by their own folders")
     served = []
     for path, called in zip(model, names, strict=True):
-        loaded, tokenizer = load_model(path, adapter=adapter, device=torch_device, dtype=torch_dtype)
+        loaded, tokenizer = load_writer(path, device, dtype, adapter, compile)
         card = card_of(path)
         # a shipped model has the same name on every machine; of folders, others need not know where homes are
         folder = str(path.resolve()) if is_loopback(host) and path.exists() else str(path)

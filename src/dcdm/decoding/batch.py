@@ -22,6 +22,7 @@ from dcdm.decoding.commits import Sampling, View, commit_policy, mixed_commit
 from dcdm.decoding.loop import Committed, DecodingState, Uncached
 from dcdm.decoding.routes import MixedRouter, router_of
 from dcdm.decoding.text import BatchRow, Event
+from dcdm.model.kernels import prepare
 from dcdm.model.transformer import Model, PositionMasks
 
 
@@ -33,6 +34,7 @@ class ContinuousBatch:
 
     def __init__(self, model: Model, prefixes: PrefixCache | None = None) -> None:
         """`prefixes` remembers what texts begin with, for later ones."""
+        prepare(model)
         self.model = model
         self.texts: list[BatchRow] = []
         self.forwards = 0

@@ -55,7 +55,11 @@ class Distributions:
         chosen = (where & self.valid)[self._row, self._at].nonzero().squeeze(-1)
         parts = []
         for part in chosen.split(self._slice):
-            log_p = self._log_p_of(self._states[part]) if self._held is None else self._held[part]
+            log_p = self._held
+            if log_p is None:
+                log_p = self._log_p_of(self._states[part])
+            elif len(part) < len(log_p):
+                log_p = log_p[part]
             parts.append(what(log_p, self._row[part], self._at[part]))
         values = torch.cat(parts)
         whole = torch.full(where.shape, otherwise, dtype=dtype or values.dtype, device=where.device)

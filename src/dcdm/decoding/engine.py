@@ -17,6 +17,7 @@ from dcdm.data.tokenizers import Tokenizer
 from dcdm.decoding.batch import write
 from dcdm.decoding.config import DecodingConfig
 from dcdm.decoding.text import COSTS, BatchRow, Ended, Event
+from dcdm.model.kernels import prepare
 from dcdm.model.transformer import Model
 
 MOST_BLANK = 1e7
@@ -163,6 +164,7 @@ def generate(
         )
         for row, ids in enumerate(given.rows)
     ]  # fmt: skip
+    prepare(model, sum(given.new_tokens))
     started = time.perf_counter()
     write(model, texts, batch_size)
     length = max(len(text.tokens) for text in texts)

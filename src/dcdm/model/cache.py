@@ -136,6 +136,16 @@ class KVCache:
         self._queries = slots
 
     @property
+    def num_keys(self) -> int:
+        """Slots that the last pass looks at."""
+        return self._place.num_keys
+
+    def neighbours(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Keys and values of each block (B, C+1, …), for the rows of the last pass, if they are neighbours."""
+        rows = self._place.together
+        return None if rows is None else [(held.keys[rows], held.values[rows]) for held in self.layers]
+
+    @property
     def index(self) -> Tensor:
         """(B, Q): where the slots of the last pass stand."""
         return self._place.index

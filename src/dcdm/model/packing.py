@@ -11,7 +11,7 @@ up to 1e-6 and 1e-4, and a row's result does not depend on the rows beside it in
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -59,6 +59,21 @@ def dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def in_two_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, K) as unsigned bytes (2M, K), coarse ones before fine ones, and the largest number (M, 1) of each row."""
+    largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
+    exact = x * (MOST / largest)
+    coarse = exact.round()
+    both = torch.stack([coarse, (exact - coarse) * FINER]) + (ZERO + 0.5)
+    return both.to(torch.uint8).view(-1, x.shape[-1]), largest  # rounded towards zero
+
+
+def joined(products: Tensor, largest: Tensor) -> Tensor:
+    """(M, N) from the products (2M, N) of coarse and of fine bytes; or (…, N) from (2, …, N)."""
+    coarse, fine = products.view(2, *largest.shape[:-1], products.shape[-1]).unbind()
+    return (coarse + fine * (1 / FINER)) * largest
+
+
 class Matrix:
     """x Wᵀ, with W in bytes and in the order that the kernel reads."""
 
@@ -66,23 +81,27 @@ class Matrix:
         self.scale = scale
         self._kernel = torch.ops.onednn.qlinear_prepack(numbers, None)
         self._zeros = torch.zeros(len(scale), dtype=torch.int32)
-        self._halves = torch.ops.quantized.linear_prepack_fp16(numbers.float(), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         x_mk = x.reshape(-1, x.shape[-1])
         if len(x_mk) <= FEW_ROWS:
             y_mn = torch.ops.quantized.linear_dynamic_fp16(x_mk, self._halves).mul_(self.scale)
-            return y_mn.view(*x.shape[:-1], -1)
-        largest = x_mk.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100)
-        exact = x_mk * (MOST / largest)
-        coarse = exact.round()
-        both = torch.cat([coarse, (exact - coarse).mul_(FINER)])
-        both = both.add_(ZERO + 0.5).to(torch.uint8)  # rounded towards zero
-        first, second = torch.ops.onednn.qlinear_pointwise(
-            both, 1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        ).chunk(2)
-        return torch.add(first, second, alpha=1 / FINER).mul_(largest).view(*x.shape[:-1], -1)
+        else:
+            both, largest = in_two_bytes(x_mk)
+            y_mn = joined(self.of_bytes(both), largest)
+        return y_mn.view(*x.shape[:-1], -1)
 
+    def of_bytes(self, both: Tensor) -> Tensor:
+        """The products (2M, N) with what `in_two_bytes` made of M positions; `joined` puts them together."""
+        return torch.ops.onednn.qlinear_pointwise.default(
+            both, 1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+    @cached_property
+    def _halves(self) -> Any:
+        return torch.ops.quantized.linear_prepack_fp16(self.numbers.float(), None)
+
+    @cached_property
     def numbers(self) -> Tensor:
         """(N, K) int8."""
         return self._kernel.to_dense().t().contiguous()
@@ -104,7 +123,7 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.matrix.numbers()[self.rows]
+        destination[f"{prefix}weight"] = self.matrix.numbers[self.rows]
         destination[f"{prefix}scale"] = self.matrix.scale[self.rows]
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.detach()

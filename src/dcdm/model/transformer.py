@@ -18,6 +18,7 @@ from dcdm.model.attention import AttentionPlan, Backend, choose_backend, rotary_
 from dcdm.model.blocks import Block, Experts, Gates, Rotary
 from dcdm.model.cache import KVCache
 from dcdm.model.chunking import ChunkingAttention
+from dcdm.model.kernels import Kernels
 from dcdm.model.masks import Slots, there
 from dcdm.model.packing import PackedEmbedding, PackedLinear
 from dcdm.model.products import Linear, product
@@ -86,6 +87,9 @@ class Model(nn.Module):
         self.config = config
         self.backend = "auto"
         self.activation_checkpointing = False
+        self.kernels: Kernels | None = None
+        """Compiled blocks for decoding, if there are any: see `kernels.prepare`."""
+        self.kernels_sought = 0
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.objective = ObjectiveConfig()
@@ -234,8 +238,12 @@ class Model(nn.Module):
         first = cache.allowed(masks.noise) if self.config.routes_from_noise else routed
         h_bqd = self.embed_tokens(tokens)
         rotary = rotary_tables(slots.position, self.config, h_bqd.dtype)
+        fast = None if self.kernels is None else self.kernels.for_pass(tokens, cache)
         for number, (layer, own) in enumerate(zip(self.layers, cache.layers, strict=True)):
             routes = number == 0 and self.chunking is not None
+            if fast is not None and not routes:
+                h_bqd = fast(number, h_bqd, rotary, None if routed is None else routed.bias)
+                break
             is_last = number == len(self.layers) - 1 and not routes
             inputs = own.inputs(first if number == 0 else routed, num_out if is_last else tokens.shape[1])
             h_bqd, _ = layer(h_bqd, rotary, inputs)
@@ -264,7 +272,9 @@ class Model(nn.Module):
     def token_logits(self, states: Tensor) -> Tensor:
         """Logits of the tokens that can be predicted: (…, V) for AR, (…, V−3) where specials cannot be."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        if isinstance(head, PackedEmbedding | PackedLinear):
+        if self.kernels is not None and states.numel() == states.shape[-1] and not torch.is_grad_enabled():
+            logits = self.kernels.logits(states)[..., : None if self.config.predicts_specials else -NUM_SPECIALS]
+        elif isinstance(head, PackedEmbedding | PackedLinear):
             assert head.matrix is not None
             logits = head.matrix(states)[..., : None if self.config.predicts_specials else -NUM_SPECIALS]
         else:
