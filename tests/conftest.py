@@ -1,8 +1,9 @@
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # some virtual machines announce AMX and die of it
-os.environ["DCDM_CACHE"] = os.devnull  # kernels of this machine do not serve tests
+os.environ["DCDM_CACHE"] = tempfile.mkdtemp(prefix="dcdm-cache-")  # what a user keeps does not serve tests
 
 import pytest
 import torch

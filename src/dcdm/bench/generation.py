@@ -191,8 +191,9 @@ TOKENS = 128
 
 
 def beside_peers(
-    folder: Path | None, adapter: Path | None, gguf: Path | None, tokens: int, say: Callable[[str], None]
-) -> list[Case]:
+    folder: Path | None, adapter: Path | None, gguf: Path | None, tokens: int, say: Callable[[str], None],
+    compile: bool = True,
+) -> list[Case]:  # fmt: skip
     """One text of `tokens`, one pass over a prompt and one over a token, of a model that writes in lanes or in AR
     order, with an adapter or a draft head."""
     if folder is None:
@@ -211,7 +212,7 @@ def beside_peers(
     for one in models.values():
         if reason := unsupported(one):
             say(f"not compiled: {reason}")
-        else:
+        elif compile:
             prepare(one, compile=True)
 
     def ours(suffix: str, lanes: int | None, drafts: int = 0) -> Callable[[], Run]:

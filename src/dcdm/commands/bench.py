@@ -62,7 +62,7 @@ def bench(
     elif subject == "peers":
         from dcdm.bench.generation import TOKENS, beside_peers
 
-        cases = beside_peers(models[0] if models else None, adapter, gguf, 8 if quick else TOKENS, _say)
+        cases = beside_peers(models[0] if models else None, adapter, gguf, 8 if quick else TOKENS, _say, not quick)
         compare_paths(subject, cases, repeats, json)
     else:
         from dcdm.bench import paths

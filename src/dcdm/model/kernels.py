@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dcdm.config import ConfigError, ModelConfig
+from dcdm.files import user_cache
 from dcdm.model import packing
 from dcdm.model.attention import rotate
 from dcdm.model.cache import KVCache
@@ -166,10 +167,8 @@ class Gate(nn.Module):
 
 
 def folder() -> Path:
-    """Where kernels are kept: in DCDM_CACHE, or in the user's cache folder."""
-    own = os.environ.get("DCDM_CACHE")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dcdm"
-    return base / "kernels"
+    """Where kernels are kept."""
+    return user_cache() / "kernels"
 
 
 def unsupported(model: Model) -> str:
