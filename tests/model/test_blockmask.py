@@ -75,3 +75,14 @@ def test_fewer_queries_than_keys_take_the_first_rows_of_tiles():
     whole = blockmask.from_slots(masks.dual_stream, slots, slots.chunk.shape[1], block=8)
     part = blockmask.from_slots(masks.dual_stream, slots, 40, block=8)
     assert torch.equal(tile_kinds(part), tile_kinds(whole)[:, :5])
+
+
+def test_static_shapes_are_those_of_one_stream_where_no_row_needs_two():
+    """MDLM reads the clean copies of given tokens alone; in lanes each needs one seed, and few have one."""
+    one, blocks = torch.ones(2, 300, dtype=torch.long), torch.arange(300).expand(2, -1) // 5
+    lanes_of_100 = torch.arange(300).expand(2, -1) % 100 + 1
+    one[:, :9] = 0
+    assert dual_stream(one, one >= 1, compact=False).slots.chunk.shape[1] == 300
+    assert dual_stream(blocks, blocks >= 1, compact=False).slots.chunk.shape[1] == 600
+    assert lanes.from_left(lanes_of_100, lanes_of_100 >= 1, lanes_of_100 < 100, compact=False).num_noisy == 300
+    assert lanes.from_left(blocks, blocks >= 1, blocks < 59, compact=False).num_noisy == 600

@@ -18,7 +18,7 @@ from dcdm.distributed import World
 from dcdm.model.chunking import ChunkingAttention
 from dcdm.training.plan import GPUS, Simulation, Windows, counted_step, fill_optimizer, make_plan, trainer_of
 from dcdm.training.settings import RunConfig, resolve
-from dcdm.training.simulation import equal_shares
+from dcdm.training.simulation import as_on_a_gpu, equal_shares
 from ranks import on_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,8 @@ def measured(world: World, name: str) -> tuple[dict[str, int], int]:
     trainer = trainer_of(config, Windows(config), world)
     fill_optimizer(trainer)
     trainer.model.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with as_on_a_gpu(), torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
         parts = counted_step(trainer).peak()
     total = most = parts["weights"] + parts["optimizer"]
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]

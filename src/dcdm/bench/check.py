@@ -32,6 +32,7 @@ from dcdm.training.metrics import read_rows
 from dcdm.training.plan import GPUS, Assumptions, Plan, Simulation, Windows, counted_step, fill_optimizer
 from dcdm.training.run import trainer_of
 from dcdm.training.settings import resolve
+from dcdm.training.simulation import as_on_a_gpu
 from dcdm.training.trainer import Trainer
 
 LENGTHS = (37, 257)  # less than a tile of FlexAttention, and a little more than two
@@ -262,7 +263,8 @@ def beside_the_plan(setting: Setting) -> str:
     )
     planned = Simulation(config, 1).step(config.train.micro_batch or setting.batch_size)
     fill_optimizer(trainer)
-    peak = sum(counted_step(trainer).peak().values())
+    with as_on_a_gpu():
+        peak = sum(counted_step(trainer).peak().values())
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()

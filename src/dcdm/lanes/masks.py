@@ -77,7 +77,7 @@ def from_left(ids: Tensor, wanted: Tensor, clean: Tensor, compact: bool = True) 
     left_home = torch.nn.functional.pad(inverse(clean_order, length)[:, :-1], (1, 0))
     home = torch.where(led, left_home, inverse(seed_order, length) + clean_order.shape[1])
     place = Layout(slots, source, slots.chunk.shape[1], home, wanted)
-    return place.packed() if compact else place
+    return place.packed() if compact else place.in_few_shapes()
 
 
 def _left_tiles(row: Slots) -> Iterator[Tile]:

@@ -37,20 +37,31 @@ class Layout:
     held: Tensor
     """(B, L) bool: whether a noisy position has a slot."""
 
-    def packed(self) -> Layout:
-        """The same slots without fillers between the streams of a row: rows are padded at their ends alone.
+    def packed(self, size: int | None = None) -> Layout:
+        """The same slots without fillers between the streams of a row: rows are padded at their ends alone, all to
+        `size`, by default to what the longest needs.
 
         A row with a long prompt has few noisy slots and many clean ones; apart, each stream would be as long as in
         the row that has most of it. Of a row with fewer noisy slots some clean ones come before `num_noisy`.
         """
-        kept = self.slots.chunk >= 0
-        size = max(1, int(kept.sum(dim=-1).max()))
+        kept, noisy = self.slots.chunk >= 0, size
+        if size is None or noisy is None:
+            size = max(1, int(kept.sum(dim=-1).max()))
+            noisy = max(1, int(kept[:, : self.num_noisy].sum(dim=-1).max()))
         if size == kept.shape[1]:
             return self
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
-        noisy = int(kept[:, : self.num_noisy].sum(dim=-1).max())
         home = inverse(order, kept.shape[1]).gather(1, self.home).masked_fill(~self.held, 0)
-        return Layout(self.slots.gather(order), self.source.gather(1, order), max(1, noisy), home, self.held)
+        return Layout(self.slots.gather(order), self.source.gather(1, order), noisy, home, self.held)
+
+    def in_few_shapes(self) -> Layout:
+        """Packed to L slots or a few more where no row needs more, as MDLM and lanes, and that is known without
+        asking a device: two more shapes to compile, and half the work."""
+        most, length = self.slots.chunk.shape[1], self.home.shape[1]
+        if self.slots.chunk.device.type == "cpu":
+            needed = int((self.slots.chunk >= 0).sum(dim=-1).max())
+            most = next((size for size in (length, length + 128) if needed <= size < most), most)
+        return self.packed(most)
 
     def gather(self, streams: Tensor) -> Tensor:
         """Values of the streams, (B, 2L) or with a trailing dimension, to (B, S, …)."""
@@ -86,7 +97,7 @@ def sorted_stream(keep: Tensor, by: Tensor, compact: bool) -> tuple[Tensor, Tens
 def dual_stream(ids: Tensor, masked: Tensor, compact: bool = True) -> Layout:
     """The noisy stream and the clean one, each sorted by chunk, without the slots that nobody reads.
 
-    `compact` False keeps static shapes (N = M = L) and so avoids a host sync.
+    `compact` False keeps static shapes, or few of them, and so asks no device for a value.
     """
     length = ids.shape[1]
     noisy_read, clean_read = read_slots(ids).chunk(2, dim=-1)
@@ -98,7 +109,7 @@ def dual_stream(ids: Tensor, masked: Tensor, compact: bool = True) -> Layout:
     )
     source = torch.cat([noisy_order, clean_order + length], dim=1)
     place = Layout(slots, source, noisy_order.shape[1], inverse(noisy_order, length), noisy_read)
-    return place.packed() if compact else place
+    return place.packed() if compact else place.in_few_shapes()
 
 
 def chunk_sorted(ids: Tensor, masked: Tensor, compact: bool = False) -> Layout:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcdm.distributed import World
 from dcdm.model import blocks
+from dcdm.model.transformer import Model
 
 aten = torch.ops.aten
 _EMPTY = {aten.empty, aten.zeros, aten.ones, aten.empty_strided}
@@ -37,14 +38,24 @@ def simulated_rank(size: int) -> Iterator[World]:
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     cut, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, _only_the_first
-    helps, blocks.grouped_helps = blocks.grouped_helps, lambda x_td: True  # as on a GPU
     try:
-        with _WithoutValues():
+        with as_on_a_gpu(), _WithoutValues():
             yield World(0, size)
     finally:
-        _fsdp_param._chunk_with_empty, blocks.grouped_helps = cut, helps
+        _fsdp_param._chunk_with_empty = cut
         if size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Inside, models on a CPU run grouped products and static shapes, as they do on a GPU."""
+    before = blocks.grouped_helps, Model._compact
+    blocks.grouped_helps, Model._compact = lambda x_td: True, False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        blocks.grouped_helps, Model._compact = before  # type: ignore[method-assign]
 
 
 def _only_the_first(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
