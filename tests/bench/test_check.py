@@ -77,3 +77,11 @@ def test_a_folder_in_use_and_unknown_stages_are_refused(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["check", *words])
         assert message in capsys.readouterr().err
+
+
+def test_what_compares_with_a_run_that_is_not_there_does_not_run(tmp_path):
+    main(["check", str(tmp_path), *QUICK, "--only", "all-processes", "kill-and-resume"])
+    stages = json.loads((tmp_path / "check.json").read_text())["stages"]
+    reasons = {row["stage"]: row["found"] for row in stages if "run on one process" in row["found"]}
+    assert list(reasons) == ["all-processes", "kill-and-resume"]
+    assert set(statuses(tmp_path).values()) == {"not run"}

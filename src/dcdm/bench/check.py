@@ -199,15 +199,19 @@ def finish(setting: Setting, name: str, process: subprocess.Popen[str]) -> Tenso
         raise Wrong(f"exit code {process.returncode}: {' '.join(last)}")
     found = losses_of(setting, name)
     if len(found) != setting.steps or not found[-1] < found[0]:
-        raise Wrong(f"{len(found)} steps of {setting.steps}, losses {found[:1]} to {found[-1:]}")
+        raise Wrong(f"{len(found)} steps of {setting.steps}, losses {found.tolist()[:1]} to {found.tolist()[-1:]}")
     return found
 
 
 def losses_of(setting: Setting, name: str) -> Tensor:
-    found = [row["loss"] for row in read_rows(setting.folder / name / "metrics.jsonl") if "loss" in row]
-    if not found:
+    rows = read_rows(setting.folder / name / "metrics.jsonl")
+    return torch.tensor([row["loss"] for row in rows if "loss" in row])
+
+
+def undisturbed(setting: Setting) -> Tensor:
+    if len(found := losses_of(setting, "one")) != setting.steps:
         raise NotRun("there is no run on one process to compare with: see that stage")
-    return torch.tensor(found)
+    return found
 
 
 def one_process(setting: Setting) -> str:
@@ -227,7 +231,7 @@ def all_processes(setting: Setting) -> str:
     """
     if setting.processes < 2:
         raise NotRun("there is one device (on a CPU, --processes 2 starts two)")
-    alone = losses_of(setting, "one")
+    alone = undisturbed(setting)
     together = finish(setting, "all", start(setting, "all", setting.processes))
     return f"{setting.processes} processes: losses within {close('losses', together, alone, 2e-2):.1g} of one's"
 
@@ -237,7 +241,7 @@ def killed_and_resumed(setting: Setting) -> str:
 
     Read killed.log; where checkpoints are damaged (`dcdm verify`), the file system loses what it acknowledged.
     """
-    undisturbed, process = losses_of(setting, "one"), start(setting, "killed")
+    expected, process = undisturbed(setting), start(setting, "killed")
     while process.poll() is None and not checkpoints(setting.folder / "killed" / CHECKPOINTS):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
@@ -245,7 +249,7 @@ def killed_and_resumed(setting: Setting) -> str:
         raise Wrong("the run ended before it could be killed: see killed.log, or ask for more --steps")
     resumed = finish(setting, "killed", start(setting, "killed"))
     if setting.device.type != "cpu":  # whose kernels add in any order
-        return f"losses within {close('losses', resumed, undisturbed, 2e-2):.1g} of an undisturbed run's"
+        return f"losses within {close('losses', resumed, expected, 2e-2):.1g} of an undisturbed run's"
     first, second = (load_weights(checkpoints(setting.folder / run / CHECKPOINTS)[0]) for run in ("one", "killed"))
     for name in first:
         close(name, second[name], first[name], 0.0)
