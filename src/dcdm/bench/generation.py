@@ -188,6 +188,7 @@ def measure_generation(
 
 THEIRS = "generate of transformers"
 TOKENS = 128
+TEXTS = (1, 8, 32)
 
 
 def beside_peers(
@@ -215,9 +216,12 @@ def beside_peers(
         elif compile:
             prepare(one, compile=True)
 
-    def ours(suffix: str, lanes: int | None, drafts: int = 0) -> Callable[[], Run]:
+    def ours(suffix: str, lanes: int | None, drafts: int = 0, texts: int = 1) -> Callable[[], Run]:
         def run() -> None:
-            generate(models[suffix], [[]], max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts)
+            generate(
+                models[suffix], [[]] * texts, max_new_tokens=tokens, temperature=0.0, lanes=lanes, drafts=drafts,
+                batch_size=texts,
+            )  # fmt: skip
 
         return lambda: run
 
@@ -237,6 +241,11 @@ def beside_peers(
             if config.drafts:
                 paths[f"{name}, {many(config.drafts, 'draft')}{suffix}"] = ours(suffix, lanes, config.drafts)
         paths[f"AR order{suffix}"] = ours(suffix, None if config.lanes is None else 1)
+    together = {
+        f"{many(texts, 'text')}{suffix}": ours(suffix, None if config.lanes is None else 1, 0, texts)
+        for suffix in models
+        for texts in TEXTS
+    }
     paths[THEIRS] = lambda: generate_of_transformers
     paths[f"{THEIRS}, prompt lookup"] = lambda: partial(generate_of_transformers, prompt_lookup_num_tokens=3)
     if gguf is not None:
@@ -261,6 +270,7 @@ def beside_peers(
     step = {f"one token{suffix}": _one_token(one) for suffix, one in models.items()}
     return [
         Case(f"one text of {tokens} tokens", paths, (THEIRS,)),
+        Case(f"texts of {tokens} tokens together, in AR order", together, ()),
         Case(f"a prompt of {prompt.shape[1]} tokens", prefill, ("a pass of transformers",)),
         Case("a pass over one token behind 64", {**step, "reading fp32": lambda: reading}, ("reading fp32",)),
     ]

@@ -12,6 +12,7 @@ with int8 weights: oneDNN's four products, and what stands between them.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import shutil
@@ -30,10 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dcdm.config import ConfigError, ModelConfig
 from dcdm.files import user_cache
-from dcdm.model import packing
 from dcdm.model.attention import rotate
 from dcdm.model.cache import KVCache
-from dcdm.model.packing import PackedEmbedding, PackedLinear, in_two_bytes, joined
+from dcdm.model.packing import PackedLinear, in_two_bytes, joined
 from dcdm.model.products import FEW_ROWS, Linear
 
 if TYPE_CHECKING:
@@ -225,15 +225,15 @@ class Weights:
         self.matrices: list[Scaled] = [[matrix.numbers, matrix.scale] for matrix in self.packed]
         if not self.packed:
             self.matrices = [[x for one in same for x in (one.weight, None)] for same in parts]
-        self.one = _tensors([self.norms, self.matrices, self.own])
+        self.heads, self.one = _tensors(self.own), _tensors([self.norms, self.matrices, self.own])
 
 
 def _head(model: Model) -> Scaled:
+    """Its matrix and scales; specials count."""
     head: Any = model.embed_tokens if model.lm_head is None else model.lm_head
-    if isinstance(head, PackedEmbedding | PackedLinear):
-        assert head.matrix is not None
+    if isinstance(head, PackedLinear):
         return [head.matrix.numbers, head.matrix.scale]
-    return [head.weight, None]
+    return [head.weight, getattr(head, "scale", None)]
 
 
 class Kernels:
@@ -277,7 +277,7 @@ class Kernels:
         for layer, held, norm in zip(layers, memory[first:], following, strict=True):
             heads, out, gate_up, down = layer.packed
             products = heads.of_bytes(both).view(2, *shape, -1)
-            both, largest = attend([products, largest.view(*shape, 1), *_tensors(layer.own), *where, *held])
+            both, largest = attend([products, largest.view(*shape, 1), *layer.heads, *where, *held])
             h, both, largest = add([out.of_bytes(both), largest, h, layer.norms[1]])
             both, largest = gate([gate_up.of_bytes(both), largest])
             h, both, largest = add([down.of_bytes(both), largest, h, norm])
@@ -293,6 +293,10 @@ SIZES = {101: "b", 103: "q", 107: "n", 109: "c", 113: "m"}
 B, Q, N, C, M = SIZES
 
 
+PARTS = (row_product, _norm, rotate, in_two_bytes, joined, Attention)
+"""What programs are made of."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What is compiled, and arguments to trace it with."""
@@ -306,7 +310,7 @@ class Program:
     def path(self) -> Path:
         """Where it is on disk: code, shapes and machine are in the name."""
         types = [(tuple(x.shape), x.dtype) for x in _tensors(self.arguments)]
-        code = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (__file__, packing.__file__)]
+        code = [inspect.getsource(part) for part in (type(self.module), *PARTS)]
         machine = (torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
         about = repr((types, self.setting, code, machine))
         return folder() / f"{self.name}-{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
@@ -337,7 +341,7 @@ class Program:
 
 def _programs(model: Model) -> dict[str, Program]:
     """What a model's passes are made of."""
-    config, layer, head = model.config, Weights(model.layers[0]), _head(model)
+    config, layer = model.config, Weights(model.layers[0])
     d, size = config.hidden_size, config.head_dim
 
     def where(rows: int, queries: int) -> list[Tensor]:
@@ -346,8 +350,8 @@ def _programs(model: Model) -> dict[str, Program]:
         return [*rotary, torch.zeros(rows, queries, N), torch.zeros(rows, queries, dtype=torch.long), *memory]
 
     found: dict[str, tuple[nn.Module, list[Any]]] = {
+        "head": (Head(), [torch.zeros(1, d), _head(model)]),
         "one": (OneRow(config), [torch.zeros(1, d), layer.norms, layer.matrices, layer.own, where(1, 1)]),
-        "head": (Head(), [torch.zeros(1, d), head]),
     }
     if layer.packed:
         heads, _, gate_up, _ = (len(matrix.scale) for matrix in layer.packed)

@@ -1,10 +1,10 @@
 """Weights in 8 bits, for decoding and scoring on a CPU: one row's scale and whole numbers from −127 to 127.
 
-Two kernels make the products. Up to 16 rows, as in decoding, fbgemm's with the whole numbers as fp16, which holds
-them exactly: a pass is bound by reading them and by calling kernels, and this is one call. Beyond, as in prompts
-and scoring, oneDNN's of unsigned by signed bytes, which sums in whole numbers. Activations enter it as two bytes
-each, a coarse one and one for what that leaves, and keep 15 bits. The result is that of the same weights in fp32,
-up to 1e-6 and 1e-4, and a row's result does not depend on the rows beside it in the same kernel.
+Two kernels make the products. For prompts, scoring, the head and in compiled blocks (`kernels.py`), oneDNN's of
+unsigned by signed bytes, which sums in whole numbers. Activations enter it as two bytes each, a coarse one and one
+for what that leaves, and keep 15 bits. In the other matrices, for up to 16 rows, fbgemm's with the whole numbers as
+fp16, which holds them exactly: one call, where bytes take a dozen small operations. The result is that of the same
+weights in fp32, up to 1e-4 and 1e-6, and does not depend on the rows beside it in the same kernel.
 
     N rows of a weight matrix   K its columns   M positions
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dcdm.model.products import Linear
 
-FEW_ROWS = 16
+FEW_ROWS, SMALL = 16, 1 << 23
 MOST, FINER, ZERO = 127, 254, 128
 SCALE = ".scale"
 
@@ -81,10 +81,11 @@ class Matrix:
         self.scale = scale
         self._kernel = torch.ops.onednn.qlinear_prepack(numbers, None)
         self._zeros = torch.zeros(len(scale), dtype=torch.int32)
+        self._is_small = numbers.numel() <= SMALL
 
     def __call__(self, x: Tensor) -> Tensor:
         x_mk = x.reshape(-1, x.shape[-1])
-        if len(x_mk) <= FEW_ROWS:
+        if len(x_mk) <= FEW_ROWS and self._is_small:
             y_mn = torch.ops.quantized.linear_dynamic_fp16(x_mk, self._halves).mul_(self.scale)
         else:
             both, largest = in_two_bytes(x_mk)

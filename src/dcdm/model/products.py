@@ -58,15 +58,15 @@ def _served_by_onednn(x: Tensor, weight: Tensor) -> bool:
 @torch.no_grad()
 def bf16_slowdown() -> float:
     """How many times as long as in fp32 a product with one position takes in bf16 on this CPU; measured once."""
-    x, weight = torch.ones(1, 1024), torch.ones(2048, 1024)
-    best: dict[torch.dtype, float] = {}
-    for _ in range(20):
-        for dtype in (torch.float32, torch.bfloat16):
-            pair = x.to(dtype), weight.to(dtype)
+    weight = torch.ones(16384, 2048)  # more than caches hold
+    pairs = [(torch.ones(1, 2048, dtype=dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    best = [math.inf, math.inf]
+    for _ in range(15):
+        for number, pair in enumerate(pairs):
             start = time.perf_counter()
             product(*pair)
-            best[dtype] = min(best.get(dtype, math.inf), time.perf_counter() - start)
-    return best[torch.bfloat16] / best[torch.float32]
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best[1] / best[0]
 
 
 class Linear(nn.Linear):
