@@ -190,3 +190,10 @@ def test_a_table_fits_a_terminal_of_80_columns_with_all_of_its_words(given, term
     narrow, wide = terminal(*given)
     assert max(len(line) for line in narrow.splitlines() if "   " in line.strip()) <= 80
     assert {*wide.split()} <= {*narrow.split()}
+
+
+def test_bf16_that_is_slower_than_fp32_is_refused_where_texts_are_written(monkeypatch, refused):
+    monkeypatch.setattr("dcdm.model.products.bf16_slowdown", lambda: 2.0)
+    assert "2.0 times as long as in fp32; choose int8" in refused(
+        "sample", "english-dcdm", "--prompt", "a", "--weights", "bf16"
+    )
