@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -174,11 +175,13 @@ async def waiting_callers(port: int, each: int, decoders: Decoders) -> tuple[lis
 def start_server(model: Model, tokenizer: Tokenizer, max_batch: int) -> int:
     """A server in a thread of its own, which ends with the process; its port."""
     from dcdm.serving.app import create_app
-    from dcdm.serving.server import BackgroundServer
+    from dcdm.serving.server import listen, serve_app
     from dcdm.serving.settings import Settings
 
     settings = Settings(max_batch=max_batch, timeout_seconds=3600, max_queued=4096, drain_seconds=1)
-    return BackgroundServer(create_app(model, tokenizer, settings)).port
+    app, listening = create_app(model, tokenizer, settings), listen("127.0.0.1", 0)
+    threading.Thread(target=serve_app, args=(app, listening), daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def measure(name: str, model: Model, tokenizer: Tokenizer, count: int) -> list[Load]:

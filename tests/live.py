@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
 from dcdm.decoding.batch import ContinuousBatch
 from dcdm.model.transformer import Model
 from dcdm.serving.app import create_app
-from dcdm.serving.server import BackgroundServer
+from dcdm.serving.server import Server, listen
 from dcdm.serving.settings import Settings
 
 NAME = "tiny"
@@ -24,6 +26,40 @@ NAME = "tiny"
 def tiny_model(kind: str = "causal", **changes: Any) -> tuple[Model, Tokenizer]:
     """A float64 model over bytes: its texts do not depend on rounding."""
     return tiny.model(kind, 257, **changes), byte_tokenizer()
+
+
+class BackgroundServer:
+    """A server on a free port of this machine, in a thread of this process."""
+
+    def __init__(self, app: Any) -> None:
+        listening = listen("127.0.0.1", 0)
+        self.port = int(listening.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = Server(app)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve([listening])), name="server", daemon=True
+        )
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server ended before it had started; its log says why")
+            time.sleep(0.005)
+
+    def ask_to_stop(self) -> None:
+        """What SIGTERM does to a server with a process of its own."""
+        self._server.handle_exit(15, None)
+
+    def stop(self, seconds: float = 30) -> None:
+        self.ask_to_stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the server still runs {seconds:g} seconds after it was asked to stop")
+
+    def __enter__(self) -> BackgroundServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class Live(BackgroundServer):

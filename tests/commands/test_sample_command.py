@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 
 import tiny
 from dcdm.cli import main
-from dcdm.commands.sample import _Canvas
 from dcdm.config import harmless
-from dcdm.data.tokenizers import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +136,3 @@ def test_a_prompt_and_its_completion_are_shown_as_one_text():
     assert whole_text("ab", "cd", blanks=True) == "abcd"
     assert whole_text("a[[2]]b", "axyb", blanks=True) == "axyb"
     assert whole_text("a[[2]]b", "cd", blanks=False) == "a[[2]]bcd"
-
-
-def test_a_live_stream_ends_with_the_text_without_what_stood_behind_its_end():
-    tokenizer, shown = byte_tokenizer(), []
-    stream = _Canvas(tokenizer, tokenizer.encode("a"))
-    stream.live = SimpleNamespace(update=lambda canvas, refresh: shown.append(canvas.plain), stop=lambda: None)
-    first, eos = (tokenizer.encode(text)[0] for text in ("b", "c"))
-    event = SimpleNamespace(row=0, positions=[2, 3, 4], tokens=[first, eos, first], lanes=[1, 1, 2], chunk=1)
-    stream.show(event)
-    assert shown[-1] == "abcb"
-    stream.end([tokenizer.bos_id, tokenizer.encode("a")[0], first, eos, tokenizer.pad_id])
-    assert shown[-1] == "abc"

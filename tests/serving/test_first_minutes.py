@@ -23,12 +23,11 @@ from dcdm.decoding.engine import generate
 from dcdm.serving.app import create_app_for
 from dcdm.serving.exercises import exercises_for
 from dcdm.serving.served import ServedModel
-from dcdm.serving.server import BackgroundServer
 from dcdm.serving.settings import Settings
 from dcdm.shipped import LANES, card_of
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import SETTINGS
-from live import live, tiny_model
+from live import BackgroundServer, live, tiny_model
 
 DNA = {letter: number for number, letter in enumerate("ACGT")}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcdm.commands.options import (
@@ -27,17 +25,13 @@ from dcdm.commands.options import (
 from dcdm.config import ConfigError, harmless, many
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from dcdm.data.tokenizers import Tokenizer
     from dcdm.decoding.engine import Generation
-    from dcdm.decoding.text import Event
 
 EXAMPLES = (
     "dcdm sample",
-    'dcdm sample --prompt "def area(self):" --lanes 8 --stream',
+    'dcdm sample --prompt "def area(self):" --lanes 8',
     'dcdm sample runs/first --prompt "def main(" --length 64',
-    'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position --stream',
+    'dcdm sample runs/first --prompt "def [[6]](self):[[24]]return self.name" --commit position',
     'dcdm sample runs/first --prompt "def main(" "class Stack:" --json --temperature 0.7 --top-p 0.9',
 )
 EXAMPLE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):"
@@ -59,7 +53,6 @@ def sample(
     decoder: DecoderOptions = NO_FLAGS,
     set: SetOption = (),
     seed: int = 0,
-    stream: bool = False,
     json: bool = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "fp32",
@@ -77,11 +70,10 @@ def sample(
         length: New tokens after each prompt; by default the rest of the window, or none if there are blanks.
         num: Samples of each prompt.
         seed: Seed of the draws.
-        stream: In a terminal, show the first text while it is filled.
         json: Print one JSON object per sample, statistics included.
     """
     from dcdm.decoding.config import DecodingConfig
-    from dcdm.decoding.engine import generate, with_blanks
+    from dcdm.decoding.engine import generate
 
     prompts = _prompts(prompt, has_model=model is not None)
     settings = ({"temperature": CAREFUL} if model is None else {}) | decoder_settings(decoder, set)
@@ -92,20 +84,14 @@ def sample(
     loaded, tokenizer = load_writer(model, device, dtype, adapter, compile)
     if prompts[0] == EXAMPLE and length is None:
         length = min(EXAMPLE_LENGTH, loaded.config.context_length - 1 - len(tokenizer.encode(EXAMPLE)))
-    read = partial(with_blanks, tokenizer) if blanks else tokenizer.encode
-    canvas = _Canvas(tokenizer, read(prompts[0])) if stream and sys.stdout.isatty() else None
-    with nullcontext() if canvas is None else canvas.live:
-        result = generate(
-            loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, decoding=decoding,
-            seed=seed, eos_id=tokenizer.eos_id if stop_at_eos else -1, blanks=blanks,
-            on_event=None if canvas is None else canvas.show,
-        )  # fmt: skip
-        if canvas is not None:
-            canvas.end(result.tokens[0].tolist())
+    result = generate(
+        loaded, prompts, tokenizer=tokenizer, max_new_tokens=length, window=window, decoding=decoding, seed=seed,
+        eos_id=tokenizer.eos_id if stop_at_eos else -1, blanks=blanks,
+    )  # fmt: skip
     if json:
         for row in range(len(prompts)):
             print_json(_record(row, prompts[row], result))
-    elif canvas is None or len(prompts) > 1:
+    else:
         _print(prompts, result, blanks)
     print(_costs(result), file=sys.stderr)
 
@@ -148,38 +134,3 @@ def _costs(result: Generation) -> str:
         f"({costs.tokens_per_forward:.2f} each), "
         f"{costs.seconds:.2f} s, {costs.tokens_per_second:.0f} tokens/s"
     )
-
-
-class _Canvas:
-    """The first text in a terminal while it is filled; colours are chunks, or lanes."""
-
-    def __init__(self, tokenizer: Tokenizer, given: list[int]) -> None:
-        from rich.live import Live
-
-        self.tokenizer, self.known = tokenizer, dict(enumerate(given, start=1))
-        self.colour: dict[int, int] = {}
-        self.live = Live(auto_refresh=False)
-
-    def show(self, event: Event) -> None:
-        if event.row == 0:
-            self.known.update(zip(event.positions, event.tokens, strict=True))
-            groups = event.lanes or [event.chunk] * len(event.positions)
-            self.colour.update(zip(event.positions, groups, strict=True))
-            self.live.update(self.text(), refresh=True)
-
-    def end(self, tokens: list[int]) -> None:
-        """Show the text as it is now: what others had written behind its end is gone."""
-        self.known = {at: token for at, token in enumerate(tokens) if at and token != self.tokenizer.pad_id}
-        self.live.update(self.text(), refresh=True)
-
-    def text(self) -> Text:
-        from rich.text import Text
-
-        from dcdm.viewing.palette import on_colour
-
-        text = Text()
-        for position in range(1, max(self.known, default=0) + 1):
-            token = self.known.get(position, self.tokenizer.mask_id)
-            shown = "░" if token == self.tokenizer.mask_id else harmless(self.tokenizer.decode([token]))
-            text.append(shown, style=on_colour(self.colour[position]) if position in self.colour else "dim")
-        return text

@@ -13,14 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dcdm.config import ConfigError, many
+from dcdm.config import ConfigError
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import file_digest, replace_folder, write_tensors, write_whole
 from dcdm.io import adapters
 from dcdm.io.importing import EMBEDDING, HEAD, SIZES
 from dcdm.io.load import CONFIG, SUMS, WEIGHTS, ModelSource, find_model
-from dcdm.likelihood.estimators import LABELS, default_estimator
-from dcdm.likelihood.statistics import with_stderr
 from dcdm.model import packing
 from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
@@ -231,37 +229,12 @@ def _auto_class(model: Model) -> str:
 
 
 def _card(model: Model, found: ModelSource) -> str:
-    """A model card with the evaluation of these very weights, where the run has one, named by its estimator."""
-    config, run = model.config, found.run or found.place
-    step, figures = 0, {}
-    if found.run is not None and found.base is None:
-        step = int(found.identity()["step"])
-        figures = _evaluation(run / "metrics.jsonl", step)
-    label = LABELS[default_estimator(model)]
-    if config.lanes is not None:
-        label += f", {many(config.default_lanes, 'lane')}"
+    config, auto = model.config, _auto_class(model)
     routing = f", routing `{config.routing}`" if config.kind == "dcdm" else ""
     size = sum(math.prod(shape) for shape in found.shapes().values()) / 1e6
-    lines = [f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm."]
-    if figures:
-        lines += ["", "| validation figure | nats per token | kind of figure |", "|---|---|---|"]
-        for name, kind in (("valid_nll", label), ("surrogate_nll", LABELS["surrogate"])):
-            if name in figures:
-                figure = with_stderr(figures[name], figures.get(f"{name}_stderr"))
-                lines.append(f"| step {step} | {figure} | {kind} |")
-    auto = _auto_class(model)
-    lines += ["", "```python", "import dcdm.hub  # makes the Auto classes know the model"]
-    lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")', "```"]
-    return card(run.name, *lines)
-
-
-def _evaluation(path: Path, step: int) -> dict[str, float]:
-    """The run's evaluation of this step; empty where there is none."""
-    from dcdm.training.metrics import read_rows  # it needs the training loop, which a server does without
-
-    found = {}
-    for row in read_rows(path):
-        figures = row.get("evaluation") if row["step"] == step else None
-        if isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()):
-            found = figures
-    return found
+    return card(
+        (found.run or found.place).name,
+        f"A {config.kind.upper()} model{routing}, {size:.2f}M parameters, trained with dcdm.", "", "```python",
+        "import dcdm.hub  # makes the Auto classes know the model", f"from transformers import {auto}", "",
+        f'model = {auto}.from_pretrained(".")', "```",
+    )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 
 from dcdm.data.tokenizers import Tokenizer
 
@@ -31,48 +33,15 @@ class Exercise:
         return "".join(f"[[{count}]]" if count else text for text, count in self.segments(tokenizer))
 
 
-CLASS = Exercise(
-    "blanks",
-    'class Stack:\n    """A stack of items."""\n\n    def __init__(⟦self⟧):\n        self.items = []\n\n'
-    "    def push(⟦self, item⟧):\n        self.⟦items⟧.append(⟦item⟧)\n\n    def pop(self):\n"
-    '       ⟦ if⟧ not self.items:\n            raise ValueError("the stack is empty")\n'
-    "       ⟦ return⟧ self.items.pop()\n\n    def __len__(⟦self⟧):\n        return len(⟦self.items⟧)\n",
-)
-SHORT_CLASS = Exercise(
-    "blanks",
-    "class Stack:\n    def __init__(⟦self⟧):\n        self.items = []\n\n    def push(self, item):\n"
-    "        self.⟦items.append⟧(item)\n",
-)
-FUNCTION = Exercise(
-    "ending",
-    'def read_lines(filename, encoding="utf-8"):\n    """Return a list of the lines of a file."""'
-    "⟦\n    with open(filename, encoding=encoding) as file:\n        lines = file.readlines()\n"
-    "    return [line.rstrip() for line in lines]\n⟧",
-)
-SHORT_FUNCTION = Exercise(
-    "ending",
-    'def read(filename):\n    """Return the lines of a file."""'
-    "⟦\n    with open(filename) as file:\n        return file.readlines()\n⟧",
-)
-PASSAGE = Exercise(
-    "blanks",
-    "The people of⟦ the United States⟧ are at peace with all⟦ the nations of⟧ the world, and the⟦ revenue⟧ of the"
-    " Government has been more⟦ than⟧ enough to pay⟦ the⟧ expenses of the year.⟦ It is⟧ our duty to keep it so.",
-)
-SHORT_PASSAGE = Exercise(
-    "blanks",
-    "We are⟦ at peace⟧ with all⟦ the nations of⟧ the world, and the people of⟦ the United⟧ States are⟦ free⟧.",
-)
-SENTENCE = Exercise(
-    "ending",
-    "The commerce of our country has been extended to every part of the world, and⟦ the laws of the Congress have"
-    " been carried out in all of the States.⟧",
-)
-SHORT_SENTENCE = Exercise("ending", "The commerce of our country⟦ has been good this year.⟧")
-EXERCISES = {
-    "python": ((CLASS, SHORT_CLASS), (FUNCTION, SHORT_FUNCTION)),
-    "english": ((PASSAGE, SHORT_PASSAGE), (SENTENCE, SHORT_SENTENCE)),
-}
+def _read() -> dict[str, list[list[Exercise]]]:
+    text = (files("dcdm.serving") / "assets" / "exercises.json").read_text(encoding="utf-8")
+    return {
+        language: [[Exercise(**form) for form in forms] for forms in several]
+        for language, several in json.loads(text).items()
+    }
+
+
+EXERCISES = _read()
 """By language, each in a longer and a shorter form."""
 
 

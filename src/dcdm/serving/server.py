@@ -227,37 +227,3 @@ def serve_app(app: FastAPI, listening: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: without it, full collections find what requests left behind too seldom
     asyncio.run(Server(app).serve([listening]))
-
-
-class BackgroundServer:
-    """A server on a free port of this machine, in a thread of this process."""
-
-    def __init__(self, app: FastAPI) -> None:
-        listening = listen("127.0.0.1", 0)
-        self.port = int(listening.getsockname()[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._server = Server(app)
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._server.serve([listening])), name="server", daemon=True
-        )
-        self._thread.start()
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise RuntimeError("the server ended before it had started; its log says why")
-            time.sleep(0.005)
-
-    def ask_to_stop(self) -> None:
-        """What SIGTERM does to a server with a process of its own."""
-        self._server.handle_exit(15, None)
-
-    def stop(self, seconds: float = 30) -> None:
-        self.ask_to_stop()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the server still runs {seconds:g} seconds after it was asked to stop")
-
-    def __enter__(self) -> BackgroundServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
