@@ -79,15 +79,8 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
 
 
-def gguf_file(
-    path: Path, model: Any, settings: Mapping[str, str | int] | None = None, without: str | None = None,
-    more: Mapping[str, Tensor] | None = None, claims: Mapping[str, int] | None = None,
-) -> Path:  # fmt: skip
-    """The model and the tokenizer as llama.cpp's converter writes them, unquantized.
-
-    `claims` are sizes that the header gives in place of the model's.
-    `settings` are further entries of the header, `more` further tensors; `without` is the name of one left out.
-    """
+def gguf_file(path: Path, model: Any) -> Path:
+    """The model and the tokenizer as llama.cpp's converter writes them, unquantized."""
     import gguf
 
     config, name = model.config, type(model).__name__.removesuffix("ForCausalLM").lower()
@@ -111,10 +104,6 @@ def gguf_file(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT)
-    for key, value in (settings or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)  # type: ignore[arg-type]
-    for key, tensor in (more or {}).items():
-        writer.add_tensor(key, tensor.numpy())
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     parts = {
         "embed_tokens": "token_embd", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -129,11 +118,7 @@ def gguf_file(
         if name == "llama" and part in ("q_proj", "k_proj"):
             value = _interleaved(value, heads[part[0]])
         prefix = f"blk.{before[1]}." if before[:1] == ["layers"] else ""
-        if f"{prefix}{parts[part]}.{kind}" == without:
-            continue
         writer.add_tensor(f"{prefix}{parts[part]}.{kind}", value.numpy())
-    for key, value in (claims or {}).items():
-        writer.kv_data[0][f"{name}.{key}"].value = value
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

