@@ -68,20 +68,30 @@ def without_retired(values: Mapping[str, Any], retired: Mapping[str, Any]) -> di
     return {name: value for name, value in values.items() if name not in retired or value != retired[name]}
 
 
+def require(holds: bool, message: str) -> None:
+    """Refuse a wrong setting."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+    require(value in allowed, f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
 
 
 def _at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    require(is_whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}")  # type: ignore[operator]
 
 
 def _within(name: str, value: object, low: float, high: float) -> None:
     held = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not (held or value == math.inf) or not low <= value <= high:  # type: ignore[operator]
         raise ConfigError(f"{name}={str(value)[:40]} must lie between {low:g} and {high:g}")
+
+
+def _positive(name: str, value: object) -> None:
+    _within(name, value, 0, sys.float_info.max)
+    require(value != 0, f"{name}={value} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -96,11 +106,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             _at_least(f"moe.{f.name}", getattr(self, f.name), 1)
-        if self.experts_per_token > self.num_experts:
-            raise ConfigError(
-                f"moe.experts_per_token={self.experts_per_token} exceeds moe.num_experts={self.num_experts}; "
-                "lower the first or raise the second"
-            )
+        require(
+            self.experts_per_token <= self.num_experts,
+            f"moe.experts_per_token={self.experts_per_token} exceeds moe.num_experts={self.num_experts}",
+        )
 
 
 @dataclass(frozen=True)
@@ -119,14 +128,12 @@ class RopeScaling:
     def __post_init__(self) -> None:
         _at_least("rope_scaling.original_length", self.original_length, 1)
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ConfigError(f"rope_scaling.{name}={value!r} must be a number above 0")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
-                f"rope_scaling.high_freq_factor={self.high_freq_factor}"
-            )
+            _positive(f"rope_scaling.{name}", getattr(self, name))
+        require(
+            self.low_freq_factor < self.high_freq_factor,
+            f"rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+            f"rope_scaling.high_freq_factor={self.high_freq_factor}",
+        )
 
 
 @dataclass(frozen=True)
@@ -202,158 +209,129 @@ class ModelConfig:
             elif not isinstance(value, made | None):
                 raise ConfigError(f"{name}={value!r} must hold settings by name: {', '.join(_names(made))}")
         for name in ("tie_embeddings", "attention_bias", "qk_norm", "hide_specials", "shift"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
-        _one_of("kind", self.kind, get_args(Kind))
-        _one_of("routing", self.routing, get_args(Routing))
-        _one_of("prior", self.prior, get_args(Prior))
-        _one_of("predict", self.predict, get_args(Predict))
+            require(isinstance(getattr(self, name), bool), f"{name}={getattr(self, name)!r} must be true or false")
+        for name, choice in (
+            ("kind", Kind), ("routing", Routing), ("prior", Prior), ("predict", Predict), ("prompts", Prompts),
+        ):  # fmt: skip
+            _one_of(name, getattr(self, name), get_args(choice))
+        if self.family is not None:
+            _one_of("family", self.family, get_args(Family))
+        self._check_what_belongs_together()
+        self._check_backbone()
+        self._check_partition()
+        if self.kind == "lanes":
+            self._check_lanes()
+
+    def _check_what_belongs_together(self) -> None:
+        """Refuse settings that say nothing about such a model."""
+        kind, causal = self.kind, self.kind == "dcdm" and self.routing == "causal"
+        by_mask = kind in ("bdlm", "mdlm", "dcdm") and not self.predicts_from_left
+        others = by_mask and kind != "dcdm"
+        for names, fits, whom in (
+            (("lanes", "lane_weights", "drafts", "draft_vocab", "draft_width"), kind == "lanes", "kind 'lanes'"),
+            (("block_size",), kind == "bdlm", "kind 'bdlm'"),
+            (("num_chunks", "chunk_dim"), kind in ("dcdm", "lanes"), "kinds 'dcdm' and 'lanes'"),
+            (("routing",), kind == "dcdm", "kind 'dcdm'"),
+            (("prior", "prior_weight"), causal, "kind 'dcdm' with routing='causal'"),
+            (("hide_specials",), kind == "ar", "kind 'ar', since others never predict specials"),
+            (("prompts", "shift", "family"), others, "kinds 'bdlm' and 'mdlm' that predict at MASK"),
+            (("hidden_token",), by_mask, "kinds 'bdlm', 'mdlm' and 'dcdm' that predict at MASK"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                require(
+                    fits or value == getattr(ModelConfig, name),
+                    f"{name}={value!r} belongs to {whom}, not to this model of kind {kind!r}; leave it out",
+                )
+        if self.predict == "left" and (kind in ("ar", "mdlm") or self.routes_from_noise):
+            what = "the paper's routing" if kind == "dcdm" else f"kind {kind!r}"
+            raise ConfigError(
+                f"predict='left' does not fit {what}; it is for bdlm, and for dcdm with a routing that does not "
+                "depend on noise"
+            )
+        require(
+            not self.shift or (self.prompts == "ordinary" and self.moe is None),
+            "shift=True needs prompts='ordinary', and no moe",
+        )
+
+    def _check_backbone(self) -> None:
         _at_least("vocab_size", self.vocab_size, NUM_SPECIALS + 1)
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             _at_least(name, getattr(self, name), 1)
         for name in ("context_length", "max_position"):
             _at_least(name, getattr(self, name), 1)
-            if getattr(self, name) > MOST_POSITIONS:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is more than {MOST_POSITIONS:,}, the most there can be"
-                )
-        self._check_backbone()
-        self._check_lanes()
-        self._check_partition()
-        self._check_others_habits()
-
-    def _check_others_habits(self) -> None:
-        """What only models of others have, or models that are to be like them."""
-        _one_of("prompts", self.prompts, get_args(Prompts))
-        if self.family is not None:
-            _one_of("family", self.family, get_args(Family))
-        for name in ("prompts", "shift", "hidden_token", "family"):
-            fits = ("bdlm", "mdlm", "dcdm") if name == "hidden_token" else ("bdlm", "mdlm")
-            if getattr(self, name) == getattr(ModelConfig, name) or (
-                self.kind in fits and not self.predicts_from_left
-            ):
-                continue
-            raise ConfigError(
-                f"{name}={getattr(self, name)!r} is for {' and '.join(fits).upper()} that predict at MASK"
-            )
-        if self.shift and (self.prompts != "ordinary" or self.moe is not None):
-            raise ConfigError("shift=True needs prompts='ordinary', and no moe")
+            _within(name, getattr(self, name), 1, MOST_POSITIONS)
+        require(
+            self.context_length <= self.max_position,
+            f"context_length={self.context_length} exceeds max_position={self.max_position}; lower the first or "
+            "raise the second",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; each key/value head "
+            "serves the same number of query heads",
+        )
+        require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
+        require(
+            (self.moe is None) != (self.intermediate_size is None),
+            "set exactly one of intermediate_size (dense MLP) and moe (mixture of experts); got "
+            f"intermediate_size={self.intermediate_size}, moe={self.moe}",
+        )
+        if self.intermediate_size is not None:
+            _at_least("intermediate_size", self.intermediate_size, 1)
+        for name in ("norm_eps", "init_std", "chunk_out_init_std"):
+            _within(name, getattr(self, name), 0, sys.float_info.max)
+        _positive("rope_theta", self.rope_theta)
         if self.hidden_token is not None:
             _at_least("hidden_token", self.hidden_token, 0)
-            if self.hidden_token >= self.bos_id:
-                raise ConfigError(f"hidden_token={self.hidden_token} must be below BOS, {self.bos_id}")
+            require(
+                self.hidden_token < self.bos_id,
+                f"hidden_token={self.hidden_token} must be below BOS, {self.bos_id}",
+            )
+
+    def _check_partition(self) -> None:
+        if self.kind == "bdlm":
+            _at_least("block_size", self.block_size, 1)
+            assert self.block_size is not None
+            require(
+                self.block_size <= self.context_length,
+                f"block_size={self.block_size} exceeds context_length={self.context_length}; a block must fit into "
+                "the context",
+            )
+        if self.kind == "dcdm" or self.num_chunks is not None or self.chunk_dim is not None:
+            _at_least("num_chunks", self.num_chunks, 1)
+            _at_least("chunk_dim", self.chunk_dim, 1)
+        _within("prior_weight", self.prior_weight, 0, math.inf)
+        require(
+            (self.prior == "none") == (self.prior_weight == 0),
+            f"prior={self.prior!r} has no effect with prior_weight={self.prior_weight}, nor the weight without a "
+            "prior; choose both (inf: the prior decides), or none",
+        )
 
     def _check_lanes(self) -> None:
-        if self.kind != "lanes":
-            for name in ("lanes", "lane_weights", "drafts", "draft_vocab", "draft_width"):
-                if getattr(self, name) != getattr(ModelConfig, name):
-                    raise ConfigError(f"{name}={getattr(self, name)} belongs to kind 'lanes', not {self.kind!r}")
-            if self.predict == "left" and (self.kind in ("ar", "mdlm") or self.routes_from_noise):
-                what = "the paper's routing" if self.kind == "dcdm" else f"kind {self.kind!r}"
-                raise ConfigError(
-                    f"predict='left' does not fit {what}; it is for bdlm, and for dcdm with a routing that does "
-                    "not depend on noise"
-                )
-            return
         object.__setattr__(self, "predict", "left")
         _at_least("drafts", self.drafts, 0)
         _at_least("draft_width", self.draft_width, 1)
-        if not 0 <= self.draft_vocab <= self.bos_id:
-            raise ConfigError(f"draft_vocab={self.draft_vocab} must lie between 0 (all) and {self.bos_id}")
+        _at_least("draft_vocab", self.draft_vocab, 0)
+        _within("draft_vocab", self.draft_vocab, 0, self.bos_id)
         if not isinstance(self.lanes, list | tuple | None):
             raise ConfigError(f"lanes={self.lanes!r} must be a list of numbers of lanes, such as [1, 2, 4]")
         lanes = DEFAULT_LANES if self.lanes is None else tuple(self.lanes)
         object.__setattr__(self, "lanes", lanes)
-        if not lanes or len(set(lanes)) < len(lanes):
-            raise ConfigError(f"lanes={lanes} must name at least one number of lanes, each once")
+        require(
+            0 < len(lanes) == len(set(lanes)), f"lanes={lanes} must name at least one number of lanes, each once"
+        )
         for number in lanes:
             _at_least("lanes", number, 1)
         if self.lane_weights is not None:
             weights = tuple(self.lane_weights)
             object.__setattr__(self, "lane_weights", weights)
             for weight in weights:
-                _within("lane_weights", weight, 0, math.inf)
-            fewest = lanes.index(min(lanes))
-            if len(weights) != len(lanes) or weights[fewest] == 0 or math.isinf(sum(weights)):
-                raise ConfigError(
-                    f"lane_weights={weights} must hold one finite number for each of lanes={lanes}, that of the "
-                    "fewest lanes above 0: short texts have no other"
-                )
-
-    def _check_backbone(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
-                "each key/value head serves the same number of query heads"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of channels")
-        if (self.moe is None) == (self.intermediate_size is None):
-            raise ConfigError(
-                "set exactly one of intermediate_size (dense MLP) and moe (mixture of experts); "
-                f"got intermediate_size={self.intermediate_size}, moe={self.moe}"
-            )
-        if self.intermediate_size is not None:
-            _at_least("intermediate_size", self.intermediate_size, 1)
-        if self.hide_specials and self.kind != "ar":
-            raise ConfigError(
-                f"hide_specials belongs to kind 'ar': kind {self.kind!r} never predicts specials; leave it out"
-            )
-        if self.context_length > self.max_position:
-            raise ConfigError(
-                f"context_length={self.context_length} exceeds max_position={self.max_position}; "
-                "lower the first or raise the second"
-            )
-        for name in ("norm_eps", "rope_theta", "init_std", "chunk_out_init_std"):
-            _within(name, getattr(self, name), 0, math.inf)
-            if math.isinf(getattr(self, name)):
-                raise ConfigError(f"{name} must be finite")
-        if self.rope_theta == 0:
-            raise ConfigError("rope_theta=0 must be above 0")
-
-    def _check_partition(self) -> None:
-        if self.kind == "bdlm":
-            _at_least("block_size", self.block_size, 1)
-            assert self.block_size is not None
-            if self.block_size > self.context_length:
-                raise ConfigError(
-                    f"block_size={self.block_size} exceeds context_length={self.context_length}; "
-                    "a block must fit into the context"
-                )
-        elif self.block_size is not None:
-            raise ConfigError(f"block_size={self.block_size} belongs to kind 'bdlm', not {self.kind!r}")
-        asked_for = self.num_chunks is not None or self.chunk_dim is not None
-        if self.kind == "dcdm" or (self.kind == "lanes" and asked_for):
-            _at_least("num_chunks", self.num_chunks, 1)
-            _at_least("chunk_dim", self.chunk_dim, 1)
-        if self.kind == "dcdm":
-            self._check_routing()
-            return
-        only_dcdm: dict[str, Any] = {"routing": "paper", "prior": "none", "prior_weight": 0.0}
-        if self.kind != "lanes":
-            only_dcdm |= {"num_chunks": None, "chunk_dim": None}
-        for name, default in only_dcdm.items():
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} belongs to kind 'dcdm', not {self.kind!r}; leave it out"
-                )
-
-    def _check_routing(self) -> None:
-        if self.routing != "causal" and (self.prior != "none" or self.prior_weight != 0):
-            raise ConfigError(
-                f"prior={self.prior!r}, prior_weight={self.prior_weight} belong to routing='causal', "
-                f"not {self.routing!r}"
-            )
-        if math.isnan(self.prior_weight) or self.prior_weight < 0:
-            raise ConfigError(f"prior_weight={self.prior_weight} must be 0 or more (inf: the prior decides)")
-        if self.prior == "none" and self.prior_weight != 0:
-            raise ConfigError(
-                f"prior_weight={self.prior_weight} has no effect with prior='none'; "
-                "choose prior='contiguous' or 'strided', or leave prior_weight out"
-            )
-        if self.prior != "none" and self.prior_weight == 0:
-            raise ConfigError(
-                f"prior={self.prior!r} has no effect with prior_weight=0; give it a weight (inf: the prior decides)"
+                _within("lane_weights", weight, 0, sys.float_info.max)
+            require(
+                len(weights) == len(lanes) and weights[lanes.index(min(lanes))] > 0,
+                f"lane_weights={weights} must hold one number for each of lanes={lanes}, that of the fewest lanes "
+                "above 0: short texts have no other",
             )
 
     @property
@@ -460,16 +438,18 @@ class ObjectiveConfig:
     """η_b of the balance bias."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.t_min <= self.t_max <= 1:
-            raise ConfigError(f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1")
+        require(
+            0 < self.t_min <= self.t_max <= 1,
+            f"t_min={self.t_min}, t_max={self.t_max} must satisfy 0 < t_min <= t_max <= 1",
+        )
         _one_of("t_shape", self.t_shape, get_args(NoiseShape))
         for name in ("full_mask_share", "prompt_share", "blank_share"):
             _within(name, getattr(self, name), 0, 1)
         for name in ("chunk_loss_weight", "bias_rate", "moe_loss_weight"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, math.inf)
-        if self.chunk_loss_eps is not None and not self.chunk_loss_eps > 0:
-            raise ConfigError(f"chunk_loss_eps={self.chunk_loss_eps} must be above 0")
+        if self.chunk_loss_eps is not None:
+            _positive("chunk_loss_eps", self.chunk_loss_eps)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what came later stays out while it is off, so that hashes of older settings hold."""
@@ -481,27 +461,23 @@ class ObjectiveConfig:
 
     def check_fits(self, config: ModelConfig) -> None:
         """Refuse what has no effect on such a model, or no meaning."""
-        plain = ObjectiveConfig()
-        if config.kind == "ar" and self.blank_share:
-            raise ConfigError(
-                f"blank_share={self.blank_share} has no effect on AR, which fills no blanks; leave it out"
+        plain, left = ObjectiveConfig(), config.kind == "ar" or config.predicts_from_left
+        useless = {
+            "blank_share": config.kind == "ar", "t_min": left, "t_max": left, "t_shape": left,
+            "bias_rate": not config.routes_from_noise, "chunk_loss_weight": config.kind != "dcdm",
+        }  # fmt: skip
+        for name in (name for name, is_useless in useless.items() if is_useless):
+            value = getattr(self, name)
+            require(
+                not value or value == getattr(plain, name),
+                f"{name}={value} has no effect on a model of kind {config.kind!r} with routing="
+                f"{config.routing!r} and predict={config.predict!r}; leave it out",
             )
-        if config.kind == "ar" or config.predicts_from_left:
-            model = "AR" if config.kind == "ar" else "a model that predicts from the left"
-            for name in ("t_min", "t_max", "t_shape"):
-                if getattr(self, name) != getattr(plain, name):
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)} has no effect on {model}, which knows no noise; leave it out"
-                    )
-            if self.full_mask_share not in (0.0, 1.0):
-                raise ConfigError(
-                    f"full_mask_share={self.full_mask_share}: {model} trains on every token; leave it out, or "
-                    "set it to 1"
-                )
-        if self.bias_rate and not config.routes_from_noise:
-            raise ConfigError(f"bias_rate={self.bias_rate} has no effect without the paper's routing; leave it out")
-        if self.chunk_loss_weight and config.kind != "dcdm":
-            raise ConfigError(f"chunk_loss_weight={self.chunk_loss_weight} belongs to kind 'dcdm'; leave it out")
+        require(
+            not left or self.full_mask_share in (0.0, 1.0),
+            f"full_mask_share={self.full_mask_share}: AR, and what predicts from the left, trains on every token; "
+            "leave it out, or set it to 1",
+        )
 
     def chunk_weight_for(self, config: ModelConfig) -> float:
         return self._default_for(config, self.chunk_loss_weight)

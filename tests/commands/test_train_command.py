@@ -253,7 +253,7 @@ def test_figures_of_checkpoints_and_cards_are_those_of_their_weights(corpus, tmp
 def test_settings_that_have_no_effect_or_no_meaning_leave_no_folder(corpus, tmp_path):
     prepared = prepare([str(corpus)], "bytes", tmp_path / "prepared").folder
     for preset, changes, message in (
-        ("lanes-debug", {"objective__t_min": 0.5}, "no effect on a model that predicts from the left"),
+        ("lanes-debug", {"objective__t_min": 0.5}, "t_min=0.5 has no effect"),
         ("ar-debug", {"train__lora": 4}, "there are none: name them with init"),
         ("ar-debug", {"train__lora_alpha": 4.0}, "needs adapters"),
         ("ar-debug", {"train__weight_decay": float("nan")}, "weight_decay=nan"),

@@ -69,9 +69,9 @@ def import_model(
 
     `spec` is a folder of `transformers`, the GGUF file of a shipped adapter's base, or a name on the hub. `bos` is
     the token of the model that BOS stands for, by default what `before_text` finds; `mask` the one whose embedding
-    MASK starts from, by default their mean. `family` says what the model is where its folder does not tell (`families.py`); of
-    diffusion models `mask` is the one that MASK stands for, `block_size` what they were trained with: both only
-    where the folder does not tell.
+    MASK starts from, by default their mean. `family` says what the model is where its folder does not
+    tell (`families.py`); of diffusion models `mask` is the one that MASK stands for, `block_size` what they were
+    trained with: both only where the folder does not tell.
     """
     export.check_free(folder)
     found = opened(spec, family)
