@@ -26,7 +26,7 @@ from typing import Any
 
 from dcdm.config import DataConfig
 from dcdm.data.prepare import prepare
-from dcdm.data.sources import BadRows, cut_into_parts, examine, read_texts, resolve
+from dcdm.data.sources import cut_into_parts, examine, read_texts, resolve
 from dcdm.data.store import MANIFEST, PreparedData, write_manifest
 from dcdm.data.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer
 from dcdm.files import digest, file_digest
@@ -41,7 +41,7 @@ SHARDS = 1000
 def addresses() -> list[str]:
     settings = DataConfig(validation_share=0)
     parts = cut_into_parts(examine(resolve("addresses", settings)), settings)
-    return [text for part in parts for text, _ in read_texts(part, settings, BadRows(0))]
+    return [text for part in parts for text, _ in read_texts(part, settings)]
 
 
 def make_corpus(path: Path, size: int) -> None:
@@ -99,7 +99,7 @@ def made_up(folder: Path) -> Path:
     write_manifest(folder, {
         "fingerprint": digest("made up"), "plan": {}, "vocab_size": 260, "dtype": "uint16", "fine_tuning": False,
         "splits": {"train": {**counts, "files": shards}, "validation": {**dict.fromkeys(counts, 0), "files": []}},
-        "tokenizer_files": kept, "bad": {"count": 0, "first": []},
+        "tokenizer_files": kept,
     })  # fmt: skip
     return folder / MANIFEST
 

@@ -211,13 +211,7 @@ def held_out_corpus(source: str, names: list[str]) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     texts = [(root / name).read_bytes().decode("utf-8", "replace") for name in names if (root / name).is_file()]
     kept = tuple(text for text in texts if text.strip())
-    return Corpus(
-        "held-out files",
-        source,
-        kept,
-        fingerprint=digest_of("\0".join(kept)),
-        empty_documents=len(texts) - len(kept),
-    )
+    return Corpus("held-out files", source, kept, fingerprint=digest_of("\0".join(kept)))
 
 
 def digest_of(text: str) -> str:

@@ -50,7 +50,7 @@ PAPER_BALANCE = 1e-2  # weight of the chunk loss, and our step size of the balan
 RETIRED: dict[str, dict[str, Any]] = {
     "model": {"chunk_growth": 1.0},
     "objective": {"noise_draws": 1, "complementary_draws": False, "grow_steps": 0},
-    "data.reading": {"max_line_bytes": 64 << 20},
+    "data.reading": {"max_line_bytes": 64 << 20, "max_bad": 0},
 }
 """Settings that are gone, with the value that says nothing: folders of earlier versions name them."""
 
@@ -516,8 +516,6 @@ class DataConfig:
     """Fine-tuning on chats: which of the assistant's messages is learned, the last or each (an example each)."""
     validation_share: float = 0.05
     """Share of the documents held out by hash, when no validation source is named."""
-    max_bad: int = 0
-    """Lines or rows that may be unreadable before the preparation stops; they are left out and reported."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("documents", get_args(Documents)), ("turns", get_args(Turns))):
@@ -525,8 +523,6 @@ class DataConfig:
                 raise DataError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(allowed)}")
         if not 0 <= self.validation_share < 1:
             raise DataError(f"validation_share={self.validation_share} must lie in [0, 1)")
-        if self.max_bad < 0:
-            raise DataError(f"max_bad={self.max_bad} must be at least 0")
         if (self.prompt_field is None) != (self.response_field is None):
             raise DataError("prompt_field and response_field go together: set both or neither")
         if self.messages_field is not None and self.prompt_field is not None:

@@ -302,13 +302,9 @@ TORN = [
 ]  # fmt: skip
 
 
-def test_torn_lines_of_the_metrics_stop_neither_training_nor_export(finished, place, tmp_path):
+def test_torn_lines_of_the_metrics_do_not_stop_training(finished, place):
     rows = (place / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    for torn in ([*TORN, b"\n", *rows], [*rows, *TORN]):
-        (place / "metrics.jsonl").write_bytes(b"".join(torn))
-        main(["export", str(place), str(tmp_path / "out")])
-        assert "validation figure" in (tmp_path / "out" / "README.md").read_text()
-        shutil.rmtree(tmp_path / "out")
+    (place / "metrics.jsonl").write_bytes(b"".join([*rows, *TORN]))
     assert run(None, place) == 0
     again = (place / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     whole = (finished / "run" / "metrics.jsonl").read_bytes().splitlines(keepends=True)

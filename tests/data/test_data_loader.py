@@ -119,7 +119,7 @@ def test_training_on_ten_billion_tokens_begins_without_reading_them(tmp_path, mo
     split = {"documents": 1, "tokens": shards * size, "learned": 0, "bytes": 0, "files": entries}
     write_manifest(tmp_path, {
         "fingerprint": "made up", "plan": {}, "vocab_size": 260, "dtype": "uint16", "fine_tuning": False,
-        "splits": {"train": split, "validation": {**split, "files": []}}, "tokenizer_files": [], "bad": {},
+        "splits": {"train": split, "validation": {**split, "files": []}}, "tokenizer_files": [],
     })  # fmt: skip
     hashed = []
     monkeypatch.setattr("dcdm.data.store.file_digest", lambda path: hashed.append(path) or "unread")

@@ -21,7 +21,6 @@ from dcdm.data.prepare import prepare
 from dcdm.data.sources import (
     PART_BYTES,
     STDLIB_SHARE,
-    BadRows,
     cut_into_parts,
     examine,
     hub_answers,
@@ -40,12 +39,12 @@ BYTES = byte_tokenizer()
 ALL = DataConfig(validation_share=0)
 
 
-def texts_of(spec, settings=ALL, part_bytes=PART_BYTES, bad=None):
+def texts_of(spec, settings=ALL, part_bytes=PART_BYTES):
     """The documents of a source as workers read them, in order, whole."""
     files = examine(resolve(str(spec), settings))
     whole, open_text = [], ""
     for part in cut_into_parts(files, settings, part_bytes, cut_documents=True):
-        for text, ends in read_texts(part, settings, bad or BadRows(settings.max_bad)):
+        for text, ends in read_texts(part, settings):
             open_text += text
             if ends:
                 whole.append(open_text)
@@ -146,7 +145,6 @@ def test_packed_text_that_is_damaged_or_not_utf8_is_named(tmp_path):
     path.write_bytes(lzma.compress(b"one\n\xff\ntwo\n"))
     with pytest.raises(DataError, match=r"a\.txt\.xz:2: not UTF-8"):
         texts_of(path)
-    assert texts_of(path, DataConfig(validation_share=0, max_bad=1)) == ["one", "two"]
     path.write_bytes(b"no archive")
     with pytest.raises(DataError, match=r"cannot read .*a\.txt\.xz"):
         texts_of(path)
@@ -342,44 +340,33 @@ def test_a_template_that_hides_where_the_response_begins_is_refused():
         maker.examples_of({"m": CHAT})
 
 
-def test_unreadable_lines_are_counted_and_named_by_file_and_line(tmp_path):
-    lines = [b'{"text": "good"}', b'{"text": ', b"", b'{"text": "\xff"}', b"[1]", b'{"text": null}']
-    lines += [b'{"other": 1}', b'{"text": "\\ud800"}', b'{"text": "fine"}']
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    for part_bytes in (PART_BYTES, 20):
-        bad = BadRows(limit=6)
-        assert texts_of(tmp_path / "a.jsonl", DataConfig(validation_share=0), part_bytes, bad) == ["good", "fine"]
-        assert [(name, line) for name, line, _ in bad.first] == [("a.jsonl", n) for n in (2, 4, 5, 6, 7, 8)]
-        for (_, _, reason), word in zip(
-            bad.first, ("JSON", "utf-8", "[1]", "null", "other", "surrogate"), strict=True
-        ):
-            assert word in reason
-    (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n" + "vier".encode("utf-16"))
-    bad = BadRows(limit=2)
-    assert texts_of(tmp_path / "a.txt", bad=bad) == ["one\nthree"]
-    assert [(line, "UTF-8" in reason) for _, line, reason in bad.first] == [(2, True), (4, True)]
+@pytest.mark.parametrize(("line", "reason"), [
+    (b'{"text": ', "JSON"), (b'{"text": "\xff"}', "utf-8"), (b"[1]", r"\[1\]"), (b'{"text": null}', "null"),
+    (b'{"other": 1}', "other"), (b'{"text": "\\ud800"}', "surrogate"),
+])  # fmt: skip
+def test_an_unreadable_line_is_named_by_file_and_line_and_ends_the_preparation(line, reason, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    for part_bytes in (PART_BYTES, 10):
+        with pytest.raises(DataError, match=rf"a\.jsonl:3: .*{reason}.*leave it out"):
+            texts_of(tmp_path / "a.jsonl", ALL, part_bytes)
+    with pytest.raises(DataError, match=r"a\.jsonl:3: "):
+        prepare(str(tmp_path / "a.jsonl"), out=tmp_path / "out")
 
 
-def test_too_many_bad_lines_stop_the_preparation_and_name_the_setting(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents(50)])
-    path.write_bytes(path.read_bytes() + b"{\n{\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:51: .*Bad lines or rows: 2, allowed by max_bad: 1.*--max-bad"):
-        prepare(str(path), out=tmp_path / "out", settings=DataConfig(max_bad=1))
-    prepared = prepare(str(path), out=tmp_path / "out", settings=DataConfig(max_bad=2))
-    assert prepared.manifest["bad"]["count"] == 2
-    assert "a.jsonl:51" in prepared.summary()
-    with pytest.raises(DataError, match="max_bad: 0"):  # also of what is there already
-        prepare(str(path), out=tmp_path / "out")
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntw\xffo\nthree\n")
+    with pytest.raises(DataError, match=r"a\.txt:2: not UTF-8"):
+        texts_of(tmp_path / "a.txt")
 
 
 def test_bad_rows_of_fine_tuning_data_are_named(tmp_path):
     pairs = [{"q": "a", "a": "b"}, {"q": 1, "a": "b"}, {"q": "a", "a": ""}, {"q": "only"}]
     chats = [{"m": CHAT}, {"m": "text"}, {"m": [{"role": "user"}]}, {"m": CHAT[:2]}]
     for rows, fields in ((pairs, {"prompt_field": "q", "response_field": "a"}), (chats, {"messages_field": "m"})):
-        path = write_jsonl(tmp_path / "a.jsonl", rows)
-        settings = DataConfig(**fields, max_bad=3, validation_share=0)
-        bad = prepare(str(path), out=tmp_path / next(iter(fields)), settings=settings).manifest["bad"]
-        assert [line for _, line, _ in bad["first"]] == [2, 3, 4]
+        for bad in rows[1:]:
+            path = write_jsonl(tmp_path / "a.jsonl", [rows[0], bad])
+            with pytest.raises(DataError, match=r"a\.jsonl:2: "):
+                prepare(str(path), out=tmp_path / "out", settings=DataConfig(**fields, validation_share=0))
 
 
 def test_wrong_sources_are_refused_with_the_reason(tmp_path):
@@ -420,7 +407,7 @@ def test_wrong_sources_are_refused_with_the_reason(tmp_path):
 
 def test_wrong_settings_are_refused_by_name():
     for change in (
-        {"documents": "pages"}, {"turns": "first"}, {"validation_share": 1.0}, {"max_bad": -1},
+        {"documents": "pages"}, {"turns": "first"}, {"validation_share": 1.0},
         {"prompt_field": "p"}, {"messages_field": "m", "prompt_field": "p", "response_field": "r"},
     ):  # fmt: skip
         with pytest.raises(DataError, match=next(iter(change))):
@@ -442,10 +429,10 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     (part,) = cut_into_parts(files, ALL)
     path.write_text(json.dumps({"text": "abcdef"}))
     with pytest.raises(DataError, match="changed while"):
-        list(read_texts(part, ALL, BadRows(0)))
+        list(read_texts(part, ALL))
     Path(path).unlink()
     with pytest.raises(DataError, match="cannot read"):
-        list(read_texts(part, ALL, BadRows(0)))
+        list(read_texts(part, ALL))
 
 
 def test_packing_in_memory_drops_nothing_but_the_tail_and_starts_every_window_with_bos():

@@ -146,19 +146,17 @@ def test_wikitext_becomes_articles_whether_it_comes_whole_or_line_by_line(tmp_pa
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": line} for line in ["", *lines]])
     whole, by_line = (read_corpus(f"wikitext={p}") for p in (tmp_path / "test.txt", rows))
     assert whole.texts == by_line.texts == ("= One =\nSome, text.\n== Part ==\n", "= Two =\nMore, here.\n")
-    assert whole.empty_documents == by_line.empty_documents == 0
 
 
-def test_empty_documents_are_counted_and_bad_rows_refused(tmp_path):
+def test_empty_documents_are_left_out_and_bad_rows_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": ""}\n{"text": "  "}\n{"text": "b"}\n')
-    corpus = read_corpus(str(path))
-    assert (corpus.texts, corpus.empty_documents) == (("a", "b"), 2)
+    assert read_corpus(str(path)).texts == ("a", "b")
     path.write_text('{"text": "a"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:2"):
         read_corpus(str(path))
     (tmp_path / "ptb.txt").write_text("one line\n\nanother\n")
-    assert read_corpus(str(tmp_path / "ptb.txt")).empty_documents == 1
+    assert read_corpus(str(tmp_path / "ptb.txt")).texts == ("one line", "another")
 
 
 def test_what_is_not_there_is_refused(tmp_path):

@@ -206,7 +206,7 @@ def test_shards_are_regular_files_of_the_folder(kind, data):
 
 def test_a_signed_manifest_that_lacks_something_or_is_deep_is_damaged(data):
     whole = read_manifest(data)
-    for missing in ("splits", "tokenizer_files", "fingerprint", "vocab_size", "dtype", "bad"):
+    for missing in ("splits", "tokenizer_files", "fingerprint", "vocab_size", "dtype"):
         write_manifest(data, {name: value for name, value in whole.items() if name != missing})
         with pytest.raises(DataError, match="damaged"):
             PreparedData.open(data)

@@ -115,14 +115,14 @@ def test_lengths_beyond_the_limits_are_refused_by_the_name_that_the_caller_used(
     network, plain = tiny_model("mdlm")
     tokenizer = Tokenizer(plain.backend, plain.eos_id, "{% for m in messages %}{{ m.content }}{% endfor %}:")
     complete, fill, chat = "/v1/completions", "/v1/denoise", "/v1/chat/completions"
-    hello, much = ([{"role": "user", "content": "a" * length}] for length in (1, 12))
-    with live(model=(network, tokenizer), max_tokens=6, max_prompt_tokens=12) as server:
+    hello, much = ([{"role": "user", "content": "a" * length}] for length in (1, 80))
+    with live(model=(network, tokenizer), max_tokens=6) as server:
         for path, body, param in (
             (fill, {"prompt": "ab[[7]]"}, "prompt"),
             (fill, {"prompt": "ab[[4]]", "max_tokens": 3}, "max_tokens"),
-            (fill, {"prompt": "a long beginning [[2]]"}, "prompt"),
+            (fill, {"prompt": "a long beginning " * 6 + "[[2]]"}, "prompt"),
             (fill, {"prompt": "a[[0]]b"}, "prompt"),
-            (complete, {"prompt": "a long beginning", "suffix": "b", "max_tokens": 2}, "prompt"),
+            (complete, {"prompt": "a long beginning" * 6, "suffix": "b", "max_tokens": 2}, "prompt"),
             (complete, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
             (chat, {"messages": much}, "messages"),
             (chat, {"messages": hello, "max_tokens": 7}, "max_tokens"),

@@ -39,7 +39,7 @@ def ppl(
     data: Annotated[list[str], arg(metavar="[NAME=]SOURCE...")],
     estimator: tuple[str, ...] = ("auto",),
     samples: int | Literal["all"] = 16,
-    commit: tuple[str, ...] = ("chunk",),
+    commit: str = "chunk",
     lanes: str = "",
     seed: int = 0,
     stride: int | None = None,
@@ -66,8 +66,8 @@ def ppl(
             drafted.
         samples: Mask sets drawn per window (per chunk for sequential), or all of them; acceptance
             patterns for drafted.
-        commit: For trajectory of models with masks: decoders as in dcdm sample, each a line of the table (chunk:
-            one forward pass per chunk; steps:2, dilated:4, …).
+        commit: For trajectory of models with masks: the decoder, as in dcdm sample (chunk: one forward pass per
+            chunk; steps:2, dilated:4, …).
         lanes: For models that write in lanes: numbers of lanes to score them with, as in 1,2,4,8 (default: those
             that each was trained with).
         seed: Seed of the draws.

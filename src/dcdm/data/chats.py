@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dcdm.config import DataConfig, DataError
-from dcdm.data.sources import BadRow, BadRows, Part, read_rows, read_texts, text_of
+from dcdm.data.sources import BadRow, Part, read_rows, read_texts, text_of
 from dcdm.data.tokenizers import Tokenizer
 from dcdm.files import canonical
 
@@ -74,12 +74,12 @@ class ExampleMaker:
     def __init__(self, settings: DataConfig, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
 
-    def read(self, part: Part, bad: BadRows) -> Iterator[tuple[bytes, list[Example]]]:
+    def read(self, part: Part) -> Iterator[tuple[bytes, list[Example]]]:
         """The examples of every document or row of a part, and the name by which its split is chosen."""
         if self.settings.fine_tuning:
-            yield from read_rows(part, self.settings.columns, self.examples_of, bad)
+            yield from read_rows(part, self.settings.columns, self.examples_of)
         else:
-            for text, ends in read_texts(part, self.settings, bad):
+            for text, ends in read_texts(part, self.settings):
                 yield text.encode(), [Example(None, text, ends=ends)]
 
     def examples_of(self, row: dict[str, Any]) -> tuple[bytes, list[Example]]:

@@ -27,8 +27,6 @@ from dcdm.config import SPLITS, DataConfig, DataError, Split
 from dcdm.data.chats import Example, ExampleMaker
 from dcdm.data.sources import (
     BETWEEN_WORDS,
-    NAMED,
-    BadRows,
     Part,
     SourceFile,
     cut_into_parts,
@@ -95,11 +93,11 @@ def prepare(
     plan = plan_of(files, settings, spec, ready, bool(validation))
     name = re.sub(r"[^A-Za-z0-9]+", "-", sources[0]).strip("-")[-32:] or "data"
     out = cache_folder() / f"{name}-{digest(plan)[:12]}" if out is None else Path(out).expanduser().resolve()
-    if (existing := _existing(out, plan, settings, overwrite, reporter)) is not None:
+    if (existing := _existing(out, plan, overwrite, reporter)) is not None:
         return existing
     work = out.with_name(f"{out.name}.partial")
     with _writing(out), _locked(work, out, digest(plan), reporter.say):
-        if (existing := _existing(out, plan, settings, overwrite, Reporter())) is not None:  # while we waited
+        if (existing := _existing(out, plan, overwrite, Reporter())) is not None:  # while we waited
             shutil.rmtree(work)
             return existing
         if not (work / MANIFEST).exists():
@@ -171,10 +169,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(reasons) or "the source files are in another order"
 
 
-def _existing(
-    out: Path, plan: dict[str, Any], settings: DataConfig, overwrite: bool, reporter: Reporter
-) -> PreparedData | None:
-    """The preparation that is in `out` already, if it is the one asked for and what was bad is within the limit."""
+def _existing(out: Path, plan: dict[str, Any], overwrite: bool, reporter: Reporter) -> PreparedData | None:
+    """The preparation that is in `out` already, if it is the one asked for."""
     if not out.exists():
         return None
     if not (out / MANIFEST).exists():
@@ -185,7 +181,6 @@ def _existing(
         manifest = read_manifest(out)
         if manifest["plan"] == plan:
             prepared = PreparedData.open(out)
-            _all_bad_rows([manifest["bad"]], settings)
             with suppress(OSError):  # of one that died just after its last rename
                 (out / LOCK).unlink()
             reporter.say(f"{out} is up to date")
@@ -282,10 +277,10 @@ def _kept_tokenizer(
 
 def _training_texts(units: list[Unit], settings: DataConfig) -> Iterator[str]:
     """Text of the training split, from all over the corpus, up to a limit."""
-    left, bad, maker = BPE_SAMPLE, BadRows(settings.max_bad), ExampleMaker(settings, byte_tokenizer())
+    left, maker = BPE_SAMPLE, ExampleMaker(settings, byte_tokenizer())
     for number in sorted(range(len(units)), key=lambda number: digest(["sample", number])):
         parts = [part for part in units[number] if part.split != "validation"]
-        for split, example in _examples(parts, maker, bad):
+        for split, example in _examples(parts, maker):
             if split == "train":
                 yield from (example.prompt or "", example.response)
                 left -= example.size
@@ -336,8 +331,6 @@ def _tokenise(
         for ended in as_completed(work):
             number, record = work[ended], ended.result()
             records[number] = record
-            if record["bad"]["count"]:
-                _all_bad_rows((records[number]["bad"] for number in sorted(records)), settings)
             done += weights[number]
             for name in ("documents", "tokens"):
                 written[name] += sum(record["splits"][split][name] for split in SPLITS)
@@ -354,18 +347,18 @@ def write_unit(
     number: int, unit: Unit, folder: Path, tokenizer: Tokenizer, settings: DataConfig, stop: Event
 ) -> dict[str, Any]:
     """Write the unit's shards, then its record; the record is there only if the shards are whole."""
-    bad, maker = BadRows(settings.max_bad), ExampleMaker(settings, tokenizer)
+    maker = ExampleMaker(settings, tokenizer)
     stem, dtype = f"{number:05d}", token_type(tokenizer)
     shards = {split: Shard(folder / f"{split}-{stem}", dtype) for split in SPLITS}
     try:
-        for batch in _batches(_examples(unit, maker, bad), tokenizer.cuts_between_words):
+        for batch in _batches(_examples(unit, maker), tokenizer.cuts_between_words):
             if stop.is_set():  # after Ctrl-C, or when another unit failed
                 raise CancelledError
             encoded = maker.encode([example for _, example in batch])
             for (split, example), (prompt, learned) in zip(batch, encoded, strict=True):
                 shards[split].add(prompt, learned, maker.text_bytes(example, learned), example.ends)
         splits = {split: shard.close() for split, shard in shards.items()}
-        record = {"unit": number, "splits": splits, "bad": {"count": bad.count, "first": bad.first}}
+        record = {"unit": number, "splits": splits}
         write_whole(folder / RECORDS / f"{stem}.json", json.dumps(record).encode())
     finally:
         for shard in shards.values():
@@ -373,10 +366,10 @@ def write_unit(
     return record
 
 
-def _examples(parts: Iterable[Part], maker: ExampleMaker, bad: BadRows) -> Iterator[tuple[Split, Example]]:
+def _examples(parts: Iterable[Part], maker: ExampleMaker) -> Iterator[tuple[Split, Example]]:
     """What the parts hold, each with its split."""
     for part in parts:
-        for name, examples in maker.read(part, bad):
+        for name, examples in maker.read(part):
             split = part.split or split_by_hash(name, maker.settings.validation_share)
             yield from ((split, example) for example in examples)
 
@@ -425,16 +418,6 @@ def token_type(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 65_535 else "uint32"
 
 
-def _all_bad_rows(counts: Iterable[dict[str, Any]], settings: DataConfig) -> BadRows:
-    """All that was bad, if it is within the limit."""
-    bad = BadRows(settings.max_bad)
-    for counted in counts:
-        bad.count += counted["count"]
-        bad.first = [*bad.first, *map(tuple, counted["first"])][:NAMED]
-    bad.check()
-    return bad
-
-
 # --- the manifest ------------------------------------------------------------------------------------------------
 
 
@@ -450,7 +433,6 @@ def manifest_of(
         {"file": f"tokenizer/{path.name}", "bytes": path.stat().st_size, "sha256": file_digest(path)}
         for path in sorted((folder / "tokenizer").glob("*.json"))
     ]
-    bad = _all_bad_rows((record["bad"] for record in records), settings)
     return {
         "fingerprint": digest(plan),
         "plan": plan,
@@ -461,7 +443,6 @@ def manifest_of(
         "fine_tuning": settings.fine_tuning,
         "splits": splits,
         "tokenizer_files": tokenizer_files,
-        "bad": {"count": bad.count, "first": bad.first},
     }
 
 

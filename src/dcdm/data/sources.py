@@ -1,7 +1,7 @@
 """Text, from its names to its documents: sources to files, files cut into parts, parts read document by document.
 
 A source is the standard library, the addresses that come with dcdm, local files or a data set of the hub; all of
-them become files. What cannot be read is counted, and the first of it named by file and line.
+them become files. What cannot be read is named by file and line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ HUB_COPIES = {
     "openwebtext": ("Skylion007/openwebtext", "79d93d786212f7344586290adb811d4ae6a1762c"),
 }
 """Known corpora of the hub → the repository and commit that `datasets` loads without running a script."""
-NAMED = 10  # files, folders and bad places that a report names
+NAMED = 10  # files and folders that a report names
 PATIENCE = 3.0  # seconds in which the hub must answer
 PART_BYTES = 64 << 20  # of a part where nobody asks for another size
 TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
@@ -361,57 +361,32 @@ class BadRow(Exception):
     """A row that cannot be used; the message says why."""
 
 
-@dataclass
-class BadRows:
-    """Lines and rows that could not be used: how many, the first of them, and how many may be."""
-
-    limit: int
-    count: int = 0
-    first: list[tuple[str, int, str]] = field(default_factory=list)
-    empty: int = 0
-    """Documents without any text: no fault, but skipped."""
-
-    def add(self, part: Part, line: int, reason: str) -> None:
-        """Count what is in `line` of a part (in text and JSONL, counted from the part's first)."""
-        self.count += 1
-        if len(self.first) < NAMED:
-            self.first.append((part.file.name, _lines_before(part) + line, reason))
-        self.check()
-
-    def check(self) -> None:
-        if self.count > self.limit:
-            places = "; ".join(f"{name}:{line}: {reason}" for name, line, reason in self.first)
-            raise DataError(
-                f"{places}. Bad lines or rows: {self.count}, allowed by max_bad: {self.limit}. "
-                "Repair the file, or raise max_bad (--max-bad) to leave them out"
-            )
+def _refused(part: Part, line: int, reason: str) -> DataError:
+    """What is wrong in `line` of a part, in text and JSONL counted from the part's first."""
+    return DataError(f"{part.file.name}:{_lines_before(part) + line}: {reason}; repair it, or leave it out")
 
 
-def read_texts(part: Part, settings: DataConfig, bad: BadRows) -> Iterator[tuple[str, bool]]:
+def read_texts(part: Part, settings: DataConfig) -> Iterator[tuple[str, bool]]:
     """The documents of a part, none of them empty, each with whether it ends here (or in a later part)."""
     kind = {"text": settings.documents, "lines.xz": "lines"}.get(part.file.format, "rows")
     if kind == "file":
-        text = _text(part, bad)
+        text = _text(part)
         if text or part.start:  # a later part may end the document with no text of its own
             yield text, part.ends
         return
     texts: Iterable[str]
     if kind == "rows":
-        texts = read_rows(part, (settings.field,), lambda row: text_of(row, settings.field), bad)
+        texts = read_rows(part, (settings.field,), lambda row: text_of(row, settings.field))
     elif kind == "lines":
-        texts = (line.removesuffix("\n").rstrip("\r") for line in _decoded(part, _lines(part), bad))
+        texts = (line.removesuffix("\n").rstrip("\r") for line in _decoded(part, _lines(part)))
     else:
-        texts = (piece.strip("\r\n") for piece in BLANK.split(_text(part, bad)))
+        texts = (piece.strip("\r\n") for piece in BLANK.split(_text(part)))
     for text in texts:
         if text if kind == "rows" else text.strip():
             yield text, True
-        else:
-            bad.empty += 1
 
 
-def read_rows(
-    part: Part, columns: tuple[str, ...], use: Callable[[dict[str, Any]], T], bad: BadRows
-) -> Iterator[T]:
+def read_rows(part: Part, columns: tuple[str, ...], use: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """What `use` makes of every row of a part that holds `columns`; it raises BadRow where a row cannot be used."""
     is_table = part.file.format in ("parquet", "arrow")
     rows: Iterator[tuple[int, Any]] = _table_rows(part, columns) if is_table else _lines(part)
@@ -422,7 +397,7 @@ def read_rows(
             try:
                 yield use(row if is_table else _parsed(row, columns))
             except BadRow as error:
-                bad.add(part, number, str(error))
+                raise _refused(part, number, str(error)) from error
 
 
 def text_of(row: dict[str, Any], name: str) -> str:
@@ -456,8 +431,7 @@ def _reading(part: Part) -> Iterator[None]:
         raise DataError(f"{part.file.path} changed while it was being read; start the preparation again")
 
 
-def _text(part: Part, bad: BadRows) -> str:
-    """The text of a part, without the lines that are not UTF-8."""
+def _text(part: Part) -> str:
     with _reading(part), open(part.file.path, "rb") as file:
         file.seek(part.start)
         raw = file.read(part.stop - part.start)
@@ -465,17 +439,18 @@ def _text(part: Part, bad: BadRows) -> str:
     try:
         return raw.decode("utf-8", errors="replace" if part.file.lenient else "strict")
     except UnicodeDecodeError:
-        return "\n".join(_decoded(part, enumerate(raw.split(b"\n"), start=1), bad))
+        return "\n".join(_decoded(part, enumerate(raw.split(b"\n"), start=1)))  # names the line
 
 
-def _decoded(part: Part, lines: Iterable[tuple[int, bytes]], bad: BadRows) -> Iterator[str]:
-    """Lines as text, without those that are not UTF-8."""
+def _decoded(part: Part, lines: Iterable[tuple[int, bytes]]) -> Iterator[str]:
+    """Lines as text."""
     with _reading(part):
         for number, raw in lines:
             try:
                 yield raw.decode("utf-8", errors="replace" if part.file.lenient else "strict")
             except UnicodeDecodeError as error:
-                bad.add(part, number, f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
+                reason = f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
+                raise _refused(part, number, reason) from error
 
 
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:

@@ -29,7 +29,7 @@ from dcdm.files import UnreadableFile, digest, file_digest, listed_file, read_js
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-NEEDED = {"fingerprint", "plan", "vocab_size", "dtype", "fine_tuning", "splits", "tokenizer_files", "bad"}
+NEEDED = {"fingerprint", "plan", "vocab_size", "dtype", "fine_tuning", "splits", "tokenizer_files"}
 """What is asked of a manifest later."""
 MOST_AT_START = 1 << 30
 """Bytes of data whose checksums a run reads before it begins; it would be minutes for more."""
@@ -232,10 +232,6 @@ class PreparedData:
             documents, tokens, size = (self._split(split)[name] for name in ("documents", "tokens", "bytes"))
             what = "examples" if self.fine_tuning else "documents"
             lines.append(f"{split}: {documents:,} {what}, {tokens:,} tokens, {size:,} bytes of text")
-        bad = self.manifest["bad"]
-        if bad["count"]:
-            name, line, reason = bad["first"][0]
-            lines.append(f"left out: {bad['count']} bad lines or rows, the first at {name}:{line}: {reason}")
         return "\n".join(lines)
 
     def _split(self, split: Split) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from dcdm.config import ConfigError, DataConfig, DataError, Documents, Split
 from dcdm.data.sources import (
     OWN,
     STDLIB_SHARE,
-    BadRows,
     cut_into_parts,
     examine,
     read_texts,
@@ -145,7 +144,6 @@ class Corpus:
     detokeniser: str = "none"
     fingerprint: str = ""
     """SHA-256 over the source's contents."""
-    empty_documents: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,26 +188,24 @@ def read_corpus(spec: str, field: str = "text", split: Split = "validation") -> 
         return Corpus(name, source, prepared=prepared, split=split, fingerprint=mark)
     recipe, part = PAPER.get(name, CorpusRecipe()), split if source in OWN else None
     share = 0.0 if part is None else STDLIB_SHARE
-    wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share, max_bad=0)
+    wanted = DataConfig(documents=recipe.documents, field=field, validation_share=share)
     planned = examine([file for file in resolve(source, wanted) if part is None or file.split in (None, part)])
-    bad = BadRows(0)
     texts = [
         text
         for cut in cut_into_parts(planned, wanted)
-        for text, _ in read_texts(cut, wanted, bad)
+        for text, _ in read_texts(cut, wanted)
         if part is None or (cut.split or split_by_hash(text.encode(), share)) == part
     ]
     if recipe.cut is not None:
-        texts, bad.empty = recipe.cut(texts), 0  # what is empty before the cut is a blank line, not a document
+        texts = recipe.cut(texts)
     used = recipe.detokenise if is_tokenised(texts) else None
     texts = texts if used is None else [used(text) for text in texts]
     kept = [text for text in texts if text.strip()]
     if not kept:
         raise DataError(f"no text was found in {source}")
-    empty = bad.empty + len(texts) - len(kept) + sum(not file.size for file in planned)
     return Corpus(
         name, source, tuple(kept), split=part, detokeniser=name if used else "none",
-        fingerprint=digest([{**file.entry(), "split": part} for file in planned]), empty_documents=empty,
+        fingerprint=digest([{**file.entry(), "split": part} for file in planned]),
     )  # fmt: skip
 
 

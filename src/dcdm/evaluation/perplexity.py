@@ -49,8 +49,8 @@ class EstimatorSettings:
     batch_size: int = 16
     lanes: tuple[int, ...] = ()
     """Numbers of lanes to score models with that write in lanes; none means each model's own list."""
-    commits: tuple[str, ...] = ("chunk",)
-    """Decoders of `trajectory` for models that can fill a chunk in several forward passes."""
+    commit: str = "chunk"
+    """Decoder of `trajectory` for models that can fill a chunk in several forward passes."""
 
     def __post_init__(self) -> None:
         if min(self.lanes, default=1) < 1:
@@ -87,7 +87,7 @@ class Figures:
     windows: int
     window_length: int
     left_out: dict[str, int] = field(default_factory=dict)
-    """Empty documents, and tokens of windows that --limit skipped."""
+    """Tokens of windows that --limit skipped."""
     documents_cut: int = 0
     """Documents that do not lie whole in one window."""
 
@@ -166,10 +166,7 @@ class Tally:
             before = documents.get(number, (0.0, 0))
             documents[number] = (before[0] + cost, before[1] + count)
         mean = nats / tokens
-        left_out = {
-            "empty documents": corpus.empty_documents,
-            "tokens beyond the limit": windows.left_out,
-        }
+        left_out = {"tokens beyond the limit": windows.left_out}
         return Figures(
             model, corpus.name, estimator, LABELS[estimator], mean, math.exp(mean) if mean < 700 else math.inf,
             nats / math.log(2) / size if size else None,
@@ -242,7 +239,8 @@ def evaluate_perplexity(
         say(f"{name}: loading")
         model = source.load(world.device, dtype)
         fitting, others = chosen_estimators(source.config, estimators)
-        variants = _variants(name, source.config, fitting, drawing)
+        variants = _variants(name, source.config, drawing)
+        commit = drawing.commit if fills_in_steps(source.config) else "chunk"
         result.models |= {variant: _model_described(source, path) for variant in variants}
         for corpus in corpora:
             key = (corpus.name, source.tokenizer.fingerprint)
@@ -252,8 +250,8 @@ def evaluate_perplexity(
             windows = CorpusWindows(
                 tokens[key], source.tokenizer, window.length or source.config.context_length, window
             )
-            for variant, (lanes, commit, wanted) in variants.items():
-                for estimator in wanted:
+            for variant, lanes in variants.items():
+                for estimator in fitting:
                     advance = say(f"{variant} on {corpus.name}, {estimator}")
                     tally = measure_perplexity(model, windows, estimator, drawing, world, advance, lanes, commit)
                     result.rows.append(tally.figures(variant, corpus, windows, estimator, drawing))
@@ -262,21 +260,10 @@ def evaluate_perplexity(
     return result
 
 
-Variant = tuple[int | None, str, list[Estimator]]
-"""Number of lanes, decoder of `trajectory`, and the estimators to measure with them."""
-
-
-def _variants(
-    name: str, config: ModelConfig, fitting: list[Estimator], drawing: EstimatorSettings
-) -> dict[str, Variant]:
-    """A line of the table for each number of lanes, for each decoder, or one for a model that has but one way."""
-    if config.lanes is not None:
-        numbers = drawing.lanes or config.lanes
-        return {f"{name}, {many(number, 'lane')}": (number, "chunk", fitting) for number in numbers}
-    commits = drawing.commits if fills_in_steps(config) and "trajectory" in fitting else ("chunk",)
-    here = [estimator for estimator in fitting if estimator != "trajectory" or "chunk" in commits]
-    one: dict[str, Variant] = {name: (None, "chunk", here)} if here else {}
-    return one | {f"{name}, {commit}": (None, commit, ["trajectory"]) for commit in commits if commit != "chunk"}
+def _variants(name: str, config: ModelConfig, drawing: EstimatorSettings) -> dict[str, int | None]:
+    """A line of the table for each number of lanes, or one for a model that has none."""
+    numbers = () if config.lanes is None else drawing.lanes or config.lanes
+    return {f"{name}, {many(number, 'lane')}": number for number in numbers} or {name: None}
 
 
 def fills_in_steps(config: ModelConfig) -> bool:
@@ -306,15 +293,14 @@ def _check(
             check_estimator(source.config, estimator, drawing.samples)
         unsupported.append(set(others))
         if fills_in_steps(source.config):
-            for commit in drawing.commits:
-                DecodingConfig(commit).resolve(source.config).check_likelihood()
+            DecodingConfig(drawing.commit).resolve(source.config).check_likelihood()
         for corpus in corpora:
             check_tokenizer(corpus, source.tokenizer)
-    if drawing.commits != ("chunk",) and not (
+    if drawing.commit != "chunk" and not (
         "trajectory" in estimators and any(fills_in_steps(source.config) for source in sources.values())
     ):
         raise ConfigError(
-            f"--commit {' '.join(drawing.commits)} belongs to --estimator trajectory of models that fill a chunk "
+            f"--commit {drawing.commit} belongs to --estimator trajectory of models that fill a chunk "
             "in several forward passes (mdlm, bdlm, dcdm with masks); leave it out"
         )
     if nowhere := sorted(set.intersection(*unsupported)):

@@ -5,15 +5,17 @@ Data come from the hub, as those definitions say, or from a folder of files name
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dcdm.config import ConfigError, DataConfig
-from dcdm.data.sources import BadRows, cut_into_parts, examine, read_rows, resolve
+from dcdm.data.sources import cut_into_parts, examine, read_rows, resolve
 from dcdm.distributed import World, from_main
 from dcdm.evaluation import execution
 
@@ -47,37 +49,16 @@ class Benchmark:
     """Field of a local row by which it belongs to one of the group's tasks."""
 
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "arc_challenge": Benchmark(
-        "ARC-C", ("arc_challenge",), ("arc",), "arc_challenge", ("question", "choices", "answerKey"), "test"
-    ),
-    "mmlu": Benchmark(
-        "MMLU", ("mmlu",), ("mmlu/default",), "mmlu", ("question", "subject", "choices", "answer"), "test",
-        examples="dev", subject_field="subject",
-    ),
-    "hellaswag": Benchmark(
-        "HellaSwag", ("hellaswag",), ("hellaswag",), "hellaswag",
-        ("activity_label", "ctx_a", "ctx_b", "endings", "label"), "validation",
-    ),
-    "truthfulqa": Benchmark(
-        "TruthfulQA", ("truthfulqa_mc1", "truthfulqa_mc2"), ("truthfulqa",), "truthfulqa",
-        ("question", "mc1_targets", "mc2_targets"), "validation", whole="truthfulqa_mc", fixed_shots=True,
-    ),
-    "winogrande": Benchmark(
-        "WinoGrande", ("winogrande",), ("winogrande",), "winogrande",
-        ("sentence", "option1", "option2", "answer"), "validation",
-    ),
-    "piqa": Benchmark("PIQA", ("piqa",), ("piqa",), "piqa", ("goal", "sol1", "sol2", "label"), "validation"),
-    "math": Benchmark(
-        "MATH", ("minerva_math",), ("minerva_math", "benchmarks"), "math", ("problem", "type", "solution"), "test",
-        shots=2, examples=None, subject_field="type",
-    ),
-    "gsm8k": Benchmark("GSM8K", ("gsm8k",), ("gsm8k",), "gsm8k", ("question", "answer"), "test", shots=4),
-    "humaneval": Benchmark(
-        "HumanEval", ("humaneval",), ("humaneval",), "humaneval", ("prompt", "test", "entry_point"), "test",
-        whole="HumanEval", examples="test", fixed_shots=True,
-    ),
-}  # fmt: skip
+def _benchmarks() -> dict[str, Benchmark]:
+    rows: dict[str, dict[str, Any]] = json.loads(
+        (files("dcdm.evaluation") / "benchmarks.json").read_text(encoding="utf-8")
+    )
+    for row in rows.values():
+        row |= {key: tuple(row[key]) for key in ("tasks", "folders", "fields")}
+    return {name: Benchmark(**row) for name, row in rows.items()}
+
+
+BENCHMARKS = _benchmarks()
 
 
 @dataclass(frozen=True)
@@ -158,9 +139,9 @@ def _files(benchmark: Benchmark, folder: Path) -> dict[str, Path]:
 @cache
 def rows_of(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of a JSONL file, every one with the fields that its task needs."""
-    settings = DataConfig(max_bad=0)
+    settings = DataConfig()
     parts = cut_into_parts(examine(resolve(str(path), settings)), settings)
-    rows = [row for part in parts for row in read_rows(part, fields, dict, BadRows(0))]
+    rows = [row for part in parts for row in read_rows(part, fields, dict)]
     if not rows:
         raise ConfigError(f"{path} holds no rows")
     return rows

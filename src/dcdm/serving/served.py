@@ -57,12 +57,6 @@ class ServedModel:
     def window_length(self) -> int:
         return self.model.config.context_length
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Of a prompt to be continued: BOS and one new token need room beside it."""
-        room = self.window_length - 2
-        return room if self.settings.max_prompt_tokens is None else min(room, self.settings.max_prompt_tokens)
-
     def decoding(self, request: Generating) -> DecodingConfig:
         """The decoder that is asked for, as this model understands it."""
         try:
@@ -102,7 +96,6 @@ class ServedModel:
         """
         blanks, most = ids.count(self.model.config.mask_id), self.settings.max_tokens
         room = self.window_length - 1 - (bool(new_tokens) if blanks else 1)
-        room = min(room, self.settings.max_prompt_tokens or room)
         if len(ids) > room:
             raise bad_request(
                 f"{len(ids)} tokens of the {param}, blanks counted, are more than {room}, for which there is room",
@@ -189,7 +182,7 @@ class ServedModel:
                 "examples": self.examples,
                 "limits": {
                     "max_tokens": settings.max_tokens,
-                    "max_prompt_tokens": self.max_prompt_tokens,
+                    "max_prompt_tokens": self.window_length - 2,
                     "max_texts": settings.max_texts,
                     "timeout_seconds": settings.timeout_seconds,
                 },

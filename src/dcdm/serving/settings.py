@@ -24,8 +24,6 @@ class Settings:
     answered who ask for this machine by a loopback name."""
     max_tokens: int = 1024
     """New tokens of one text."""
-    max_prompt_tokens: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """Tokens of one prompt, blanks counted; by default what the context has room for."""
     max_texts: int = 16
     """Texts of one request."""
     max_queued: int = 64

@@ -107,6 +107,6 @@ def _write(
     finally:
         for shard in shards.values():
             shard.discard()
-    record = {"unit": unit, "splits": splits, "bad": {"count": 0, "first": []}}
+    record = {"unit": unit, "splits": splits}
     write_whole(folder / RECORDS / f"{unit:05d}.json", json.dumps(record).encode())
     return record
