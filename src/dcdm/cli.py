@@ -30,7 +30,7 @@ from dcdm.commands import (
     train,
 )
 from dcdm.config import VERSION, ConfigError, DataError, harmless
-from dcdm.shipped.bases import MissingBase, fetch
+from dcdm.shipped.bases import MissingBase
 
 WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 """What the system says of a path that a user gave."""
@@ -144,6 +144,8 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
             print(f"dcdm: {missing}. Fetch it now? [y/N] ", end="", file=sys.stderr, flush=True)
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 sys.exit(2)
+            from dcdm.io.pretrained import fetch
+
             fetch(missing.name)
 
 

@@ -21,7 +21,7 @@ from dcdm.commands.options import (
 )
 from dcdm.config import ConfigError, harmless
 from dcdm.shipped import CHATS, HOME, Figure, adapters, cards, default
-from dcdm.shipped.bases import BASES, fetch
+from dcdm.shipped.bases import BASES
 
 MODELS_EXAMPLES = ("dcdm models", "dcdm models --json")
 PRESETS_EXAMPLES = ("dcdm presets", "dcdm presets --json")
@@ -129,6 +129,7 @@ def import_model(
         block_size: Of diffusion models with blocks: the size that they were trained with.
         context_length: Positions of a window; training and sampling can ask for fewer.
     """
+    from dcdm.io.pretrained import fetch
     from dcdm.io.pretrained import import_model as write_imported
 
     at_least_one(context_length=context_length, block_size=block_size)

@@ -26,7 +26,7 @@ from dcdm.io.families import HOW, Family
 from dcdm.io.importing import EMBEDDING, HEAD, Source, read_settings
 from dcdm.kinds import build
 from dcdm.model.transformer import Model
-from dcdm.shipped.bases import BASES
+from dcdm.shipped.bases import BASES, base_folder, fetched
 
 MEAN = "mean"
 """Name of the initial value that is the mean of all rows."""
@@ -234,6 +234,14 @@ def before_text(loaded: Any) -> str | None:
 
 
 # --- the bases of shipped adapters, which come as GGUF -----------------------------------------------------------
+
+
+def fetch(name: str, folder: Path | None = None) -> Path:
+    """Import a base into `folder`, by default the user's cache, where its name finds it."""
+    folder = base_folder(name) if folder is None else folder
+    with tempfile.TemporaryDirectory(prefix="dcdm-import-") as place:
+        import_model(str(fetched(name, Path(place))), folder)
+    return folder
 
 
 def _from_gguf(file: Path) -> Pretrained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +72,3 @@ def fetched(name: str, place: Path) -> Path:
     if (found := file_digest(file)) != base.sha256:
         raise ConfigError(f"{base.member} has the SHA-256 {found}, not {base.sha256}, and was not read")
     return file
-
-
-def fetch(name: str, folder: Path | None = None) -> Path:
-    """Import a base into `folder`, by default the user's cache, where its name finds it."""
-    from dcdm.io.pretrained import import_model
-
-    folder = base_folder(name) if folder is None else folder
-    with tempfile.TemporaryDirectory(prefix="dcdm-import-") as place:
-        import_model(str(fetched(name, Path(place))), folder)
-    return folder
