@@ -1,10 +1,10 @@
-"""`dcdm demo`: DCDM, BDLM and MDLM trained on English, chunks watched while they form, and a page about it."""
+"""`dcdm demo`: DCDM, BDLM and MDLM trained on English, chunks watched while they form, and a page of them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcdm.commands.chunks import held_out_windows
 from dcdm.commands.options import at_least_one
@@ -54,7 +54,7 @@ def demo(
     Args:
         steps: Optimizer steps of each model.
         seed: Seed of the weights, the data order, the noise and the samples.
-        folder: Where the three runs and report.html go.
+        folder: Where the three runs and chunks.html go.
         data: Text to train on: addresses comes with dcdm, the State of the Union addresses.
     """
     from rich.console import Console
@@ -63,6 +63,7 @@ def demo(
     from dcdm.files import write_whole
     from dcdm.io.load import load_model
     from dcdm.progress import ConsoleProgress
+    from dcdm.viewing.pages import chunks_page
 
     at_least_one(steps=steps)
     console = Console(highlight=False)
@@ -73,41 +74,32 @@ def demo(
         train(name, steps, seed, folder, data, prepared.tokenizer, console)
 
     console.print("\n[bold]What DCDM's chunks hold[/bold], by the tokens of held-out text that are typical of each")
-    held = what_chunks_hold(load_model(folder / "dcdm")[0], prepared)
+    model, tokenizer = load_model(folder / "dcdm")
+    held = what_chunks_hold(model, prepared)
     before = what_chunks_hold(untrained(folder / "dcdm", seed), prepared)
-    share = (
+    typical_tokens(held).print()
+    console.print(
         f"A frequent token goes to its usual chunk {held.constant or 0:.0%} of the time, where chance gives "
         f"{held.constant_by_chance or 0:.0%}. Before training, when weights are random and the router sees little "
         f"but the token itself, it was {before.constant or 0:.0%}."
     )
-    table = typical_tokens(held)
-    table.print()
-    console.print(share)
 
     figures = compare(folder, prepared)
     console.print(f"\n[bold]How well each predicts held-out text[/bold], after {steps} steps")
     figures.print(caption=LEGEND_OF_FIGURES)
     console.print(CAUTION, style="dim")
 
-    place = folder / "report.html"
-    write_whole(place, demo_page(folder, prepared, (table, share), figures, steps, seed).encode())
-    console.print(f"\n[bold]{place}[/bold] has all this and more: open it in a browser. Then try")
-    for command, _ in next_commands(folder):
-        console.print(f"  {command}", markup=False, soft_wrap=True)
-
-
-def next_commands(folder: Path) -> tuple[tuple[str, str], ...]:
-    """What to try next, and what it gives."""
+    place = folder / "chunks.html"
+    write_whole(place, chunks_page(chunks_of(model, tokenizer)).encode())
+    console.print(f"\n[bold]{place}[/bold] has every token's scores: open it in a browser. Then try")
     runs = " ".join(str(folder / name) for name in MODELS)
-    return (
-        (
-            f'dcdm chunks {folder / "dcdm"} "the people of the United States" --html chunks.html',
-            "chunks of your text",
-        ),
-        (f"dcdm eval ppl {runs} --data addresses", "the figures on more text"),
-        (f"dcdm serve {runs}", "the playground: two models fill in a text side by side"),
-        ("dcdm train --preset dcdm-small --run runs/small --data addresses", "a larger DCDM"),
-    )
+    for command in (
+        f'dcdm chunks {folder / "dcdm"} "the people of the United States" --html chunks.html',
+        f"dcdm eval ppl {runs} --data addresses",
+        f"dcdm serve {runs}",
+        "dcdm train --preset dcdm-small --run runs/small --data addresses",
+    ):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
 # --- the paper's model and its baselines -------------------------------------------------------------------------
@@ -184,9 +176,6 @@ def compare(folder: Path, prepared: PreparedData) -> Table:
     return Table(whole.columns[1:6], [row[1:6] for row in whole.rows], ("model",))
 
 
-# --- the page ----------------------------------------------------------------------------------------------------
-
-
 def untrained(folder: Path, seed: int) -> Model:
     """The model of a run before its first step."""
     from dcdm.kinds import build
@@ -194,51 +183,3 @@ def untrained(folder: Path, seed: int) -> Model:
     from dcdm.training.settings import read
 
     return build(read(folder / SETTINGS).model, seed=seed)
-
-
-def forming(folder: Path, tokenizer: Tokenizer, seed: int) -> list[tuple[int, ChunkView]]:
-    """The chunks of `TEXT` before the first step, and at every checkpoint of the run."""
-    from dcdm.io.load import load_model
-    from dcdm.training.checkpoint_folder import CHECKPOINTS, checkpoints, step_of
-
-    steps = [(0, untrained(folder, seed))]
-    steps += [(step_of(path), load_model(path)[0]) for path in reversed(checkpoints(folder / CHECKPOINTS))]
-    return [(step, chunks_of(model, tokenizer)) for step, model in steps]
-
-
-def replay_of(view: ChunkView) -> dict[str, Any]:
-    """The text as its model would fill it, a forward pass for each chunk with free positions, and why so."""
-    from dcdm.viewing.pages import page_data
-
-    free = (token.free for token in view.tokens)  # the paper's routing puts BOS into a chunk, too
-    ids = [chunk if counts else 0 for chunk, counts in zip(view.frame.ids, free, strict=True)]
-    steps = [[at for at, chunk in enumerate(ids) if chunk == number] for number in range(1, max(ids) + 1)]
-    return {
-        "tokens": [token.text for token in view.tokens], "chunks": ids, "steps": [step for step in steps if step],
-        "rule": view.rule, "scores": page_data(view)["frames"][view.shown]["scores"], "bias": view.bias,
-    }  # fmt: skip
-
-
-def demo_page(
-    folder: Path, prepared: PreparedData, held: tuple[Table, str], figures: Table, steps: int, seed: int
-) -> str:
-    """All of the demo as one self-contained HTML file."""
-    from dcdm.viewing.pages import escape, items, page
-
-    views = forming(folder / "dcdm", prepared.tokenizer, seed)
-    last = views[-1][1]
-    shown = (
-        f"<div><h3>{f'after step {step:,}' if step else 'before the first step'}</h3>{view.coloured}</div>\n"
-        for step, view in views
-    )
-    return page(
-        "demo", "DCDM: chunks that form from content", {"filling": replay_of(last)},
-        forming="".join(shown),
-        held=held[0].to_html(), share=escape(held[1]),
-        summary=escape(f"{steps} steps each on {', '.join(prepared.manifest['given']['sources'])}."),
-        models=items([f"{says}." for says in MODELS.values()]),
-        figures=figures.to_html(), legend=escape(f"{LEGEND_OF_FIGURES}."), caution=escape(CAUTION),
-        commands="".join(
-            f"<dt><code>{escape(one)}</code></dt><dd>{escape(gives)}</dd>" for one, gives in next_commands(folder)
-        ),
-    )  # fmt: skip

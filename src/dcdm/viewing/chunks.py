@@ -104,9 +104,8 @@ class ChunkView:
         """As plain values for JSON."""
         return asdict(self)
 
-    @property
-    def coloured(self) -> str:
-        """The frame as HTML: tokens on the colours of their chunks, or outlined; a tip names the chunk."""
+    def _repr_html_(self) -> str:
+        """For notebooks: tokens on the colours of their chunks, or outlined; a tip names the chunk."""
         pieces = []
         for token, group, hidden in zip(self.tokens, self.frame.ids, self.frame.hidden, strict=True):
             ground = colour(group)
@@ -114,15 +113,11 @@ class ChunkView:
             name = f"chunk {group}" if group > 0 else "always visible"
             tip = "in no chunk yet" if group == UNROUTED else name
             pieces.append(f'<span style="{look}" title="{tip}">{escape(token.text)}</span>')
-        style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
-        return f'<div style="{style}">{"".join(pieces)}</div>'
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
         where = f"noise level {self.frame.at:g}" if self.axis == "noise" else f"round {self.frame.at:g}"
         chunks = many(self.num_chunks, "chunk")
         below = f"{self.model}: {chunks}, {where}; outlined: MASK here. {self.rule} {self.note}"
-        return f"{self.coloured}<small>{escape(below)}</small>"
+        style = "font-family: monospace; white-space: pre-wrap; line-height: 1.6"
+        return f'<div style="{style}">{"".join(pieces)}</div><small>{escape(below)}</small>'
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Sequence
 from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -30,20 +29,19 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def page(name: str, title: str, data: Any = None, *, script: str = "report", **parts: Any) -> str:
-    """The page whose body is NAME.html, filled with `parts`, which are trusted HTML.
+def page(name: str, title: str, data: Any) -> str:
+    """The page whose body is NAME.html and whose script and style are NAME.js and NAME.css.
 
-    Whatever is not trusted goes into `data`, which scripts show as text. `script` names the page's own script and
-    style in `assets/`, SCRIPT.js and SCRIPT.css; what the script imports comes with it, and so do the styles of the
-    same names.
+    What the script imports comes with it, and so do the styles of the same names. Whatever is not trusted goes into
+    `data`, which scripts show as text.
     """
     names = ["base"]
-    _add_with_imports(script, names)
+    _add_with_imports(name, names)
     styles = [asset(f"{one}.css") for one in names if (ASSETS / f"{one}.css").is_file()]
     return Template(asset("page.html")).substitute(
         title=html.escape(title),
         style="\n".join([palette_style(), *styles]),
-        body=Template(asset(f"{name}.html")).substitute(parts, title=html.escape(title)),
+        body=asset(f"{name}.html"),
         data=inlined(data),
         script="\n".join(_as_plain_script(f"{one}.js") for one in names[1:]),
     )
@@ -81,35 +79,12 @@ def palette_style() -> str:
     return "\n".join(rules)
 
 
-# --- pieces of HTML that pages are put together from; every text is escaped here ---------------------------------
-
-
-escape: Callable[[str], str] = html.escape
-
-
-def items(texts: Sequence[str]) -> str:
-    """The lines of a list."""
-    return "".join(f"<li>{escape(text)}</li>" for text in texts)
-
-
-def grid(header: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str] = ()) -> str:
-    """A table; columns of `text` are set left."""
-    looks = [' class="text"' if name in text else "" for name in header]
-    head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for name, look in zip(header, looks, strict=True))
-    lines = [
-        "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in zip(row, looks, strict=True))
-        for row in rows
-    ]
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
 # --- the chunks of a text ----------------------------------------------------------------------------------------
 
 
 def chunks_page(view: ChunkView) -> str:
     """The page of `dcdm chunks --html`: the view as one self-contained HTML file."""
-    return page("chunks", f"Chunks · {view.model}", page_data(view), script="chunks")
+    return page("chunks", f"Chunks · {view.model}", page_data(view))
 
 
 def page_data(view: ChunkView) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from dcdm.config import harmless, many
 from dcdm.evaluation.perplexity import Evaluation, Figures
-from dcdm.viewing.pages import grid
 
 CLASSES = {
     "exact or ≤ bound": ("exact", "bound", "sequential"),
@@ -88,9 +87,6 @@ class Table:
             widths[at] = least[at] + max(0, min(whole[at] - least[at], room))
             room -= widths[at] - least[at]
         return widths
-
-    def to_html(self) -> str:
-        return grid(self.columns, [[_cell(value) for value in row] for row in self.rows], tuple(self.text))
 
 
 def _cell(value: Any) -> str:
