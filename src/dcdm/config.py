@@ -34,7 +34,7 @@ NoiseShape = Literal["uniform", "bell"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp64"]
 WeightsType = Literal["auto", "fp32", "bf16", "fp64", "int8"]
-Documents = Literal["file", "lines", "blank-lines"]
+Documents = Literal["file", "lines"]
 Turns = Literal["last", "each"]
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -501,7 +501,7 @@ class DataConfig:
     """
 
     documents: Documents = "file"
-    """What is one document in a text file: the file, each line, or what blank lines separate."""
+    """What is one document in a text file: the file, or each line."""
     field: str = "text"
     """Field of a row that holds its text."""
     prompt_field: str | None = None

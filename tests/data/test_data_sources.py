@@ -82,12 +82,11 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
             assert texts_of(tmp_path / name, part_bytes=part_bytes) == texts, name
 
 
-def test_a_text_file_is_one_document_or_its_lines_or_what_blank_lines_separate(tmp_path):
+def test_a_text_file_is_one_document_or_its_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n\n \n\nthree\nfour\n\n".encode())
     for kind, expected in (
         ("file", ["one\r\ntwo\n\n \n\nthree\nfour\n\n"]),
         ("lines", ["one", "two", "three", "four"]),
-        ("blank-lines", ["one\r\ntwo", "three\nfour"]),
     ):
         assert texts_of(tmp_path / "a.txt", DataConfig(documents=kind, validation_share=0)) == expected
 
@@ -99,7 +98,7 @@ def test_a_text_file_is_one_document_or_its_lines_or_what_blank_lines_separate(t
 def test_how_a_file_is_cut_into_parts_never_changes_its_documents(tmp_path_factory, parts, part_bytes):
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes("".join(parts).encode())
-    for kind in ("file", "lines", "blank-lines"):
+    for kind in ("file", "lines"):
         settings = DataConfig(documents=kind, validation_share=0)
         assert texts_of(path, settings, part_bytes) == texts_of(path, settings)
 

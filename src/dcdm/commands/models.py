@@ -19,7 +19,7 @@ from dcdm.commands.options import (
     print_json,
     print_rows,
 )
-from dcdm.config import ConfigError, harmless
+from dcdm.config import ConfigError, harmless, require
 from dcdm.shipped import CHATS, HOME, Figure, adapters, cards, default
 from dcdm.shipped.bases import BASES
 
@@ -167,14 +167,12 @@ def export(
     from dcdm.io.export import export as export_model
     from dcdm.io.export import export_adapter, export_sdar
 
-    if adapter_only and adapter is not None:
-        raise ConfigError("--adapter and --adapter-only exclude each other: the first merges, the second does not")
-    if adapter_only and dtype == "int8":
-        raise ConfigError("--dtype int8 has no effect on --adapter-only: it writes what was trained")
-    if dtype == "int8" and format != "dcdm":
-        raise ConfigError(f"--format {format} has no weights in bytes; choose fp32 or bf16")
-    if adapter_only and format != "dcdm":
-        raise ConfigError(f"--adapter-only has no effect on --format {format}, a whole model; leave one out")
+    whole = format == "dcdm"
+    require(
+        not (adapter_only and adapter), "--adapter merges an adapter, --adapter-only keeps it apart; leave one out"
+    )
+    require(whole or not adapter_only, f"--adapter-only has no effect on --format {format}, a whole model")
+    require(dtype != "int8" or (whole and not adapter_only), "--dtype int8 is for --format dcdm, whole models")
     if adapter_only:
         export_adapter(source, folder, compute_on("cpu", dtype)[1])
     else:

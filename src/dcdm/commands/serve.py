@@ -19,7 +19,7 @@ from dcdm.commands.options import (
     compute_on,
     load_writer,
 )
-from dcdm.config import ConfigError
+from dcdm.config import ConfigError, require
 from dcdm.serving.settings import Settings, check_names
 
 Limits = Annotated[Settings, arg(name="")]
@@ -124,10 +124,8 @@ def language_of(model: Path) -> str:
 
 def require_packages() -> None:
     """Say what to install if the server's packages are missing."""
-    missing = [
-        name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise ConfigError(
-            f"dcdm serve needs {', '.join(missing)}: run pip install -e '.[serve]' in the checkout of dcdm"
-        )
+    needed = ("fastapi", "uvicorn", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    require(
+        not missing, f"dcdm serve needs {', '.join(missing)}: pip install -e '.[serve]' in the checkout of dcdm"
+    )

@@ -63,7 +63,6 @@ PART_BYTES = 64 << 20  # of a part where nobody asks for another size
 TABLE_ROWS = 1024  # rows of a table that are Python objects at one time
 FEW = 5  # expected number of held-out files below which each file gives its end to validation instead
 LINE = re.compile(r"(?<=\n)")
-BLANK = re.compile(r"\n(?:[ \t\r]*\n)+")
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|[!-~]\n(?=[!-~])")  # long text may be cut where a match ends
 BOM = b"\xef\xbb\xbf"
 
@@ -318,8 +317,7 @@ def cut_into_parts(
                 step = part_bytes if cut_documents else file.size
                 yield from _cut(document, step, BETWEEN_WORDS, keep_open=True)
         else:
-            by_paragraph = file.format == "text" and settings.documents == "blank-lines"
-            yield from _cut(whole, part_bytes, BLANK if by_paragraph else LINE)
+            yield from _cut(whole, part_bytes, LINE)
 
 
 def _file_documents(part: Part, share: float, few: bool) -> Iterator[Part]:
@@ -377,10 +375,8 @@ def read_texts(part: Part, settings: DataConfig) -> Iterator[tuple[str, bool]]:
     texts: Iterable[str]
     if kind == "rows":
         texts = read_rows(part, (settings.field,), lambda row: text_of(row, settings.field))
-    elif kind == "lines":
-        texts = (line.removesuffix("\n").rstrip("\r") for line in _decoded(part, _lines(part)))
     else:
-        texts = (piece.strip("\r\n") for piece in BLANK.split(_text(part)))
+        texts = (line.removesuffix("\n").rstrip("\r") for line in _decoded(part, _lines(part)))
     for text in texts:
         if text if kind == "rows" else text.strip():
             yield text, True

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -24,29 +25,8 @@ from dcdm.model.transformer import Model
 from dcdm.training import settings as run_settings
 from dcdm.training.checkpoint_folder import SETTINGS, load_weights
 
-REMOTE_CODE = '''"""Lets `trust_remote_code=True` find the classes; the package dcdm must be installed."""
-
-from dcdm.hub import DCDMConfig, DCDMForCausalLM, DCDMForMaskedLM
-
-__all__ = ["DCDMConfig", "DCDMForCausalLM", "DCDMForMaskedLM"]
-'''
-
-
 ENGINE_MASK, ENGINE_ROWS = 151_669, 151_936
 """The id of MASK that SGLang and LMDeploy have in their code for SDAR, and the rows of its embedding."""
-SDAR_CONFIG = '''"""Settings of a block diffusion model with Qwen3's blocks, as engines for SDAR read them."""
-
-from transformers import Qwen3Config
-
-
-class SDARConfig(Qwen3Config):
-    model_type = "sdar"
-
-    def __init__(self, rope_theta=1000000.0, **settings):
-        settings.pop("rope_parameters", None)
-        super().__init__(rope_parameters={"rope_type": "default", "rope_theta": rope_theta}, **settings)
-        self.rope_theta, self.rope_scaling = rope_theta, None
-'''
 
 
 def export(source: Path, folder: Path, *, adapter: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -115,7 +95,7 @@ def export_sdar(
         write_tensors(aside / WEIGHTS, named, {"format": "pt"})
         tokenizer.save(aside, specials=False)
         (aside / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        (aside / "configuration_sdar.py").write_text(SDAR_CONFIG, encoding="utf-8")
+        _write_code(aside / "configuration_sdar.py")
         says = f"A block diffusion model in blocks of {config.block_size}, for engines that serve SDAR."
         (aside / "README.md").write_text(f"# {source.name}\n\n{says}\n", encoding="utf-8")
 
@@ -177,12 +157,18 @@ def write_export(
         if in_bytes:
             config["weights"] = "int8"
         if code:
-            (aside / "modeling_dcdm.py").write_text(REMOTE_CODE, encoding="utf-8")
+            _write_code(aside / "modeling_dcdm.py")
         else:
             del config["auto_map"]
         texts = {CONFIG: json.dumps(config, indent=2) + "\n", "README.md": card, **(more or {})}
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
+
+
+def _write_code(path: Path) -> None:
+    """The code of this name, which others run from an exported folder."""
+    text = (files("dcdm.io") / "assets" / f"{path.stem}.txt").read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:

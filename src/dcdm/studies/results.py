@@ -21,9 +21,8 @@ Figures = Mapping[str, dict[str, Any]]
 CONFIRMED, CONTRADICTED, UNDECIDED = "confirmed", "contradicted", "undecided"
 NOT_RUN, ONE_SEED = "not run", "one seed"
 WEAKEST_FIRST = (CONTRADICTED, NOT_RUN, ONE_SEED, UNDECIDED, CONFIRMED)
-NORMAL = 1.959964
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""97.5 % points of Student's distribution by degrees of freedom; `student` has those beyond."""
+"""97.5 % points of Student's distribution by degrees of freedom; beyond, the last is a little too wide."""
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------
@@ -42,22 +41,14 @@ class Interval:
         return f"{self.mean:{sign}.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
 
 
-def student(freedom: int) -> float:
-    """The 97.5 % point of Student's distribution."""
-    if freedom in STUDENT:
-        return STUDENT[freedom]
-    z, n = NORMAL, freedom
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / n + second / n**2 + third / n**3
-
-
 def interval(values: Sequence[float]) -> Interval | None:
     """Mean and Student's 95 % interval over seeds."""
     if not values:
         return None
     error = known(mean_and_stderr((value, 1) for value in values)[1])
-    return Interval(fmean(values), None if error is None else student(len(values) - 1) * error, len(values))
+    return Interval(
+        fmean(values), None if error is None else STUDENT.get(len(values) - 1, STUDENT[9]) * error, len(values)
+    )
 
 
 # --- figures of runs ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcdm.config import ConfigError, ModelConfig
+from dcdm.config import ConfigError, ModelConfig, require
 from dcdm.files import UnreadableFile, digest, read_yaml
 
 if TYPE_CHECKING:
@@ -105,33 +105,31 @@ class Study:
     experiments: Mapping[str, Experiment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.variants or not self.seeds:
-            raise ConfigError("a study needs variants and seeds")
+        require(bool(self.variants and self.seeds), "a study needs variants and seeds")
         for group, names in (("variants", self.variants), ("corpora", self.corpora)):
-            if odd := next((name for name in names if not re.fullmatch(r"\w[\w.-]{0,99}", name)), None):
-                raise ConfigError(
-                    f"{group}.{odd[:100]!r}: a name has at most 100 letters, digits, '-', '_' and '.', and "
-                    "begins with a letter or digit, as files are called so"
+            for name in names:
+                require(
+                    re.fullmatch(r"\w[\w.-]{0,99}", name) is not None,
+                    f"{group}.{name[:100]!r}: a name has at most 100 letters, digits, '-', '_' and '.', and begins "
+                    "with a letter or digit, as files are called so",
                 )
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ConfigError(f"seeds={list(self.seeds)} must name each seed once")
+        seeds = {*self.seeds}
+        require(len(seeds) == len(self.seeds), f"seeds={list(self.seeds)} must name each seed once")
         for counted in ("windows", "samples"):
-            if getattr(self, counted) < 1:
-                raise ConfigError(f"{counted}={getattr(self, counted)} must be at least 1")
+            require(getattr(self, counted) >= 1, f"{counted}={getattr(self, counted)} must be at least 1")
         for name, variant in self.variants.items():
-            if variant.init is not None and variant.init not in self.variants:
-                raise ConfigError(f"variants.{name}.init={variant.init!r} is not a variant of this study")
-            if foreign := sorted(set(variant.seeds) - set(self.seeds)):
-                raise ConfigError(f"variants.{name}.seeds: {foreign} are not among the study's {list(self.seeds)}")
-            if strange := sorted(set(variant.corpora or ()) - set(self.corpora)):
-                raise ConfigError(f"variants.{name}.corpora: {strange} are not among the study's corpora")
+            place, known = f"variants.{name}", {None, *self.variants}
+            require(variant.init in known, f"{place}.init={variant.init!r} is not a variant of this study")
+            require({*variant.seeds} <= seeds, f"{place}.seeds: not all are among the study's {list(self.seeds)}")
+            strange = sorted({*(variant.corpora or ())} - {*self.corpora})
+            require(not strange, f"{place}.corpora: {strange} are not among the study's corpora")
             for init in self.ancestors(name):
-                if weightless := sorted(set(self.seeds_of(name)) - set(self.seeds_of(init))):
-                    raise ConfigError(f"variants.{name}: its initial weights, {init}, have no seeds {weightless}")
-        if self.against is not None and self.against not in self.variants:
-            raise ConfigError(
-                f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}"
-            )
+                weightless = sorted({*self.seeds_of(name)} - {*self.seeds_of(init)})
+                require(not weightless, f"{place}: its initial weights, {init}, have no seeds {weightless}")
+        require(
+            self.against in (None, *self.variants),
+            f"against={self.against!r} is not a variant; choose one of {', '.join(self.variants)}",
+        )
 
     def named(self, variant: str) -> str:
         """A variant with its label, for readers."""

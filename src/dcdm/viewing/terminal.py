@@ -26,7 +26,12 @@ BITS = (
 
 def show(view: ChunkView, console: Console) -> None:
     """Print the view's frame: tokens and sizes; over a corpus, what chunks hold and why."""
-    show_text(view, console)
+    _line(headline(view), console)
+    if view.note:
+        _line(view.note, console)
+    console.print()
+    show_tokens(view, console)
+    _line(_key(view, _in_colour(console)), console, "dim")
     console.print()
     console.print(_sizes(view, _in_colour(console)))
     if view.held.windows > 1:
@@ -37,16 +42,6 @@ def show(view: ChunkView, console: Console) -> None:
         _line(BITS, console, "dim")
     if len(view.frame.sizes) > MOST_ROWS:
         console.print(f"… {len(view.frame.sizes) - MOST_ROWS} further chunks; --json and --html have all")
-
-
-def show_text(view: ChunkView, console: Console) -> None:
-    """Print the tokens of the view's frame, and what they are."""
-    _line(headline(view), console)
-    if view.note:
-        _line(view.note, console)
-    console.print()
-    show_tokens(view, console)
-    _line(_key(view, _in_colour(console)), console, "dim")
 
 
 def show_tokens(view: ChunkView, console: Console) -> None:
