@@ -26,7 +26,7 @@ from dcdm.io import adapters
 from dcdm.io.load import find_model, wrong_sums
 from dcdm.io.pretrained import fetch
 from dcdm.kinds import build
-from dcdm.shipped import CARD, HOME, AdapterCard, bases
+from dcdm.shipped import ADAPTER, CARD, HOME, AdapterCard, bases
 
 LARGEST = 12 << 20
 SHIPPED = [card.name for card in shipped.adapters()]
@@ -171,3 +171,9 @@ def test_files_of_an_adapter_are_what_its_card_and_its_checksums_vouch_for(
     assert card.says in listed
     for figure in card.figures:
         assert all(str(value) in listed for value in figure.values())
+
+
+def test_adapters_stand_beside_the_models_and_are_not_taken_for_one() -> None:
+    assert shipped.CHATS in SHIPPED
+    assert not {*SHIPPED} & {*shipped.names()}
+    assert all((HOME / name / ADAPTER).is_file() and shipped.card_of(name) is None for name in SHIPPED)
