@@ -568,20 +568,20 @@ def _names(cls: type[Any]) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
-def assignments(texts: tuple[str, ...], option: str = "set") -> dict[str, Any]:
-    """What --set says, or another option: values of name=value, read as YAML."""
+def assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+    """What --set says: values of name=value, read as YAML."""
     import yaml
 
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--{option} {text}: write it as name=value")
+            raise ConfigError(f"--set {text}: write it as name=value")
         try:
             values[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(
-                f"--{option} {text}: the value is not YAML; put it into quotes, or close its brackets"
+                f"--set {text}: the value is not YAML; put it into quotes, or close its brackets"
             ) from error
     return values
 

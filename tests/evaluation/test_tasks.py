@@ -83,8 +83,8 @@ def report(monkeypatch, capsys, folder: Path, *arguments: str) -> dict[str, dict
     return {one["task"]: one for one in json.loads(capsys.readouterr().out)["tasks"]}
 
 
-def requests(folder: Path, name: str, **shots: int) -> list:
-    (chosen,) = choose([name], folder, shots)
+def requests(folder: Path, name: str) -> list:
+    (chosen,) = choose([name], folder)
     built = Loader(chosen, execute=False).load()
     tasks = [t for one in built for t in (one.get_all_tasks() if hasattr(one, "get_all_tasks") else [one])]
     for task in tasks:
@@ -155,7 +155,7 @@ def test_group_accuracy_weighs_questions_not_subjects(monkeypatch, folder):
     def scored(asked, **_):  # B always: right in 2 of 3 questions, in 1/2 and 1/1 of the two subjects
         return [(Estimate(one.args[1] == " B"), False) for one in asked]
 
-    (chosen,) = choose(["mmlu"], folder, {})
+    (chosen,) = choose(["mmlu"], folder)
     monkeypatch.setattr(lm, "loglikelihood", scored)
     results = run_tasks(lm, Loader(chosen, False).load(), None)
     assert results["results"]["mmlu"]["acc,none"] == pytest.approx(2 / 3)
@@ -165,15 +165,13 @@ def test_examples_come_from_the_files_that_the_definitions_name(folder):
     (asked,) = requests(folder, "gsm8k")
     assert asked.args[0].count("Question:") == 5
     assert asked.args[0].count("Twice.") == 4
-    first = requests(folder, "mmlu", mmlu=2)[0].args[0]
-    assert all(f"Example {n}?" in first for n in range(2))
     assert "domain of the expression" in requests(folder, "math")[0].args[0]
 
 
 @pytest.mark.parametrize(("name", "count"), [("gsm8k", 1), ("mmlu", 3 * 4), ("math", 2)])
 def test_a_validation_file_alone_is_evaluated(folder, name, count):
     (folder / f"{name}_test.jsonl").rename(folder / f"{name}_validation.jsonl")
-    (chosen,) = choose([name], folder, {})
+    (chosen,) = choose([name], folder)
     assert (chosen.split, "official one is test" in chosen.notes[0]) == ("validation", True)
     asked = requests(folder, name)
     assert len(asked) == count
@@ -211,15 +209,12 @@ def test_bad_input_is_refused_before_the_model_is_loaded(refused, folder):
         (["--tasks", "chess"], "unknown task 'chess'"),
         (["--tasks", "winogrande"], "winogrande_validation.jsonl"),
         (["--tasks", "gsm8k"], "gsm8k_train.jsonl"),
-        (["--tasks", "arc_challenge", "--num-fewshot", "arc_challenge=5"], "arc_challenge_train.jsonl"),
-        (["--tasks", "truthfulqa", "--num-fewshot", "truthfulqa=5"], "cannot take examples"),
-        (["--tasks", "mmlu", "--num-fewshot", "mmlu=few"], "mmlu=few: write a whole number"),
         (["--tasks", "mmlu", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa"], "piqa_validation.jsonl:1"),
     ):
         assert message in refused("eval", "tasks", "nowhere", "--data-dir", str(folder), *arguments)
     with pytest.raises(ConfigError, match="is not a folder"):
-        choose(["piqa"], folder / "none", {})
+        choose(["piqa"], folder / "none")
 
 
 def test_damaged_and_empty_files_are_named(tmp_path):

@@ -116,7 +116,6 @@ def tasks(
     tasks: tuple[str, ...] = ("all",),
     data_dir: Path | None = None,
     limit: int | None = None,
-    num_fewshot: tuple[str, ...] = (),
     samples: int = 16,
     commit: str = "auto",
     set: tuple[str, ...] = (),
@@ -136,7 +135,6 @@ def tasks(
         tasks: Names, apart or joined by commas.
         data_dir: A folder with the tasks' files (gsm8k_test.jsonl …); nothing is fetched then.
         limit: Questions per task, and per subject of MMLU and MATH.
-        num_fewshot: Other numbers of examples than the paper's, as in mmlu=5.
         samples: Mask draws per answer; short answers are summed exactly instead.
         commit: How generation fills in tokens, as in dcdm sample; chunk is the fastest.
         set: Other settings of the decoder, as in lanes=4 or routing=adablock, and estimator, seed (0), batch_size
@@ -151,7 +149,7 @@ def tasks(
 
     at_least_one(limit=limit)
     names = [name for text in tasks for name in text.split(",") if name]
-    chosen = choose(names, data_dir, assignments(num_fewshot, "num-fewshot"))
+    chosen = choose(names, data_dir)
     if data_dir is not None:  # read by the packages when they are imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     world = init_distributed(device)

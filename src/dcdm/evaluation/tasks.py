@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dcdm.config import ConfigError, DataConfig
+from dcdm.config import ConfigError, DataConfig, require
 from dcdm.data.sources import cut_into_parts, examine, read_rows, resolve
 from dcdm.distributed import World, from_main
 from dcdm.evaluation import execution
@@ -43,8 +43,6 @@ class Benchmark:
     """The split that few-shot examples officially come from; None: the definition brings its own."""
     whole: str | None = None
     """Name of a local file that has no split in its name; it is the evaluated split."""
-    fixed_shots: bool = False
-    """The definition's prompt has its examples built in."""
     subject_field: str | None = None
     """Field of a local row by which it belongs to one of the group's tasks."""
 
@@ -63,11 +61,10 @@ BENCHMARKS = _benchmarks()
 
 @dataclass(frozen=True)
 class Chosen:
-    """A benchmark to run: its shots, and its local files by split (None: from the hub)."""
+    """A benchmark to run, and its local files by split (None: from the hub)."""
 
     name: str
     benchmark: Benchmark
-    shots: int
     files: Mapping[str, Path] | None
 
     @property
@@ -81,43 +78,35 @@ class Chosen:
         notes = []
         if self.split != self.benchmark.evaluated:
             notes.append(f"{self.split} split (the official one is {self.benchmark.evaluated})")
-        if self.shots and self.benchmark.examples is None:
+        if self.benchmark.shots and self.benchmark.examples is None:
             notes.append("the definition's own examples")
         return notes
 
 
-def choose(names: list[str], data_dir: Path | None, overrides: Mapping[str, int]) -> list[Chosen]:
+def choose(names: list[str], data_dir: Path | None) -> list[Chosen]:
     """The benchmarks called `names` (`all`: every one), checked against the files before anything is loaded."""
     known = ", ".join(BENCHMARKS)
     wanted = list(dict.fromkeys(name for n in names for name in (BENCHMARKS if n == "all" else [n])))
-    if not wanted:
-        raise ConfigError(f"no task named; choose from all, {known}")
-    for name in (*wanted, *overrides):
-        if name not in BENCHMARKS:
-            raise ConfigError(f"unknown task {name!r}; choose from all, {known}")
-    if data_dir is not None and not data_dir.is_dir():
-        raise ConfigError(f"--data-dir {data_dir} is not a folder")
-    return [_chosen(name, data_dir, overrides.get(name)) for name in wanted]
+    require(bool(wanted), f"no task named; choose from all, {known}")
+    for name in wanted:
+        require(name in BENCHMARKS, f"unknown task {name!r}; choose from all, {known}")
+    require(data_dir is None or data_dir.is_dir(), f"--data-dir {data_dir} is not a folder")
+    return [_chosen(name, data_dir) for name in wanted]
 
 
-def _chosen(name: str, folder: Path | None, shots: int | None) -> Chosen:
+def _chosen(name: str, folder: Path | None) -> Chosen:
     benchmark = BENCHMARKS[name]
-    if shots is not None and shots != benchmark.shots and benchmark.fixed_shots:
-        raise ConfigError(f"--num-fewshot {name}={shots}: the official prompt of {name} cannot take examples")
-    number = benchmark.shots if shots is None else shots
-    if not isinstance(number, int) or number < 0:
-        raise ConfigError(f"--num-fewshot {name}={number}: write a whole number of examples")
     if folder is None:
-        return Chosen(name, benchmark, number, None)
-    chosen = Chosen(name, benchmark, number, files := _files(benchmark, folder))
+        return Chosen(name, benchmark, None)
+    chosen = Chosen(name, benchmark, files := _files(benchmark, folder))
     if chosen.split not in files:
         names = [f"{benchmark.stem}_{split}.jsonl" for split in dict.fromkeys((benchmark.evaluated, "validation"))]
         names += [f"{benchmark.whole}.jsonl"] if benchmark.whole else []
         raise ConfigError(f"{name}: {folder} holds none of {', '.join(names)} (or the same with .gz)")
-    if number and benchmark.examples and benchmark.examples not in files:
+    if benchmark.shots and benchmark.examples and benchmark.examples not in files:
         raise ConfigError(
-            f"{name}: its {number} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
-            f"which {folder} does not hold; add it, or set --num-fewshot {name}=0"
+            f"{name}: its {benchmark.shots} examples come from {benchmark.stem}_{benchmark.examples}.jsonl, "
+            f"which {folder} does not hold; add it"
         )
     for path in files.values():
         rows_of(path, benchmark.fields)
@@ -209,7 +198,7 @@ class Loader:
         config = dict(load_yaml(entry.yaml_path, resolve_func=not runs_code))
         for name in ("tag", "group"):
             config.pop(name, None)
-        config["num_fewshot"] = self.chosen.shots
+        config["num_fewshot"] = self.chosen.benchmark.shots
         if runs_code:
             config |= self._code_settings()
         if self.chosen.files is not None:
@@ -267,7 +256,8 @@ def run_benchmark(lm: Any, chosen: Chosen, limit: int | None, execute: bool) -> 
     results = run_tasks(lm, Loader(chosen, execute, lm.world).load(), limit)
     notes = [*chosen.notes, *(["not executed"] if chosen.name == "humaneval" and not execute else [])]
     return {
-        "task": chosen.name, "title": chosen.benchmark.title, "shots": chosen.shots, "split": chosen.split,
+        "task": chosen.name, "title": chosen.benchmark.title, "shots": chosen.benchmark.shots,
+        "split": chosen.split,
         "figures": [line for name in chosen.benchmark.tasks for line in task_figures(name, results)],
         "counts": asdict(lm.counts), "notes": notes, "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
