@@ -8,7 +8,7 @@ from dcdm.viewing.pages import ASSETS, page
 
 
 def made() -> str:
-    return page("chunks", "<b>a page</b>", {"evil": "</script><img src=x>"})
+    return page("<b>a page</b>", {"evil": "</script><img src=x>"})
 
 
 def test_a_page_asks_for_nothing_from_outside_and_shows_text_as_text():

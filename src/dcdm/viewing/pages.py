@@ -1,10 +1,7 @@
-"""Self-contained pages: one file, nothing from outside, to be opened from a disk or sent by mail.
+"""The page of a text's chunks: one file, nothing from outside, to be opened from a disk or sent by mail.
 
-First the skeleton and its pieces, last the page of a text's chunks. `dcdm demo` has its own.
-
-Every page is `assets/page.html` around a body, NAME.html, its data as JSON, and pieces of style and script from
-`assets/`. Scripts there are modules, which the server's page loads as such; here all that a page needs become
-one script.
+It is `assets/page.html` around the body chunks.html, its data as JSON, and `PIECES` of style and script.
+Scripts there are modules, which the server's page loads as such; here they become one script.
 """
 
 from __future__ import annotations
@@ -22,6 +19,9 @@ if TYPE_CHECKING:
     from dcdm.viewing.chunks import ChunkView
 
 ASSETS = files("dcdm.viewing") / "assets"
+PIECES = ("base", "dom", "tokens", "scores", "chunks")
+"""Styles and scripts; each comes behind what it imports."""
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)
 
 
 def asset(name: str) -> str:
@@ -29,34 +29,16 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def page(name: str, title: str, data: Any) -> str:
-    """The page whose body is NAME.html and whose script and style are NAME.js and NAME.css.
-
-    What the script imports comes with it, and so do the styles of the same names. Whatever is not trusted goes into
-    `data`, which scripts show as text.
-    """
-    names = ["base"]
-    _add_with_imports(name, names)
-    styles = [asset(f"{one}.css") for one in names if (ASSETS / f"{one}.css").is_file()]
+def page(title: str, data: Any) -> str:
+    """The page around `data`, which may hold what is not trusted: scripts show it as text."""
+    styles = [asset(f"{name}.css") for name in PIECES if (ASSETS / f"{name}.css").is_file()]
     return Template(asset("page.html")).substitute(
         title=html.escape(title),
         style="\n".join([palette_style(), *styles]),
-        body=asset(f"{name}.html"),
+        body=asset("chunks.html"),
         data=inlined(data),
-        script="\n".join(_as_plain_script(f"{one}.js") for one in names[1:]),
+        script="\n".join(_as_plain_script(f"{name}.js") for name in PIECES[1:]),
     )
-
-
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
-
-
-def _add_with_imports(name: str, names: list[str]) -> None:
-    """Append a piece behind all that its script imports."""
-    if name in names:
-        return
-    for imported in _IMPORT.findall(asset(f"{name}.js")):
-        _add_with_imports(imported, names)
-    names.append(name)
 
 
 def _as_plain_script(name: str) -> str:
@@ -84,7 +66,7 @@ def palette_style() -> str:
 
 def chunks_page(view: ChunkView) -> str:
     """The page of `dcdm chunks --html`: the view as one self-contained HTML file."""
-    return page("chunks", f"Chunks · {view.model}", page_data(view))
+    return page(f"Chunks · {view.model}", page_data(view))
 
 
 def page_data(view: ChunkView) -> dict[str, Any]:
