@@ -64,7 +64,14 @@ def passes(model, rows, queries, stored, fillers=False):
 
 
 def equal_to_blocks(model, tolerance):
-    for rows, queries, fillers in ((1, 1, False), (1, 4, False), (3, 1, True), (2, 5, True), (1, 70, False)):
+    for rows, queries, fillers in (
+        (1, 1, False),
+        (1, 3, False),
+        (3, 1, True),
+        (2, 3, True),
+        (1, 8, False),
+        (3, 4, True),
+    ):
         model.kernels = None
         wanted = passes(model, rows, queries, 9, fillers)
         kernels.prepare(model, compile=True)
@@ -75,14 +82,14 @@ def equal_to_blocks(model, tolerance):
 
 
 def test_compiled_blocks_of_bytes_are_the_blocks():
-    equal_to_blocks(model_of(), 1e-3)
+    equal_to_blocks(model_of(), 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": False, "tie_embeddings": False}])
 @pytest.mark.parametrize("in_bytes", [True, False])
 def test_compiled_blocks_of_every_family_are_the_blocks(in_bytes, changes):
-    equal_to_blocks(model_of("ar", in_bytes, **changes), 1e-3 if in_bytes else 1e-5)
+    equal_to_blocks(model_of("ar", in_bytes, **changes), 1e-4 if in_bytes else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["ar", "bdlm", "causal-contiguous", "mdlm"])

@@ -1,11 +1,10 @@
 """Blocks compiled for decoding, where a pass has so few positions that small operations cost as much as products.
 
-PyTorch's compiler makes C++ of them ahead of time (AOTInductor), for the shapes of a configuration. Weights, cache
-and number of positions are arguments: a kernel serves every block, and it is kept on disk for the next program. A
-pass over one position takes one call per block, whose products read each weight once. One over a few takes eight,
-with int8 weights: oneDNN's four products, and what stands between them.
+PyTorch's compiler makes C++ of a whole block ahead of time (AOTInductor), for the shapes of a configuration and a
+number of positions: products and what stands between them are one call, which reads each weight once. Weights and
+cache are arguments: a kernel serves every block, and it is kept on disk for the next program.
 
-    B batch   Q new slots   M = B·Q   d hidden size   H query heads   G key/value heads   D head size
+    B batch   Q new slots   M rows, at least B·Q   d hidden size   H query heads   G key/value heads   D head size
     C slots of the cache   n keys   N rows of a weight matrix   K its columns
 """
 
@@ -33,8 +32,8 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.files import user_cache
 from dcdm.model.attention import rotate
 from dcdm.model.cache import KVCache
-from dcdm.model.packing import PackedLinear, in_two_bytes, joined
-from dcdm.model.products import FEW_ROWS, Linear
+from dcdm.model.packing import PackedLinear
+from dcdm.model.products import Linear
 
 if TYPE_CHECKING:
     from dcdm.model.transformer import Model
@@ -44,22 +43,27 @@ log = logging.getLogger(__name__)
 SECONDS, SAVED = 60.0, 1.5e-4
 """What compiling takes on a small machine, and what a pass through a block gains by it: both roughly."""
 OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
+ROWS = (1, 2, 4, 8)
+"""Kernels are made for as many positions; a pass over fewer takes the next."""
 Call = Callable[[list[Tensor]], list[Tensor]]
 Scaled = list[Tensor | None]
 """Matrices of one product, each with its scales behind it, or with None."""
 
 
-def row_product(x: Tensor, matrices: Scaled) -> Tensor:
-    """(1, K) with each (N, K), side by side: sums that the compiler makes one loop over the weights of."""
+def few_rows(x: Tensor, matrices: Scaled) -> Tensor:
+    """(M, K) with each (N, K) or (N/16, K, 16), side by side: the compiler makes one loop over each of the weights."""
     x = torch.as_strided(x, x.shape, (x.shape[1], 1))  # made once, and not again for every row of the weights
     found = []
     for weight, scale in zip(matrices[::2], matrices[1::2], strict=True):
         assert weight is not None
-        ways = 2 if weight.shape[0] % 2 == 0 else 1  # two sums under way hide each other's latency
-        parts = weight.view(ways, weight.shape[0] // ways, weight.shape[1]).unbind()
-        y = torch.cat([(part.to(x.dtype) * x).sum(-1) for part in parts])
+        rows, inner = (x[..., None], 1) if weight.ndim == 3 else (x, -1)
+        ways = 2 if len(x) <= 2 and len(weight) % 2 == 0 else 1  # sums under way hide each other's latency
+        parts = weight.view(ways, len(weight) // ways, *weight.shape[1:]).unbind()
+        y = torch.stack(
+            [torch.cat([(part.to(x.dtype) * row).sum(inner).flatten() for part in parts]) for row in rows.unbind()]
+        )
         found.append(y if scale is None else y * scale)
-    return torch.cat(found)[None]
+    return torch.cat(found, dim=-1)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -98,8 +102,8 @@ class Attention(nn.Module):
         return out.view(B, G, self.each, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, -1)
 
 
-class OneRow(nn.Module):
-    """A whole block for one position."""
+class FewRows(nn.Module):
+    """A whole block for at most M positions: h (M, d), of which the first B·Q are meant."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,59 +112,19 @@ class OneRow(nn.Module):
     def forward(
         self, h: Tensor, norms: list[Tensor], matrices: list[Scaled], own: list[Tensor | None], where: list[Tensor]
     ) -> Tensor:
-        attended = self.attention(row_product(_norm(h, norms[0], self.eps), matrices[0]), own, *where)
-        h = h + row_product(attended, matrices[1])
-        gate, up = row_product(_norm(h, norms[1], self.eps), matrices[2]).chunk(2, dim=-1)
-        return h + row_product(F.silu(gate) * up, matrices[3])
+        (B, Q, _), qkv = where[2].shape, few_rows(_norm(h, norms[0], self.eps), matrices[0])
+        meant = torch.arange(B * Q)
+        attended = self.attention(qkv[meant], own, *where)
+        if len(h) > 1:
+            attended = attended.new_zeros(len(h), attended.shape[1]).index_put((meant,), attended)
+        h = h + few_rows(attended, matrices[1])
+        gate, up = few_rows(_norm(h, norms[1], self.eps), matrices[2]).chunk(2, dim=-1)
+        return h + few_rows(F.silu(gate) * up, matrices[3])
 
 
 class Head(nn.Module):
     def forward(self, x: Tensor, matrix: Scaled) -> Tensor:
-        return row_product(x, matrix)
-
-
-class Enter(nn.Module):
-    """The beginning of a block: activations in bytes, and the largest of each row."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.eps = config.norm_eps
-
-    def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return in_two_bytes(_norm(h, norm, self.eps))
-
-
-class Attend(nn.Module):
-    """Between the products with queries, keys and values and with the output projection."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention = Attention(config)
-
-    def forward(
-        self, products: Tensor, largest: Tensor, own: list[Tensor | None], where: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return in_two_bytes(self.attention(joined(products, largest), own, *where))
-
-
-class Add(nn.Module):
-    """The end of attention or of the MLP, and the beginning of what follows."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.eps = config.norm_eps
-
-    def forward(self, products: Tensor, largest: Tensor, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = h + joined(products, largest)
-        return h, *in_two_bytes(_norm(h, norm, self.eps))
-
-
-class Gate(nn.Module):
-    """Between the products of the MLP."""
-
-    def forward(self, products: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = joined(products, largest).chunk(2, dim=-1)
-        return in_two_bytes(F.silu(gate) * up)
+        return few_rows(x, matrix)
 
 
 # --- compiling and keeping ---------------------------------------------------------------------------------------
@@ -210,22 +174,18 @@ def prepare(model: Model, passes: int = 0, compile: bool = False) -> None:
     model.kernels = Kernels(model, {name: program.load() for name, program in programs.items()}, threads)
 
 
-class Weights:
-    """A block's, as arguments; those in fp32 are the block's own."""
-
-    def __init__(self, layer: Any) -> None:
-        heads, mlp = layer.self_attn, layer.mlp
-        qkv = [heads.q_proj, heads.k_proj, heads.v_proj]
-        parts = [qkv, [heads.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-        self.norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-        self.own = [one.bias for one in parts[0]] + [
-            getattr(n, "weight", None) for n in (heads.q_norm, heads.k_norm)
-        ]
-        self.packed = [one[0].matrix for one in parts] if isinstance(heads.o_proj, PackedLinear) else []
-        self.matrices: list[Scaled] = [[matrix.numbers, matrix.scale] for matrix in self.packed]
-        if not self.packed:
-            self.matrices = [[x for one in same for x in (one.weight, None)] for same in parts]
-        self.heads, self.one = _tensors(self.own), _tensors([self.norms, self.matrices, self.own])
+def _weights(layer: Any) -> list[list[Any]]:
+    """A block's norms, matrices, and biases and norms of heads."""
+    heads, mlp = layer.self_attn, layer.mlp
+    qkv = [heads.q_proj, heads.k_proj, heads.v_proj]
+    parts = [qkv, [heads.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    own = [one.bias for one in qkv] + [getattr(norm, "weight", None) for norm in (heads.q_norm, heads.k_norm)]
+    matrices: list[Scaled]
+    if isinstance(heads.o_proj, PackedLinear):
+        matrices = [[same[0].matrix.blocks, same[0].matrix.scale] for same in parts]
+    else:
+        matrices = [[x for one in same for x in (one.weight, None)] for same in parts]
+    return [[layer.input_layernorm.weight, layer.post_attention_layernorm.weight], matrices, own]
 
 
 def _head(model: Model) -> Scaled:
@@ -241,7 +201,8 @@ class Kernels:
 
     def __init__(self, model: Model, calls: dict[str, Call], threads: int) -> None:
         self.threads, self._calls = threads, calls
-        self._layers, self._head = [Weights(layer) for layer in model.layers], _tensors(_head(model))
+        self._layers = [_tensors(_weights(layer)) for layer in model.layers]
+        self._head = _tensors(_head(model))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copies of a model look for kernels of their own."""
@@ -249,51 +210,33 @@ class Kernels:
 
     def for_pass(self, tokens: Tensor, cache: KVCache) -> Callable[..., Tensor] | None:
         """What runs the blocks from a number on, over `tokens` (B, Q) placed in `cache`; None if nothing can."""
-        few = tokens.numel() == 1 or ("gate" in self._calls and tokens.numel() <= FEW_ROWS)
-        memory = cache.neighbours() if few and not torch.is_grad_enabled() else None
+        rows = next((rows for rows in ROWS if tokens.numel() <= rows), 0)
+        memory = cache.neighbours() if rows and not torch.is_grad_enabled() else None
         if memory is None:
             return None
 
         def run(first: int, h_bqd: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
             if mask is None:
                 mask = h_bqd.new_zeros(*tokens.shape, cache.num_keys)
-            blocks = self._one if tokens.numel() == 1 else self._few
-            h = h_bqd.view(-1, h_bqd.shape[-1])
-            return blocks(first, h, [*rotary, mask, cache.index], memory).view_as(h_bqd)
+            where, call = [*rotary, mask, cache.index], self._calls[f"{rows}-rows"]
+            h = F.pad(h_bqd.flatten(0, 1), (0, 0, 0, rows - tokens.numel()))
+            for own, held in zip(self._layers[first:], memory[first:], strict=True):
+                h = call([h, *own, *where, *held])[0]
+            return h[: tokens.numel()].view_as(h_bqd)
 
         return run
-
-    def _one(self, first: int, h: Tensor, where: list[Tensor], memory: list[tuple[Tensor, Tensor]]) -> Tensor:
-        call = self._calls["one"]
-        for layer, held in zip(self._layers[first:], memory[first:], strict=True):
-            h = call([h, *layer.one, *where, *held])[0]
-        return h
-
-    def _few(self, first: int, h: Tensor, where: list[Tensor], memory: list[tuple[Tensor, Tensor]]) -> Tensor:
-        enter, attend, add, gate = (self._calls[name] for name in ("enter", "attend", "add", "gate"))
-        layers, shape = self._layers[first:], where[-1].shape
-        both, largest = enter([h, layers[0].norms[0]])
-        following = [layer.norms[0] for layer in (*layers[1:], layers[0])]  # what the last one prepares is not used
-        for layer, held, norm in zip(layers, memory[first:], following, strict=True):
-            heads, out, gate_up, down = layer.packed
-            products = heads.of_bytes(both).view(2, *shape, -1)
-            both, largest = attend([products, largest.view(*shape, 1), *layer.heads, *where, *held])
-            h, both, largest = add([out.of_bytes(both), largest, h, layer.norms[1]])
-            both, largest = gate([gate_up.of_bytes(both), largest])
-            h, both, largest = add([down.of_bytes(both), largest, h, norm])
-        return h
 
     def logits(self, state: Tensor) -> Tensor:
         """The head's (…, V) of one state (…, d)."""
         return self._calls["head"]([state.view(1, -1), *self._head])[0].view(*state.shape[:-1], -1)
 
 
-SIZES = {101: "b", 103: "q", 107: "n", 109: "c", 113: "m"}
+SIZES = {101: "b", 103: "q", 107: "n", 109: "c"}
 """Sizes that programs are traced with, where any other may come: primes that no network has."""
-B, Q, N, C, M = SIZES
+B, Q, N, C = SIZES
 
 
-PARTS = (row_product, _norm, rotate, in_two_bytes, joined, Attention)
+PARTS = (few_rows, _norm, rotate, Attention)
 """What programs are made of."""
 
 
@@ -312,7 +255,7 @@ class Program:
         types = [(tuple(x.shape), x.dtype) for x in _tensors(self.arguments)]
         code = [inspect.getsource(part) for part in (type(self.module), *PARTS)]
         machine = (torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
-        about = repr((types, self.setting, code, machine))
+        about = repr((types, self.setting, OPTIONS, code, machine))
         return folder() / f"{self.name}-{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
 
     def load(self) -> Call:
@@ -324,7 +267,6 @@ class Program:
         from torch.export import Dim, export
 
         dims = {size: Dim(name, min=1) for size, name in SIZES.items()}
-        dims[2 * M] = 2 * dims[M]
 
         def dynamic(x: object) -> object:
             return {at: dims[n] for at, n in enumerate(x.shape) if n in dims} if isinstance(x, Tensor) else None
@@ -341,7 +283,7 @@ class Program:
 
 def _programs(model: Model) -> dict[str, Program]:
     """What a model's passes are made of."""
-    config, layer = model.config, Weights(model.layers[0])
+    config, weights = model.config, _weights(model.layers[0])
     d, size = config.hidden_size, config.head_dim
 
     def where(rows: int, queries: int) -> list[Tensor]:
@@ -349,21 +291,10 @@ def _programs(model: Model) -> dict[str, Program]:
         rotary = torch.zeros(2, rows, queries, 1, size).unbind()
         return [*rotary, torch.zeros(rows, queries, N), torch.zeros(rows, queries, dtype=torch.long), *memory]
 
-    found: dict[str, tuple[nn.Module, list[Any]]] = {
-        "head": (Head(), [torch.zeros(1, d), _head(model)]),
-        "one": (OneRow(config), [torch.zeros(1, d), layer.norms, layer.matrices, layer.own, where(1, 1)]),
-    }
-    if layer.packed:
-        heads, _, gate_up, _ = (len(matrix.scale) for matrix in layer.packed)
-        states, norm, largest = torch.zeros(M, d), layer.norms[0], torch.ones(M, 1)
-        found |= {
-            "enter": (Enter(config), [states, norm]),
-            "attend": (
-                Attend(config), [torch.zeros(2, B, Q, heads), torch.ones(B, Q, 1), layer.own, where(B, Q)]
-            ),
-            "add": (Add(config), [torch.zeros(2 * M, d), largest, states, norm]),
-            "gate": (Gate(), [torch.zeros(2 * M, gate_up), largest]),
-        }  # fmt: skip
+    found: dict[str, tuple[nn.Module, list[Any]]] = {"head": (Head(), [torch.zeros(1, d), _head(model)])}
+    for rows in ROWS:
+        places = where(1, 1) if rows == 1 else where(B, Q)
+        found[f"{rows}-rows"] = FewRows(config), [torch.zeros(rows, d), *weights, places]
     setting = (config.num_heads, config.norm_eps, config.qk_norm, config.attention_bias)
     return {name: Program(name, module, tuple(args), setting) for name, (module, args) in found.items()}
 

@@ -1,10 +1,10 @@
 """Weights in 8 bits, for decoding and scoring on a CPU: one row's scale and whole numbers from −127 to 127.
 
-Two kernels make the products. For prompts, scoring, the head and in compiled blocks (`kernels.py`), oneDNN's of
-unsigned by signed bytes, which sums in whole numbers. Activations enter it as two bytes each, a coarse one and one
-for what that leaves, and keep 15 bits. In the other matrices, for up to 16 rows, fbgemm's with the whole numbers as
-fp16, which holds them exactly: one call, where bytes take a dozen small operations. The result is that of the same
-weights in fp32, up to 1e-4 and 1e-6, and does not depend on the rows beside it in the same kernel.
+Two kernels make the products, beside those of compiled blocks (`kernels.py`). For prompts, scoring and the head,
+oneDNN's of unsigned by signed bytes, which sums in whole numbers; activations enter it as two bytes each, a coarse
+one and one for what that leaves, and keep 15 bits. In the other matrices, for up to 16 rows, fbgemm's with the
+whole numbers as fp16, which holds them exactly: one call, where bytes take a dozen small operations. The result is
+that of the same weights in fp32, up to 1e-4 and 1e-6, and does not depend on the rows beside it in the same kernel.
 
     N rows of a weight matrix   K its columns   M positions
 """
@@ -59,21 +59,6 @@ def dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def in_two_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(M, K) as unsigned bytes (2M, K), coarse ones before fine ones, and the largest number (M, 1) of each row."""
-    largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
-    exact = x * (MOST / largest)
-    coarse = exact.round()
-    both = torch.stack([coarse, (exact - coarse) * FINER]) + (ZERO + 0.5)
-    return both.to(torch.uint8).view(-1, x.shape[-1]), largest  # rounded towards zero
-
-
-def joined(products: Tensor, largest: Tensor) -> Tensor:
-    """(M, N) from the products (2M, N) of coarse and of fine bytes; or (…, N) from (2, …, N)."""
-    coarse, fine = products.view(2, *largest.shape[:-1], products.shape[-1]).unbind()
-    return (coarse + fine * (1 / FINER)) * largest
-
-
 class Matrix:
     """x Wᵀ, with W in bytes and in the order that the kernel reads."""
 
@@ -88,24 +73,34 @@ class Matrix:
         if len(x_mk) <= FEW_ROWS and self._is_small:
             y_mn = torch.ops.quantized.linear_dynamic_fp16(x_mk, self._halves).mul_(self.scale)
         else:
-            both, largest = in_two_bytes(x_mk)
-            y_mn = joined(self.of_bytes(both), largest)
+            y_mn = self._by_bytes(x_mk)
         return y_mn.view(*x.shape[:-1], -1)
 
-    def of_bytes(self, both: Tensor) -> Tensor:
-        """The products (2M, N) with what `in_two_bytes` made of M positions; `joined` puts them together."""
-        return torch.ops.onednn.qlinear_pointwise.default(
-            both, 1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
+    def _by_bytes(self, x: Tensor) -> Tensor:
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100)
+        exact = x * (MOST / largest)
+        coarse = exact.round()
+        both = torch.cat([coarse, (exact - coarse).mul_(FINER)]).add_(ZERO + 0.5)
+        first, second = torch.ops.onednn.qlinear_pointwise.default(
+            both.to(torch.uint8),  # rounded towards zero
+            1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], "",
+        ).chunk(2)  # fmt: skip
+        return torch.add(first, second, alpha=1 / FINER).mul_(largest)
 
     @cached_property
     def _halves(self) -> Any:
         return torch.ops.quantized.linear_prepack_fp16(self.numbers.float(), None)
 
-    @cached_property
+    @property
     def numbers(self) -> Tensor:
         """(N, K) int8."""
         return self._kernel.to_dense().t().contiguous()
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """(N/16, K, 16) int8, so that a vector holds sums of 16 rows; (N, K) if 16 does not divide N."""
+        numbers = self.numbers
+        return numbers if len(numbers) % 16 else numbers.unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
 class PackedLinear(nn.Module):
