@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from dcdm.model.attention import rotate
 from dcdm.model.cache import KVCache
 from dcdm.model.packing import PackedLinear
 from dcdm.model.products import Linear
-
-if TYPE_CHECKING:
-    from dcdm.model.transformer import Model
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ Scaled = list[Tensor | None]
 
 
 def few_rows(x: Tensor, matrices: Scaled) -> Tensor:
-    """(M, K) with each (N, K) or (N/16, K, 16), side by side: the compiler makes one loop over each of the weights."""
+    """(M, K) with each (N, K) or (N/16, K, 16), side by side: the compiler makes one loop over each weight."""
     x = torch.as_strided(x, x.shape, (x.shape[1], 1))  # made once, and not again for every row of the weights
     found = []
     for weight, scale in zip(matrices[::2], matrices[1::2], strict=True):
@@ -135,7 +132,7 @@ def folder() -> Path:
     return user_cache() / "kernels"
 
 
-def unsupported(model: Model) -> str:
+def unsupported(model: Any) -> str:
     """Why blocks of a model cannot be compiled for decoding; empty if they can."""
     if model.config.moe is not None:
         return "mixtures of experts are not compiled for decoding"
@@ -149,7 +146,7 @@ def unsupported(model: Model) -> str:
     return ""
 
 
-def prepare(model: Model, passes: int = 0, compile: bool = False) -> None:
+def prepare(model: Any, passes: int = 0, compile: bool = False) -> None:
     """Give a model its kernels: those on disk, or new ones if `compile` says so or so many `passes` gain by it."""
     threads = torch.get_num_threads()
     if model.kernels is not None and model.kernels.threads == threads:
@@ -188,7 +185,7 @@ def _weights(layer: Any) -> list[list[Any]]:
     return [[layer.input_layernorm.weight, layer.post_attention_layernorm.weight], matrices, own]
 
 
-def _head(model: Model) -> Scaled:
+def _head(model: Any) -> Scaled:
     """Its matrix and scales; specials count."""
     head: Any = model.embed_tokens if model.lm_head is None else model.lm_head
     if isinstance(head, PackedLinear):
@@ -199,7 +196,7 @@ def _head(model: Model) -> Scaled:
 class Kernels:
     """Those of one model, and how its passes go through them."""
 
-    def __init__(self, model: Model, calls: dict[str, Call], threads: int) -> None:
+    def __init__(self, model: Any, calls: dict[str, Call], threads: int) -> None:
         self.threads, self._calls = threads, calls
         self._layers = [_tensors(_weights(layer)) for layer in model.layers]
         self._head = _tensors(_head(model))
@@ -281,7 +278,7 @@ class Program:
             )
 
 
-def _programs(model: Model) -> dict[str, Program]:
+def _programs(model: Any) -> dict[str, Program]:
     """What a model's passes are made of."""
     config, weights = model.config, _weights(model.layers[0])
     d, size = config.hidden_size, config.head_dim
