@@ -82,14 +82,14 @@ def equal_to_blocks(model, tolerance):
 
 
 def test_compiled_blocks_of_bytes_are_the_blocks():
-    equal_to_blocks(model_of(), 1e-4)
+    equal_to_blocks(model_of(), 1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": False, "tie_embeddings": False}])
 @pytest.mark.parametrize("in_bytes", [True, False])
 def test_compiled_blocks_of_every_family_are_the_blocks(in_bytes, changes):
-    equal_to_blocks(model_of("ar", in_bytes, **changes), 1e-4 if in_bytes else 1e-5)
+    equal_to_blocks(model_of("ar", in_bytes, **changes), 1e-3 if in_bytes else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["ar", "bdlm", "causal-contiguous", "mdlm"])

@@ -1,8 +1,9 @@
 """Blocks compiled for decoding, where a pass has so few positions that small operations cost as much as products.
 
 PyTorch's compiler makes C++ of a whole block ahead of time (AOTInductor), for the shapes of a configuration and a
-number of positions: products and what stands between them are one call, which reads each weight once. Weights and
-cache are arguments: a kernel serves every block, and it is kept on disk for the next program.
+few positions: products and what stands between them are one call, which reads each weight once. For up to 64
+positions and int8 weights, what stands between two products is one call, and oneDNN makes those. Weights and cache
+are arguments: a kernel serves every block, and it is kept on disk for the next program.
 
     B batch   Q new slots   M rows, at least B·Q   d hidden size   H query heads   G key/value heads   D head size
     C slots of the cache   n keys   N rows of a weight matrix   K its columns
@@ -32,16 +33,18 @@ from dcdm.config import ConfigError, ModelConfig
 from dcdm.files import user_cache
 from dcdm.model.attention import rotate
 from dcdm.model.cache import KVCache
-from dcdm.model.packing import PackedLinear
-from dcdm.model.products import Linear
+from dcdm.model.packing import PackedLinear, in_two_bytes, joined
+from dcdm.model.products import FEW_ROWS, Linear
 
 log = logging.getLogger(__name__)
 
 SECONDS, SAVED = 60.0, 1.5e-4
 """What compiling takes on a small machine, and what a pass through a block gains by it: both roughly."""
 OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
-ROWS = (1, 2, 4, 8)
-"""Kernels are made for as many positions; a pass over fewer takes the next."""
+ONE_THREAD = {"cpp.threads": 1}
+"""Of what stands between two products: it is so small that a second thread costs more than it gains."""
+ROWS = (1, 2, 4)
+"""Whole blocks are made for as many positions; a pass over fewer takes the next."""
 Call = Callable[[list[Tensor]], list[Tensor]]
 Scaled = list[Tensor | None]
 """Matrices of one product, each with its scales behind it, or with None."""
@@ -124,6 +127,50 @@ class Head(nn.Module):
         return few_rows(x, matrix)
 
 
+class Enter(nn.Module):
+    """The beginning of a block of more rows: activations in bytes, and the largest of each row."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+
+    def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        return in_two_bytes(_norm(h, norm, self.eps))
+
+
+class Attend(nn.Module):
+    """Between the products with queries, keys and values and with the output projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+
+    def forward(
+        self, products: Tensor, largest: Tensor, own: list[Tensor | None], where: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return in_two_bytes(self.attention(joined(products, largest), own, *where))
+
+
+class Add(nn.Module):
+    """The end of attention or of the MLP, and the beginning of what follows."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+
+    def forward(self, products: Tensor, largest: Tensor, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = h + joined(products, largest)
+        return h, *in_two_bytes(_norm(h, norm, self.eps))
+
+
+class Gate(nn.Module):
+    """Between the products of the MLP."""
+
+    def forward(self, products: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = joined(products, largest).chunk(2, dim=-1)
+        return in_two_bytes(F.silu(gate) * up)
+
+
 # --- compiling and keeping ---------------------------------------------------------------------------------------
 
 
@@ -171,12 +218,17 @@ def prepare(model: Any, passes: int = 0, compile: bool = False) -> None:
     model.kernels = Kernels(model, {name: program.load() for name, program in programs.items()}, threads)
 
 
-def _weights(layer: Any) -> list[list[Any]]:
-    """A block's norms, matrices, and biases and norms of heads."""
+def _parts(layer: Any) -> list[list[Any]]:
+    """A block's matrices, those together that multiply the same states."""
     heads, mlp = layer.self_attn, layer.mlp
     qkv = [heads.q_proj, heads.k_proj, heads.v_proj]
-    parts = [qkv, [heads.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-    own = [one.bias for one in qkv] + [getattr(norm, "weight", None) for norm in (heads.q_norm, heads.k_norm)]
+    return [qkv, [heads.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+
+
+def _weights(layer: Any) -> list[list[Any]]:
+    """A block's norms, matrices, and biases and norms of heads."""
+    heads, parts = layer.self_attn, _parts(layer)
+    own = [one.bias for one in parts[0]] + [getattr(norm, "weight", None) for norm in (heads.q_norm, heads.k_norm)]
     matrices: list[Scaled]
     if isinstance(heads.o_proj, PackedLinear):
         matrices = [[same[0].matrix.blocks, same[0].matrix.scale] for same in parts]
@@ -199,6 +251,11 @@ class Kernels:
     def __init__(self, model: Any, calls: dict[str, Call], threads: int) -> None:
         self.threads, self._calls = threads, calls
         self._layers = [_tensors(_weights(layer)) for layer in model.layers]
+        self._blocks = []
+        if "gate" in calls:
+            for layer in model.layers:
+                norms, _, own = _weights(layer)
+                self._blocks.append((norms, [same[0].matrix for same in _parts(layer)], _tensors(own)))
         self._head = _tensors(_head(model))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -207,15 +264,18 @@ class Kernels:
 
     def for_pass(self, tokens: Tensor, cache: KVCache) -> Callable[..., Tensor] | None:
         """What runs the blocks from a number on, over `tokens` (B, Q) placed in `cache`; None if nothing can."""
-        rows = next((rows for rows in ROWS if tokens.numel() <= rows), 0)
-        memory = cache.neighbours() if rows and not torch.is_grad_enabled() else None
+        rows = next((rows for rows in ROWS if tokens.numel() <= rows), tokens.numel())
+        few = rows in ROWS or ("gate" in self._calls and rows <= FEW_ROWS)
+        memory = cache.neighbours() if few and not torch.is_grad_enabled() else None
         if memory is None:
             return None
 
         def run(first: int, h_bqd: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
             if mask is None:
                 mask = h_bqd.new_zeros(*tokens.shape, cache.num_keys)
-            where, call = [*rotary, mask, cache.index], self._calls[f"{rows}-rows"]
+            where, call = [*rotary, mask, cache.index], self._calls.get(f"{rows}-rows")
+            if call is None:
+                return self._more(first, h_bqd.flatten(0, 1), where, memory).view_as(h_bqd)
             h = F.pad(h_bqd.flatten(0, 1), (0, 0, 0, rows - tokens.numel()))
             for own, held in zip(self._layers[first:], memory[first:], strict=True):
                 h = call([h, *own, *where, *held])[0]
@@ -223,17 +283,32 @@ class Kernels:
 
         return run
 
+    def _more(self, first: int, h: Tensor, where: list[Tensor], memory: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Blocks in pieces, between which oneDNN makes the products of bytes."""
+        enter, attend, add, gate = (self._calls[name] for name in ("enter", "attend", "add", "gate"))
+        blocks, shape = self._blocks[first:], where[-1].shape
+        both, largest = enter([h, blocks[0][0][0]])
+        following = [norms[0] for norms, *_ in (*blocks[1:], blocks[0])]  # what the last one prepares is not used
+        for (norms, matrices, own), held, norm in zip(blocks, memory[first:], following, strict=True):
+            heads, out, gate_up, down = matrices
+            products = heads.of_bytes(both).view(2, *shape, -1)
+            both, largest = attend([products, largest.view(*shape, 1), *own, *where, *held])
+            h, both, largest = add([out.of_bytes(both), largest, h, norms[1]])
+            both, largest = gate([gate_up.of_bytes(both), largest])
+            h, both, largest = add([down.of_bytes(both), largest, h, norm])
+        return h
+
     def logits(self, state: Tensor) -> Tensor:
         """The head's (…, V) of one state (…, d)."""
         return self._calls["head"]([state.view(1, -1), *self._head])[0].view(*state.shape[:-1], -1)
 
 
-SIZES = {101: "b", 103: "q", 107: "n", 109: "c"}
+SIZES = {101: "b", 103: "q", 107: "n", 109: "c", 113: "m"}
 """Sizes that programs are traced with, where any other may come: primes that no network has."""
-B, Q, N, C = SIZES
+B, Q, N, C, M = SIZES
 
 
-PARTS = (few_rows, _norm, rotate, Attention)
+PARTS = (few_rows, _norm, rotate, in_two_bytes, joined, Attention)
 """What programs are made of."""
 
 
@@ -252,7 +327,7 @@ class Program:
         types = [(tuple(x.shape), x.dtype) for x in _tensors(self.arguments)]
         code = [inspect.getsource(part) for part in (type(self.module), *PARTS)]
         machine = (torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
-        about = repr((types, self.setting, OPTIONS, code, machine))
+        about = repr((types, self.setting, OPTIONS, ONE_THREAD, code, machine))
         return folder() / f"{self.name}-{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
 
     def load(self) -> Call:
@@ -268,13 +343,14 @@ class Program:
         def dynamic(x: object) -> object:
             return {at: dims[n] for at, n in enumerate(x.shape) if n in dims} if isinstance(x, Tensor) else None
 
-        path = self.path
+        dims[2 * M] = 2 * dims[M]
+        path, options = self.path, OPTIONS | ({} if isinstance(self.module, FewRows | Head) else ONE_THREAD)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as place, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             traced = export(self.module, self.arguments, dynamic_shapes=tree_map(dynamic, self.arguments))
             os.replace(
-                aoti_compile_and_package(traced, package_path=f"{place}/kernel.pt2", inductor_configs=OPTIONS), path
+                aoti_compile_and_package(traced, package_path=f"{place}/kernel.pt2", inductor_configs=options), path
             )
 
 
@@ -292,6 +368,16 @@ def _programs(model: Any) -> dict[str, Program]:
     for rows in ROWS:
         places = where(1, 1) if rows == 1 else where(B, Q)
         found[f"{rows}-rows"] = FewRows(config), [torch.zeros(rows, d), *weights, places]
+    if isinstance(model.layers[0].self_attn.o_proj, PackedLinear):
+        norms, matrices, own = weights
+        heads, gate_up = (len(matrices[which][1]) for which in (0, 2))
+        states, largest = torch.zeros(M, d), torch.ones(M, 1)
+        found |= {
+            "enter": (Enter(config), [states, norms[0]]),
+            "attend": (Attend(config), [torch.zeros(2, B, Q, heads), torch.ones(B, Q, 1), own, where(B, Q)]),
+            "add": (Add(config), [torch.zeros(2 * M, d), largest, states, norms[0]]),
+            "gate": (Gate(), [torch.zeros(2 * M, gate_up), largest]),
+        }
     setting = (config.num_heads, config.norm_eps, config.qk_norm, config.attention_bias)
     return {name: Program(name, module, tuple(args), setting) for name, (module, args) in found.items()}
 

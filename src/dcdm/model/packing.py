@@ -59,6 +59,21 @@ def dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def in_two_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, K) as unsigned bytes (2M, K), coarse ones before fine ones, and the largest number (M, 1) of each row."""
+    largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
+    exact = x * (MOST / largest)
+    coarse = exact.round()
+    both = torch.stack([coarse, (exact - coarse) * FINER]) + (ZERO + 0.5)
+    return both.to(torch.uint8).view(-1, x.shape[-1]), largest  # rounded towards zero
+
+
+def joined(products: Tensor, largest: Tensor) -> Tensor:
+    """(M, N) from the products (2M, N) of coarse and of fine bytes; or (…, N) from (2, …, N)."""
+    coarse, fine = products.view(2, *largest.shape[:-1], products.shape[-1]).unbind()
+    return (coarse + fine * (1 / FINER)) * largest
+
+
 class Matrix:
     """x Wᵀ, with W in bytes and in the order that the kernel reads."""
 
@@ -73,19 +88,15 @@ class Matrix:
         if len(x_mk) <= FEW_ROWS and self._is_small:
             y_mn = torch.ops.quantized.linear_dynamic_fp16(x_mk, self._halves).mul_(self.scale)
         else:
-            y_mn = self._by_bytes(x_mk)
+            both, largest = in_two_bytes(x_mk)
+            y_mn = joined(self.of_bytes(both), largest)
         return y_mn.view(*x.shape[:-1], -1)
 
-    def _by_bytes(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100)
-        exact = x * (MOST / largest)
-        coarse = exact.round()
-        both = torch.cat([coarse, (exact - coarse).mul_(FINER)]).add_(ZERO + 0.5)
-        first, second = torch.ops.onednn.qlinear_pointwise.default(
-            both.to(torch.uint8),  # rounded towards zero
-            1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], "",
-        ).chunk(2)  # fmt: skip
-        return torch.add(first, second, alpha=1 / FINER).mul_(largest)
+    def of_bytes(self, both: Tensor) -> Tensor:
+        """The products (2M, N) with what `in_two_bytes` made of M positions; `joined` puts them together."""
+        return torch.ops.onednn.qlinear_pointwise.default(
+            both, 1 / MOST, ZERO, self._kernel, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
 
     @cached_property
     def _halves(self) -> Any:
