@@ -33,6 +33,7 @@ LEFT_OUT = {
     "curl": "needs a server",
     "python -m pytest": "a test of the suite",
     "python benchmarks/": "takes minutes; test_serving_benchmark.py runs a small one",
+    "python tools/check_drafts.py": "needs SmolLM2; test_draft_head.py has the properties on toy models",
     "python tools/ship_models.py": "needs a long run; test_shipped.py ships a small one",
     "python -m dcdm.evaluation": "its task's data are on the hub; test_harness.py runs the command line",
     "dcdm bench": "takes minutes; every subject has a test of its own",
@@ -52,6 +53,7 @@ INSTEAD = [
     (r"^(dcdm eval ppl .*--length) \d+", r"\1 32", "short ones, too"),
     (r"^(dcdm train (?!.*--dry-run).*?(?:openwebtext|gpt2|-\d\.\db).*)$", r"\1 --dry-run", "needs a hub or a GPU"),
     (r"--(data|corpus) addresses( --tokenizer bpe:\d+)?", r"--\1 train.txt", "a small text is enough"),
+    (r"--own-texts \d+", "--own-texts 16", "few texts will do"),
     (r"(--to drafts)$", r"\1 --own-texts 16 --steps 2 --set data.window=256", "few texts, which bytes make long"),
     (r" --tasks all", " --tasks piqa", "one task's file is enough"),
     (r"^(dcdm eval tasks (?!.*--tasks).*)$", r"\1 --tasks piqa", "one task's file is enough"),
@@ -65,8 +67,8 @@ UNFINISHED_PYTHON = {"contributing.md": "world = init_distributed(device)"}
 
 OWN_TEST = {"data.md": "test_data_docs.py runs its shell blocks as they stand"}
 
-SLOW = {"evaluation.md", "scaling.md"}
-"""Pages whose commands score many models, or plan large ones."""
+SLOW = {"evaluation.md", "pretrained.md", "scaling.md"}
+"""Pages whose commands score or adapt many models, or plan large ones."""
 
 
 @dataclass(frozen=True)
